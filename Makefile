@@ -1,0 +1,39 @@
+# `make` lists the targets. All of them set up .venv first, which takes no time once it stands.
+PYTHON ?= python3
+BIN := .venv/bin
+LAUNCH = $(shell $(PYTHON) tools/bootstrap.py launcher)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup train test quick check lab pins clean
+
+help:  ## list the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+
+setup:  ## create .venv and install the pinned packages
+	@$(PYTHON) tools/bootstrap.py setup
+
+train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options in ARGS="--num_epochs 1"
+	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
+
+test: check  ## everything that needs no GPU: linters, types, all tests
+	$(BIN)/pytest tests --durations 15
+
+quick: setup  ## what to run while working: ruff and the fast tests
+	$(BIN)/ruff check
+	$(BIN)/pytest tests/unit tests/cli -m "not slow"
+
+check: setup  ## ruff, import-linter and mypy
+	$(BIN)/ruff check
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+
+lab: setup  ## open JupyterLab at lesson 0
+	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+
+pins: setup  ## take the newest versions that pyproject.toml allows into constraints.txt
+	@$(PYTHON) tools/bootstrap.py pins
+
+clean:  ## remove caches and build files; .venv and runs/ stay
+	rm -rf build dist *.egg-info .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -exec rm -rf {} +

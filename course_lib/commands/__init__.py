@@ -1,0 +1,1 @@
+"""The commands of `course`, one module each: NAME, HELP, register(parser) and run(args) -> exit code."""

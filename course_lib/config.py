@@ -1,0 +1,317 @@
+"""The configuration of a run: frozen dataclasses, validated as a whole.
+
+A run is five sections of plain fields. Leaf names are unique over the sections, so that
+``learning_rate`` means one thing in a YAML file, flat or sectioned, and on the command line
+(``config_files`` reads both). This module imports no torch.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from course_lib.errors import ConfigError, nearest
+
+Positive = Annotated[int, Ge(1)]
+NotNegative = Annotated[int, Ge(0)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
+
+
+class _Strict:
+    """Unknown keys are errors (read by pydantic when a mapping is validated)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(_Strict):
+    """Which examples, and how text becomes batches of token ids."""
+
+    dataset: str = "tweets"
+    """`tweets` (bundled), `pydocs` (this machine's Python documentation), a Hub name, or a local file or folder."""
+    dataset_config: str | None = None
+    """Configuration name of a Hub data set that has several."""
+    text_column: str | None = None
+    """Column that holds the text; found by itself for known data sets and usual names."""
+    label_column: str | None = None
+    """Column that holds the class; found by itself for known data sets and usual names."""
+    train_split: str = "train"
+    """Split to train on."""
+    validation_split: str = "validation"
+    """Split to evaluate on during training; cut from the training split where there is none."""
+    test_split: str = "test"
+    """Split held out to the end; the validation split where there is none."""
+    validation_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Share of the training split to cut off where a split is missing."""
+    task: Literal["classification", "causal_lm", "masked_lm"] = "classification"
+    """What the model learns to predict."""
+    max_length: Annotated[int, Ge(4)] = 128
+    """Tokens at which an example is truncated, or the length of a block in language modelling."""
+    mlm_probability: Annotated[float, Gt(0), Lt(1)] = 0.15
+    """Share of tokens to predict in masked language modelling."""
+    clean_text: bool = True
+    """Normalise Unicode (NFC), unescape HTML entities, fold white space."""
+    lowercase: bool = False
+    """Lower-case the text before tokenizing."""
+    max_train_samples: Positive | None = None
+    """Use only the first so many training rows."""
+    max_eval_samples: Positive | None = None
+    """Use only the first so many rows of each evaluation split."""
+    group_by_length: bool = True
+    """Build global batches of examples of similar length: less padding, the same number of steps."""
+    pad_to_multiple_of: Positive | None = None
+    """Round the padded length up to a multiple (8 helps GPU tensor cores)."""
+    dynamic_padding: bool = True
+    """Pad to the longest row of a micro-batch; otherwise always to max_length."""
+    num_workers: NotNegative = 0
+    """Worker processes that collate batches, a rank."""
+    pin_memory: bool = True
+    """Collate into page-locked memory where there is a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(_Strict):
+    """Which model, and how its forward pass is run."""
+
+    model: str = "minilm"
+    """Preset (`minilm`, `tiny-bert`, `tiny-gpt2`, `tiny-llama`), Hub name, or local folder."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward rather than keep them."""
+    torch_compile: bool = False
+    """Compile the model with torch.compile before training."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(_Strict):
+    """How a gradient becomes a step."""
+
+    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    """Update rule."""
+    learning_rate: Annotated[float, Gt(0)] = 5e-5
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Decoupled weight decay; not applied to biases and norms."""
+    adam_beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Fraction = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: Annotated[float, Gt(0)] = 1e-8
+    """Added to the denominator of the update."""
+    momentum: Fraction = 0.9
+    """Momentum of SGD."""
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0
+    """Clip the gradient to this global L2 norm; 0 turns clipping off."""
+    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape of the learning rate after warm-up."""
+    warmup_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of all steps over which the learning rate rises from 0."""
+    warmup_steps: NotNegative = 0
+    """Steps of warm-up; overrides warmup_ratio where above 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(_Strict):
+    """How long, on what, and when to look."""
+
+    training_type: Literal["basic", "accelerated"] = "accelerated"
+    """Trainer: the plain PyTorch loop on one device, or Accelerate on all ranks."""
+    num_processes: Positive | None = None
+    """Ranks that must take part; default: those that are there, one where nothing launched us."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Kind of device."""
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
+    """Autocast dtype; `auto` is bf16 where the hardware multiplies it natively, else no."""
+    num_epochs: Annotated[float, Gt(0)] = 3
+    """Passes over the training split; may be a fraction."""
+    max_steps: Positive | None = None
+    """Stop after so many optimizer steps, whatever num_epochs says."""
+    batch_size: Positive = 16
+    """Rows a process in one micro-batch."""
+    eval_batch_size: Positive = 64
+    """Rows a process in one evaluation batch."""
+    gradient_accumulation_steps: Positive = 1
+    """Micro-batches a process in one optimizer step."""
+    split_batches: bool = False
+    """Read batch_size as rows over all processes rather than a process."""
+    loss_weighting: Literal["token", "micro_batch"] = "token"
+    """Weigh micro-batches by their targets (the large batch's gradient) or equally (the naive way)."""
+    seed: NotNegative = 42
+    """Seed of initialisation, data order, masking and dropout."""
+    logging_steps: Positive = 10
+    """Optimizer steps between two logged lines."""
+    eval_steps: NotNegative | None = None
+    """Optimizer steps between two evaluations; default: each epoch; 0: only at the end."""
+    early_stopping_patience: Positive | None = None
+    """Stop after so many evaluations without a better metric."""
+    best_metric: Literal["loss", "accuracy", "macro_f1", "perplexity"] | None = None
+    """Evaluation metric that decides which model is best; default: macro_f1, or loss without classes."""
+    keep_best: bool = True
+    """End with the weights of the best evaluation rather than the last."""
+    baselines: bool = True
+    """Also score the majority class and TF-IDF with logistic regression (classification only)."""
+    progress_bar: bool = True
+    """Show a progress bar on rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig(_Strict):
+    """What is kept, where, and where to go on from."""
+
+    output_dir: str = "runs/{dataset}-{model}-{training_type}"
+    """Folder of the run; names of fields in braces are filled in."""
+    overwrite_output_dir: bool = False
+    """Replace a run that already stands in output_dir."""
+    save_steps: NotNegative | None = None
+    """Optimizer steps between two checkpoints; default: each epoch; 0: none."""
+    save_total_limit: Positive | None = 2
+    """Checkpoints to keep; the best one is kept besides."""
+    resume_from_checkpoint: str | None = None
+    """Checkpoint folder to go on from, or `latest` for the newest whole one in output_dir."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(_Strict):
+    """One run, complete."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    @property
+    def output_dir(self) -> Path:
+        """The run's folder, with the braces of ``output.output_dir`` filled in."""
+        values = {o.name: str(self[o.name]).rstrip("/").split("/")[-1] for o in options() if o.name != "output_dir"}
+        try:
+            return Path(self.output.output_dir.format_map(values)).expanduser()
+        except (KeyError, ValueError, IndexError) as error:
+            raise ConfigError(f"output_dir `{self.output.output_dir}` has a brace that names no field ({error})",
+                              "use names of config fields, for example {model}") from None
+
+    def __getitem__(self, leaf: str) -> Any:
+        return getattr(getattr(self, option(leaf).section), leaf)
+
+    def replace(self, **leaves: Any) -> "Config":
+        """A copy with some leaf fields changed, validated anew: ``config.replace(max_steps=3)``."""
+        return build({**flatten(self), **leaves}, where="replace()")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One leaf field, as the command line and the documentation see it."""
+
+    name: str
+    section: str
+    type: Any
+    default: Any
+    help: str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The strings allowed, for a Literal; else empty."""
+        members = typing.get_args(self.type) if typing.get_origin(self.type) in (types.UnionType, typing.Union) else (self.type,)
+        return tuple(v for m in members if typing.get_origin(m) is Literal for v in typing.get_args(m))
+
+    @property
+    def is_flag(self) -> bool:
+        """True for a boolean, which may stand on the command line without a value."""
+        return self.type is bool
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    """The string literal under each field of a class, as PEP 257 has it."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+    return {
+        statement.target.id: text.value.value.strip()
+        for statement, text in zip(body, body[1:], strict=False)
+        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+@functools.cache
+def options() -> tuple[Option, ...]:
+    """Every leaf field of :class:`Config`, in order."""
+    found = []
+    for section in dataclasses.fields(Config):
+        docs = _field_docs(section.type)  # type: ignore[arg-type]
+        found += [Option(f.name, section.name, f.type, f.default, docs[f.name])
+                  for f in dataclasses.fields(section.type)]  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def option(name: str) -> Option:
+    """The leaf field of that name.
+
+    Raises:
+        ConfigError: there is none; the nearest names are given.
+    """
+    for each in options():
+        if each.name == name:
+            return each
+    raise ConfigError(f"unknown option `{name}`", nearest(name, [o.name for o in options()]))
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """All leaf fields of a config by name."""
+    return {o.name: config[o.name] for o in options()}
+
+
+def build(leaves: Mapping[str, Any], where: str = "config") -> Config:
+    """A validated :class:`Config` from leaf fields.
+
+    Args:
+        leaves: values by leaf name, of the field's type or as text.
+        where: what to name in an error, for example a file.
+    Raises:
+        ConfigError: unknown name, wrong type or value out of range.
+    """
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not pay
+
+    sections: dict[str, dict[str, Any]] = {s.name: {} for s in dataclasses.fields(Config)}
+    for name, value in leaves.items():
+        known = option(name)
+        text = value.strip().lower() if isinstance(value, str) else None
+        nothing = text in ("none", "null", "") and known.default is None
+        sections[known.section][known.name] = None if nothing else value
+    try:
+        return _check_together(TypeAdapter(Config).validate_python(sections))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][1]) if len(first["loc"]) > 1 else str(first["loc"][0])
+        known = option(name)
+        wanted = nearest(str(first["input"]), known.choices) if known.choices else first["msg"]
+        raise ConfigError(f"{where}: `{name}` cannot be {first['input']!r}", wanted) from None
+
+
+def _check_together(config: Config) -> Config:
+    """Rules that join two fields."""
+    run, data, out = config.run, config.data, config.output
+    if run.training_type == "basic" and (run.num_processes or 1) > 1:
+        raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
+                          "use --training_type accelerated")
+    if run.device == "cpu" and run.mixed_precision == "fp16":
+        raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
+    if run.best_metric in ("accuracy", "macro_f1") and data.task != "classification":
+        raise ConfigError(f"best_metric {run.best_metric} needs classes, and the task is {data.task}",
+                          "use loss or perplexity")
+    if run.best_metric == "perplexity" and data.task == "classification":
+        raise ConfigError("best_metric perplexity needs a language-modelling task", "use loss, accuracy or macro_f1")
+    if run.early_stopping_patience and run.eval_steps == 0:
+        raise ConfigError("early_stopping_patience needs evaluations during training, and eval_steps is 0",
+                          "set eval_steps, or leave it out for one each epoch")
+    if out.resume_from_checkpoint and out.overwrite_output_dir:
+        raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
+    return config

@@ -1,0 +1,171 @@
+"""Configs from YAML files and options, under this project's names or other libraries'; and back.
+
+Later files override earlier ones, and options override files.
+"""
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from course_lib.config import Config, build, option, options
+from course_lib.errors import ConfigError, nearest
+
+# What the Hugging Face Trainer, Accelerate and common scripts call the same things.
+ALIASES = {
+    "per_device_train_batch_size": "batch_size",
+    "train_batch_size": "batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "num_train_epochs": "num_epochs",
+    "epochs": "num_epochs",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "lr_scheduler",
+    "optim_name": "optimizer",
+    "adam_eps": "adam_epsilon",
+    "model_id": "model",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "model_revision": "revision",
+    "data_path": "dataset",
+    "dataset_name": "dataset",
+    "dataset_config_name": "dataset_config",
+    "gradient_checkpointing": "activation_checkpointing",
+    "attn_implementation": "attention",
+    "dataloader_num_workers": "num_workers",
+    "dataloader_pin_memory": "pin_memory",
+    "max_seq_length": "max_length",
+    "block_size": "max_length",
+    "metric_for_best_model": "best_metric",
+    "load_best_model_at_end": "keep_best",
+    "max_eval_rows": "max_eval_samples",
+    "nproc_per_node": "num_processes",
+}
+
+# Options of the Hugging Face Trainer whose values mean something else here.
+_TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_strategy")
+
+
+def canonical(name: str) -> str:
+    """This project's name of an option: `-` is read as `_`, and aliases are followed.
+
+    Raises:
+        ConfigError: no option has that name; the nearest are given.
+    """
+    plain = name.replace("-", "_")
+    plain = ALIASES.get(plain, plain)
+    if all(o.name != plain for o in options()):
+        raise ConfigError(f"unknown option `{name}`", nearest(plain, known_names()))
+    return plain
+
+
+def known_names() -> list[str]:
+    """Every name that an option answers to."""
+    return [*(o.name for o in options()), *ALIASES, *_TRANSLATED]
+
+
+def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by canonical name from a flat mapping that may use other libraries' names."""
+    leaves: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        if name in ("bf16", "fp16"):
+            if str(value).lower() == "true":
+                leaves["mixed_precision"] = name
+        elif name in _TRANSLATED:
+            steps = f"{'save' if name == 'save_strategy' else 'eval'}_steps"
+            if str(value) not in ("no", "epoch", "steps"):
+                raise ConfigError(f"`{key}` cannot be {value!r}", "choose from `no`, `epoch`, `steps`")
+            if str(value) != "steps":
+                leaves[steps] = 0 if str(value) == "no" else None
+        elif name == "resume_from_checkpoint" and str(value).lower() in ("true", "false"):
+            leaves[name] = "latest" if str(value).lower() == "true" else None
+        else:
+            leaves[canonical(key)] = value
+    return leaves
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Leaf fields in a YAML file, sectioned or flat.
+
+    Raises:
+        ConfigError: no such file, not UTF-8, not YAML, not a mapping, or an unknown key.
+    """
+    import yaml
+
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}", nearest(str(path), map(str, path.parent.glob("*.y*ml")))) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}", "write `field: value` lines")
+    sections = {s.name: s.type for s in dataclasses.fields(Config)}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        # `model:` is a section and a leaf; a mapping makes it the section.
+        if isinstance(value, Mapping) and key in sections:
+            for leaf, inner in value.items():
+                _known_key(f"{key}.{leaf}", str(leaf), [f.name for f in dataclasses.fields(sections[key])], path)
+                flat[str(leaf)] = inner
+        elif value is None and key in sections and key != "model":
+            continue  # an empty section
+        else:
+            _known_key(str(key), str(key), [*sections, *(o.name for o in options())], path)
+            flat[str(key)] = value
+    return translate(flat)
+
+
+def _known_key(shown: str, key: str, known: Iterable[str], path: Path) -> None:
+    """Refuse a YAML key that is no field, alias or translated option."""
+    name = key.replace("-", "_")
+    names = list(known)
+    if ALIASES.get(name, name) not in {o.name for o in options()} and name not in _TRANSLATED:
+        raise ConfigError(f"{path}: unknown key `{shown}`", nearest(key, [*names, *ALIASES]))
+    if "." in shown and ALIASES.get(name, name) not in names and name not in _TRANSLATED:
+        raise ConfigError(f"{path}: `{key}` is not in section `{shown.split('.')[0]}`",
+                          f"put it under `{option(canonical(key)).section}` or at the top")
+
+
+def load(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None = None) -> Config:
+    """A config from layered YAML files, then overrides by leaf name (or alias).
+
+    Raises:
+        ConfigError: see :func:`read_yaml` and :func:`build`.
+    """
+    leaves: dict[str, Any] = {}
+    where = "config"
+    for path in paths:
+        leaves |= read_yaml(path)
+        where = str(path)
+    return build(leaves | translate(overrides or {}), where="option" if overrides else where)
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config as sectioned YAML that :func:`load` reads back to an equal one."""
+    import yaml
+
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file beside its place, flush it to disk and rename it, so that it is never half there."""
+    path = Path(path)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

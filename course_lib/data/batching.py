@@ -1,0 +1,158 @@
+"""Which rows make up which batch: the same global batches for any number of processes.
+
+The order of an epoch depends on the seed and the epoch alone. It is cut into global batches,
+one an optimizer step, and each global batch is dealt out to accumulation steps and processes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from course_lib.data.processing import Collator
+
+# A window of so many global batches is sorted by length; wider pads less, narrower shuffles better.
+WINDOW = 50
+
+
+class RowKey(NamedTuple):
+    """One row of one epoch; a filler row evens out a micro-batch and has no targets."""
+
+    epoch: int
+    index: int
+    is_filler: bool = False
+
+
+class GlobalBatchSampler(Sampler[list[RowKey]]):
+    """Micro-batches in the order in which Accelerate deals them to processes.
+
+    For each global batch, for each accumulation step, one micro-batch a process: process r of N
+    takes every N-th, starting at r. Iterated by one process, it is the plain loop.
+
+    Args:
+        lengths: tokens of each row.
+        batch_size: rows a process in one micro-batch.
+        num_processes: processes that share a global batch.
+        accumulation: micro-batches a process in one global batch.
+        seed: decides the order, together with the epoch.
+        group_by_length: sort windows of the shuffled order by length, then shuffle the batches.
+
+    Attributes:
+        batches: row numbers of each global batch of the epoch that was set.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, num_processes: int = 1, accumulation: int = 1,
+                 seed: int = 0, group_by_length: bool = True):
+        self.lengths = np.asarray(lengths)
+        self.batch_size = batch_size
+        self.num_processes = num_processes
+        self.accumulation = accumulation
+        self.seed = seed
+        self.group_by_length = group_by_length
+        self.drop_last = False  # Accelerate asks
+        self.set_epoch(0)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows in one optimizer step."""
+        return self.batch_size * self.num_processes * self.accumulation
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in a whole epoch; the last may have fewer rows."""
+        return -(-len(self.lengths) // self.global_batch_size)
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Choose the epoch, and the global batch to begin at (to resume in its middle)."""
+        self.epoch, self.first_step = epoch, first_step
+        self.batches = self.global_batches(epoch)
+
+    def global_batches(self, epoch: int) -> list[np.ndarray]:
+        """Row numbers of each global batch, longest row first where grouped by length."""
+        random = np.random.default_rng([self.seed, epoch])
+        order = random.permutation(len(self.lengths))
+        size = self.global_batch_size
+        if not self.group_by_length:
+            return [order[i : i + size] for i in range(0, len(order), size)]
+        batches = []
+        for start in range(0, len(order), WINDOW * size):
+            window = order[start : start + WINDOW * size]
+            # Longest first: the short batch at the end, with its filler, holds the shortest rows.
+            window = window[np.argsort(-self.lengths[window], kind="stable")]
+            batches += [window[i : i + size] for i in range(0, len(window), size)]
+        return [batches[i] for i in random.permutation(len(batches))]
+
+    def deal(self, batch: np.ndarray, epoch: int) -> Iterator[list[RowKey]]:
+        """Micro-batches of one global batch, in order of accumulation step, then process."""
+        per_step = self.batch_size * self.num_processes
+        shortest = int(batch[np.argmin(self.lengths[batch])])
+        keys = [RowKey(epoch, int(row)) for row in batch]
+        keys += [RowKey(epoch, shortest, True)] * (self.global_batch_size - len(keys))
+        for start in range(0, len(keys), per_step):
+            # Every N-th row rather than a block: processes get rows of like lengths, and fillers evenly.
+            for process in range(self.num_processes):
+                yield keys[start + process : start + per_step : self.num_processes]
+
+    def __iter__(self) -> Iterator[list[RowKey]]:
+        for batch in self.batches[self.first_step :]:
+            yield from self.deal(batch, self.epoch)
+
+    def __len__(self) -> int:
+        return (self.steps_per_epoch - self.first_step) * self.accumulation * self.num_processes
+
+
+class SequentialKeys(Sampler[RowKey]):
+    """Every row once, longest first, so that evaluation batches need little padding."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.order = np.argsort(-np.asarray(lengths), kind="stable")
+
+    def __iter__(self) -> Iterator[RowKey]:
+        return (RowKey(0, int(row)) for row in self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Rows of a processed data set, fetched by :class:`RowKey`, with what the collator has to know."""
+
+    def __init__(self, dataset: datasets.Dataset, seed: int):
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, key: RowKey) -> dict[str, Any]:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[RowKey]) -> list[dict[str, Any]]:
+        columns = self.dataset[[key.index for key in keys]]
+        return [
+            {name: values[i] for name, values in columns.items()}
+            | {"ignore": key.is_filler, "mask_seed": (self.seed, key.epoch, key.index)}
+            for i, key in enumerate(keys)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def training_loader(dataset: datasets.Dataset, sampler: GlobalBatchSampler, collator: Collator,
+                    num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
+    """A loader of micro-batches in the sampler's order."""
+    return DataLoader(Rows(dataset, sampler.seed), batch_sampler=sampler, collate_fn=collator,
+                      num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator())
+
+
+def evaluation_loader(dataset: datasets.Dataset, batch_size: int, collator: Collator, seed: int,
+                      num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
+    """A loader that gives every row once; masks for masked language modelling are those of epoch 0."""
+    return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(dataset["length"]),
+                      collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator())
+
+
+def _own_generator() -> torch.Generator:
+    """A loader draws a seed for its workers whenever it is iterated; not from the stream that dropout uses."""
+    return torch.Generator()

@@ -1,0 +1,76 @@
+"""Errors that are the user's to mend: one clear line, an exit code, never a traceback.
+
+Everything else that is raised is a defect of ours and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class CourseError(Exception):
+    """Something that the user can mend.
+
+    Args:
+        what: what is wrong and where, without a full stop.
+        instead: what to do about it, without a full stop.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, what: str, instead: str = ""):
+        self.what, self.instead = " ".join(what.split()), " ".join(instead.split())
+        super().__init__(f"{self.what}: {self.instead}" if self.instead else self.what)
+
+    def __reduce__(self):
+        return type(self), (self.what, self.instead)
+
+
+class ConfigError(CourseError):
+    """A setting that is unknown, of the wrong type, or out of range."""
+
+    exit_code = EXIT_USAGE
+
+
+class DataError(CourseError):
+    """A data set, column, split or file that cannot be used."""
+
+    exit_code = EXIT_USAGE
+
+
+class ModelError(CourseError):
+    """A model or tokenizer that cannot be found or does not fit the task."""
+
+    exit_code = EXIT_USAGE
+
+
+class CheckpointError(CourseError):
+    """A checkpoint that is damaged, incomplete, or from another run."""
+
+
+class LaunchError(CourseError):
+    """Ranks that could not be started, or fewer than were asked for."""
+
+
+class TrainingDiverged(CourseError):
+    """The loss or the gradient is no longer a finite number."""
+
+
+class TrainingInterrupted(CourseError):
+    """Ctrl-C or SIGTERM; a checkpoint has been written."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """A hint such as ``did you mean `batch_size`?``, or the choices where none is near."""
+    known = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(f"`{each}`" for each in close) + "?"
+    if len(known) <= 12:
+        return "choose from " + ", ".join(f"`{each}`" for each in known)
+    return ""

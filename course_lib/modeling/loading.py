@@ -1,0 +1,231 @@
+"""From a model's name to a model and a tokenizer that fit the task and each other."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils import enable_progress_bars
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from course_lib.config import ModelConfig
+from course_lib.errors import ModelError
+from course_lib.modeling import origins, presets
+
+HEADS = {
+    "classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
+    "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING),
+}
+"""For each task, what makes a model with its head, and the model classes by config class."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model and its tokenizer, fitted to each other; weights in fp32, on the CPU."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    source: str
+    """One line: where it is from, what was verified, which weights are new."""
+    max_positions: int | None
+    """Tokens that the model can place; None where it has no limit."""
+
+
+def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, texts: Iterable[str], seed: int,
+         max_length: int) -> LoadedModel:
+    """The model of a run, ready to train.
+
+    New weights (all of a tiny preset's, the head of a pretrained model's) depend on the seed alone, so that every
+    rank makes the same ones; the global random state is left as it was.
+
+    Args:
+        config: name, revision, attention and activation checkpointing.
+        task: `classification`, `causal_lm` or `masked_lm`.
+        label_names: of the classes, in order of their numbers; needed for classification only.
+        texts: training texts; a tiny preset trains its tokenizer on them, other models ignore them.
+        seed: of new weights.
+        max_length: tokens that a tiny preset must be able to place.
+    Raises:
+        ModelError: unknown, out of reach, damaged, or without a head for the task.
+    """
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(seed)
+        if config.model in presets.TINY:
+            origins.refuse_revision(config, "a preset")
+            architecture, tokenizer = presets.build(config.model, texts, max_length)
+            auto = _prepare_head(architecture, task, label_names, config.model)
+            model = auto.from_config(architecture, dtype=torch.float32, attn_implementation=config.attention)
+            source = f"{config.model}, new weights from seed {seed}, tokenizer trained on the data"
+        else:
+            origin = origins.locate(config)
+            architecture = _read_config(origin)
+            auto = _prepare_head(architecture, task, label_names, config.model)
+            model, new = _read_model(origin, auto, architecture, config.attention)
+            tokenizer = _read_tokenizer(origin)
+            source = origin.source + (f", new weights from seed {seed}: {', '.join(new)}" if new else "")
+        if task == "masked_lm" and tokenizer.mask_token is None:
+            raise ModelError(f"the tokenizer of `{config.model}` has no mask token", "use another model or task")
+        loaded = _fit(model, tokenizer, source)
+    if config.activation_checkpointing:
+        _checkpoint_activations(model, config.model)
+    return loaded
+
+
+def load_trained(folder: str | Path, *, attention: str = "sdpa") -> LoadedModel:
+    """A model that a run left in Hugging Face form, with its own head and labels.
+
+    Args:
+        folder: holds config.json, weights and a tokenizer.
+        attention: implementation, `sdpa` or `eager`.
+    Raises:
+        ModelError: no such folder, or the model in it is damaged or not trained for a task.
+    """
+    origin = origins.local(folder)
+    with torch.random.fork_rng(devices=[]), _quiet():
+        architecture = _read_config(origin)
+        name = next(iter(architecture.architectures or ()), "no model class")
+        autos = [auto for auto, classes in HEADS.values()
+                 if type(architecture) in classes and classes[type(architecture)].__name__ == name]
+        if not autos:
+            raise ModelError(f"{folder} holds {name}, not a trained classifier or language model",
+                             "give the output folder of a run")
+        model, new = _read_model(origin, autos[0], architecture, attention)
+        if new:
+            raise ModelError(f"{folder}: the weights lack {', '.join(new)}", "give the output folder of a finished run")
+        return _fit(model, _read_tokenizer(origin), f"trained model in {folder}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No report of new weights (`source` names them) and no bar for a load of a second; downloads keep theirs."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    enable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _prepare_head(architecture: PreTrainedConfig, task: str, label_names: Sequence[str] | None,
+                  name: str) -> Any:
+    """Write what the task asks of the head into the config, and return the auto class that makes it."""
+    auto, classes = HEADS[task]
+    if type(architecture) not in classes:
+        fits = [other for other, (_, classes) in HEADS.items() if type(architecture) in classes]
+        raise ModelError(f"model `{name}` ({architecture.model_type}) has no head for the task {task}",
+                         f"use the task {' or '.join(fits)}, or another model" if fits else "use another model")
+    if task == "classification":
+        if not label_names:
+            raise ValueError("classification needs label_names")
+        architecture.id2label = dict(enumerate(label_names))
+        architecture.label2id = {label: index for index, label in enumerate(label_names)}
+        architecture.problem_type = "single_label_classification"
+    if task == "causal_lm" and hasattr(architecture, "is_decoder"):
+        architecture.is_decoder = True  # an encoder must not see the tokens that it is asked to predict
+    return auto
+
+
+def _read_config(origin: origins.Origin) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(origin.path, trust_remote_code=False, **origin.options)
+    except Exception as error:  # whatever a foreign file makes of its reader is that file's fault
+        raise ModelError(f"{origin.path}: config.json cannot be used ({_first_line(error)})",
+                         "give an architecture that transformers itself knows") from error
+
+
+def _read_tokenizer(origin: origins.Origin) -> PreTrainedTokenizerFast:
+    mend = "the folder needs the files that tokenizer.save_pretrained writes"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(origin.path, trust_remote_code=False, **origin.options)
+    except Exception as error:  # tokenizers raises a bare Exception for a damaged file
+        raise ModelError(f"{origin.path}: the tokenizer cannot be loaded ({_first_line(error)})", mend) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without one
+        raise ModelError(f"{origin.path} has no tokenizer", mend)
+    return tokenizer
+
+
+def _read_model(origin: origins.Origin, auto: Any, architecture: PreTrainedConfig,
+                attention: str) -> tuple[PreTrainedModel, list[str]]:
+    """A model with its pretrained weights, and the names of the modules of its head whose weights are new."""
+    name = origin.path
+    try:
+        model, report = auto.from_pretrained(
+            name, config=architecture, dtype=torch.float32, attn_implementation=attention,
+            ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False,
+            **origin.options)
+    except (SafetensorError, EOFError) as error:
+        raise ModelError(f"the weights of `{name}` are damaged or cut short ({_first_line(error) or 'end of file'})",
+                         "copy or download them again") from error
+    except Exception as error:  # a damaged pickle or index can raise anything
+        if attention == "sdpa" and "scaled_dot_product_attention" in str(error):
+            raise ModelError(f"model `{name}` has no sdpa attention", "use --attention eager") from error
+        raise ModelError(f"the weights of `{name}` cannot be loaded ({_first_line(error)})",
+                         "they have to be whole, in model.safetensors or in shards") from error
+    new = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    body = sorted(key for key in new if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in key)
+    if body:
+        raise ModelError(f"the weights of `{name}` do not fit its config.json: {len(body)} are missing or of another "
+                         f"shape, first {body[0]}", "copy or download them again")
+    return model, sorted({key.rpartition(".")[0] for key in new})
+
+
+def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str) -> LoadedModel:
+    """Make model and tokenizer agree on padding and on the size of the vocabulary."""
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is not None:
+            tokenizer.pad_token = tokenizer.eos_token
+        else:
+            tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        tokenizer.padding_side = "right"
+    # Sequence classification with a decoder reads the logits at the last token that is not this one.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    if vocabulary > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(vocabulary)
+        source += f", embeddings grown to {vocabulary} rows"
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # training has no use for past keys and values; generate() sets its own
+    return LoadedModel(model, tokenizer, source, _max_positions(model, tokenizer))
+
+
+def _checkpoint_activations(model: PreTrainedModel, name: str) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(f"model `{name}` ({model.config.model_type}) has no activation checkpointing",
+                         "leave --activation_checkpointing out")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _max_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The smaller of what the position embeddings and the tokenizer allow."""
+    limits = [tokenizer.model_max_length, getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    for name, module in model.named_modules():
+        # RoBERTa and its kin count positions from padding_idx + 1.
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    # A tokenizer without a limit says so by a number of 31 digits.
+    return min((limit for limit in limits if limit and 0 < limit < 10**9), default=None)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]

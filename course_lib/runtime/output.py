@@ -1,0 +1,68 @@
+"""Shows what ranks print, line by line, each line labelled with its rank."""
+
+import codecs
+import re
+import sys
+import time
+
+# Escape codes that move the cursor or clear: they make no sense once lines of several ranks are mixed. Colours stay.
+_CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhl]")
+
+_REDRAW_SECONDS = 1.0
+
+
+class LabelledOutput:
+    """Turns each rank's raw output into lines such as `[rank 1] loss 0.42` on this process's sys.stdout.
+
+    A line that carriage returns rewrite (a progress bar) is shown in its last state. Before it is finished it is
+    redrawn in place at most once a second, on a terminal and in a Jupyter notebook only.
+
+    Args:
+        num_processes: number of ranks.
+        show: False reads the output and drops it.
+    """
+
+    def __init__(self, num_processes: int, show: bool = True):
+        self._show = show
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_processes)]
+        self._unfinished = [""] * num_processes
+        self._last_redraw = time.monotonic()
+        self._drawn = 0  # columns that an unfinished line takes on the screen
+
+    def feed(self, rank: int, data: bytes) -> None:
+        """Take the next bytes of a rank; show the lines that they finish."""
+        text = _CURSOR.sub("", self._unfinished[rank] + self._decoders[rank].decode(data))
+        *lines, rest = text.split("\n")
+        # Of a line under rewriting only the last state matters; the mark says that it is one.
+        self._unfinished[rank] = "\r" + _last_state(rest) if "\r" in rest else rest
+        for line in lines:
+            self._write(rank, line, end="\n")
+        if "\r" in rest and _is_live() and time.monotonic() - self._last_redraw >= _REDRAW_SECONDS:
+            self._write(rank, rest, end="")
+            self._last_redraw = time.monotonic()
+
+    def finish(self) -> None:
+        """Show the lines that never ended."""
+        for rank, rest in enumerate(self._unfinished):
+            if rest.strip():
+                self._write(rank, rest, end="\n")
+        self._unfinished = [""] * len(self._unfinished)
+
+    def _write(self, rank: int, line: str, end: str) -> None:
+        if not self._show:
+            return
+        text = f"[rank {rank}] {_last_state(line)}".rstrip()
+        over = "\r" if self._drawn or not end else ""
+        sys.stdout.write(over + text.ljust(self._drawn) + end)
+        sys.stdout.flush()
+        self._drawn = 0 if end else len(text)
+
+
+def _last_state(line: str) -> str:
+    """What is left of a line after its carriage returns."""
+    return next((state for state in reversed(line.split("\r")) if state), "")
+
+
+def _is_live() -> bool:
+    """True where a carriage return on sys.stdout redraws the line, rather than fill a file."""
+    return sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel")

@@ -1,0 +1,90 @@
+"""Which ranks are there, and were they asked for: never train alone in silence.
+
+``accelerate launch --cpu --num_processes 2`` starts one process on a machine without GPUs and
+says nothing, so what the launcher was asked for is read from the launcher itself.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from course_lib.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that a launcher started.
+
+    Attributes:
+        rank: number of this process, from 0.
+        world_size: processes there are.
+        launched: True where torchrun or accelerate launch set the rank environment.
+        asked: processes that an ``accelerate launch`` above us was asked for; None without one.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    launched: bool = False
+    asked: int | None = None
+
+
+def discover(environ: Mapping[str, str] | None = None) -> Ranks:
+    """Read the rank environment, and the command line of an Accelerate launcher above this process."""
+    environ = os.environ if environ is None else environ
+    if "WORLD_SIZE" in environ and "RANK" in environ:
+        return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True)
+    return Ranks(asked=asked_of_accelerate())
+
+
+def asked_of_accelerate() -> int | None:
+    """Processes that the ``accelerate launch`` which started this process was asked for, else None.
+
+    The launcher's own parser reads its command line, with its configuration file, so that the
+    answer is the one that Accelerate itself came to.
+    """
+    try:
+        command = psutil.Process().parent().cmdline()  # type: ignore[union-attr]
+    except (psutil.Error, AttributeError):
+        return None
+    if "launch" not in command or not any("accelerate" in os.path.basename(part) for part in command[:4]):
+        return None
+    from accelerate.commands.config import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    arguments = launch_command_parser().parse_args(command[command.index("launch") + 1 :])
+    if arguments.num_processes is not None:
+        return arguments.num_processes
+    if arguments.config_file or os.path.isfile(default_config_file):
+        return load_config_from_file(arguments.config_file).num_processes
+    return None
+
+
+def to_start(ranks: Ranks, num_processes: int | None) -> int:
+    """How many ranks this process has to start itself: 0 to join those that are there.
+
+    Args:
+        ranks: what was discovered.
+        num_processes: what the config asks for; None for whatever is there.
+    Raises:
+        LaunchError: the launcher started another number than the config asks for, or the two disagree.
+    """
+    if ranks.launched:
+        if num_processes not in (None, ranks.world_size):
+            raise LaunchError(f"num_processes is {num_processes}, and the launcher started {ranks.world_size}",
+                              "give both the same number, or leave num_processes out of the config")
+        return 0
+    if None not in (num_processes, ranks.asked) and num_processes != ranks.asked:
+        raise LaunchError(f"num_processes is {num_processes}, and accelerate launch was asked for {ranks.asked}",
+                          "give both the same number, or leave num_processes out of the config")
+    wanted = num_processes or ranks.asked or 1
+    return wanted if wanted > 1 else 0
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that the system chose."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,1 @@
+"""Trainers, evaluation, checkpoints and baselines."""

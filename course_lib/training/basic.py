@@ -1,0 +1,121 @@
+"""The plain PyTorch training loop: one process, one device, nothing hidden."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from course_lib.training.frame import TrainerFrame
+from course_lib.training.loss import count_targets, summed_loss
+from course_lib.training.precision import autocast, pick_device
+
+Batch = dict[str, torch.Tensor]
+
+
+class BasicTrainer(TrainerFrame):
+    """Trains a model on one device; see :class:`TrainerFrame` for its arguments."""
+
+    rank, num_processes, is_main = 0, 1, True
+
+    def connect(self) -> None:
+        self.device = pick_device(self.config.run.device)
+
+    def prepare(self) -> None:
+        # fp16 gradients below 6e-8 would vanish, so the loss is scaled up (arXiv 1710.03740, section 3.2).
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+
+    def train_epoch(self) -> None:
+        state = self.state
+        self.sampler.set_epoch(state.epoch, state.step_in_epoch)
+        self.wrapped.train()
+        batches = iter(self.train_loader)
+        tick = time.perf_counter()
+        while not state.finished and state.step_in_epoch < state.steps_per_epoch:
+            with self.phases("data"):
+                micro_batches = list(itertools.islice(batches, self.config.run.gradient_accumulation_steps))
+                micro_batches = [self.to_device(batch) for batch in micro_batches]
+            loss, gradient_norm = self.train_step(micro_batches)
+            state.samples += len(self.sampler.batches[state.step_in_epoch])
+            state.step += 1
+            state.step_in_epoch += 1
+            state.seconds += time.perf_counter() - tick
+            self.after_step(loss, gradient_norm)
+            tick = time.perf_counter()
+        if state.step_in_epoch == state.steps_per_epoch:
+            state.epoch, state.step_in_epoch = state.epoch + 1, 0
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step over one global batch.
+
+        The loss is the mean over all targets of the global batch: each micro-batch adds its sum
+        divided by the number of targets in all of them. That gives the gradient of the large
+        batch, whatever the lengths of its rows.
+
+        Returns:
+            This process's part of the mean loss, and the gradient's L2 norm before clipping.
+        """
+        targets = self.count_targets(micro_batches)
+        total = torch.zeros((), device=self.device)
+        for batch in micro_batches:
+            with self.phases("forward"):
+                loss = self.loss(batch, targets, len(micro_batches))
+            with self.phases("backward"):
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        with self.phases("optimizer"):
+            self.scaler.unscale_(self.optimizer)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return total, norm
+
+    def loss(self, batch: Batch, targets: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        """A micro-batch's share of the loss of the global batch.
+
+        With ``loss_weighting: micro_batch`` it is the naive share, the micro-batch's own mean over
+        their number, which gives a target in a short micro-batch more weight than one in a long.
+        """
+        with autocast(self.precision, self.device):
+            logits = self.wrapped(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        total = summed_loss(logits, batch["labels"], self.task)
+        if self.config.run.loss_weighting == "token":
+            return total / targets
+        return total / count_targets(batch["labels"], self.task).clamp(min=1) / micro_batches
+
+    def count_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Targets in the whole global batch, a scalar."""
+        return torch.stack([count_targets(batch["labels"], self.task) for batch in micro_batches]).sum()
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The batch on this trainer's device."""
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Norm to clip to; infinity where clipping is off."""
+        return self.config.optim.max_grad_norm or float("inf")
+
+    def engine_state(self) -> dict[str, Any]:
+        """State of the loss scaler, for the checkpoint."""
+        return {"scaler": self.scaler.state_dict()}
+
+    def load_engine_state(self, state: dict[str, Any]) -> None:
+        """Put :meth:`engine_state` back."""
+        self.scaler.load_state_dict(state["scaler"])
+
+    def gather(self, tensors: Any) -> Any:
+        return tensors
+
+    def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def barrier(self) -> None:
+        pass
+
+    def asked_to_stop(self) -> bool:
+        return bool(self.stop_request)

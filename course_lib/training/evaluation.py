@@ -1,0 +1,104 @@
+"""Metrics over a whole split, right for any number of processes.
+
+Counts and sums travel, never averages: each rank's rows are gathered, the rows that evened out
+the last batch are dropped, and the metric is computed once over all of them.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import datasets
+import evaluate
+import torch
+from sklearn.metrics import accuracy_score, f1_score
+from torch import nn
+from torch.utils.data import DataLoader
+
+from course_lib.training.loss import loss_of_rows
+
+
+class ClassificationMetrics(evaluate.Metric):
+    """Accuracy and macro-F1 as one ``evaluate`` metric that needs no download.
+
+    Macro-F1 is the unweighted mean of the F1 of every class of the model; a class without
+    predictions and references counts as 0.
+    """
+
+    def __init__(self, num_labels: int, **kwargs: Any):
+        self.num_labels = num_labels
+        super().__init__(keep_in_memory=True, **kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        column = datasets.Value("int64")
+        return evaluate.MetricInfo(description="accuracy and macro-F1", citation="", inputs_description="",
+                                   features=datasets.Features({"predictions": column, "references": column}))
+
+    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+        return {
+            "accuracy": float(accuracy_score(references, predictions)),
+            "macro_f1": float(f1_score(references, predictions, labels=range(self.num_labels), average="macro",
+                                       zero_division=0)),
+        }
+
+
+def evaluate_split(
+    model: Callable[..., Any],
+    loader: DataLoader,
+    task: str,
+    num_labels: int | None,
+    *,
+    device: torch.device,
+    precision: AbstractContextManager,
+    gather: Callable[[Any], Any] = lambda tensors: tensors,
+) -> dict[str, float]:
+    """Loss and metrics over every row of a loader.
+
+    Args:
+        model: called with input_ids and attention_mask; in evaluation mode while this runs.
+        loader: this rank's batches.
+        task: ``classification``, ``causal_lm`` or ``masked_lm``.
+        num_labels: classes, for classification.
+        device: where the batches go.
+        precision: autocast context.
+        gather: brings the ranks' tensors together along dimension 0 and drops the rows that were
+            repeated to even out the last batch: ``Accelerator.gather_for_metrics``.
+    Returns:
+        ``loss`` (nats per target) with ``accuracy`` and ``macro_f1``, or with ``perplexity``
+        (exp of the loss, weighted by tokens), and ``rows``.
+    """
+    metrics = ClassificationMetrics(num_labels) if num_labels else None
+    sums = torch.zeros(2, dtype=torch.float64)
+    rows = 0
+    with torch.inference_mode():
+        for batch in loader:
+            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            with precision:
+                logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            answers = (logits.argmax(-1), batch["labels"]) if metrics else ()
+            losses, *answers = gather((loss_of_rows(logits, batch["labels"], task), *answers))
+            sums += losses.double().sum(0).cpu()
+            rows += len(losses)
+            if metrics:
+                metrics.add_batch(predictions=answers[0].tolist(), references=answers[1].tolist())
+    loss = (sums[0] / sums[1]).item()
+    result = {"loss": loss} | (metrics.compute() if metrics else {"perplexity": math.exp(min(loss, 700.0))})
+    return result | {"rows": rows}
+
+
+def larger_is_better(metric: str) -> bool:
+    """Whether a metric is to be maximised."""
+    return metric in ("accuracy", "macro_f1")
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the block, and the mode from before after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,272 @@
+"""What every trainer does around its steps: log, evaluate, keep the best, save, stop.
+
+A trainer says how to connect, prepare, step and join its processes (:class:`BasicTrainer` for one,
+and those built on it for several); this frame does the rest, alike for all.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from course_lib.config import Config
+from course_lib.data.batching import GlobalBatchSampler, evaluation_loader, training_loader
+from course_lib.data.processing import DataProcessor, ProcessedData
+from course_lib.errors import ConfigError, TrainingDiverged, TrainingInterrupted
+from course_lib.modeling.loading import LoadedModel
+from course_lib.runtime.interrupts import StopRequest, stop_requests
+from course_lib.runtime.phases import Phases
+from course_lib.runtime.seeding import seed_everything
+from course_lib.training import checkpoint, resuming, tensorfile
+from course_lib.training.callbacks import Callback, EarlyStopping, JsonLinesLog, ProgressBar
+from course_lib.training.evaluation import evaluate_split, evaluating, larger_is_better
+from course_lib.training.optimization import make_optimizer, make_scheduler
+from course_lib.training.precision import autocast, pick_precision
+from course_lib.training.state import TrainState
+
+
+class TrainerFrame:
+    """The part of a trainer that is the same for all of them.
+
+    Args:
+        config: the run.
+        loaded: model and tokenizer.
+        data: tokenized splits; ``train`` is needed, ``validation`` is evaluated during training.
+        processor: made ``data``, and makes its batches.
+        callbacks: users' own code, called after the trainer's.
+
+    Attributes:
+        model: the bare ``nn.Module``, whose weights are saved.
+        wrapped: what the forward pass calls; the model itself, or an engine around it.
+        state: progress, see :class:`TrainState`.
+        phases: seconds by phase.
+    """
+
+    rank: int
+    num_processes: int
+    is_main: bool
+    device: torch.device
+
+    def __init__(self, config: Config, loaded: LoadedModel, data: ProcessedData, processor: DataProcessor,
+                 callbacks: Iterable[Callback] = ()):
+        self.config, self.data = config, data
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.output_dir, self.task = config.output_dir, data.task
+        self.num_labels = len(data.label_names) if data.label_names else None
+        self.best_metric = config.run.best_metric or ("macro_f1" if self.num_labels else "loss")
+        self.connect()
+        seed_everything(config.run.seed, self.rank)
+        self.precision = pick_precision(config.run.mixed_precision, self.device)
+        self.sampler = self._sampler()
+        pin = config.data.pin_memory and self.device.type == "cuda"
+        self.train_loader = training_loader(data.splits["train"], self.sampler, processor.collator(),
+                                            config.data.num_workers, pin)
+        self.eval_loaders = {
+            split: evaluation_loader(rows, config.run.eval_batch_size, processor.collator(), config.run.seed,
+                                     config.data.num_workers, pin)
+            for split, rows in data.splits.items() if split != "train"
+        }
+        steps = self.sampler.steps_per_epoch
+        self.state = TrainState(steps_per_epoch=steps,
+                                max_steps=config.run.max_steps or max(1, round(config.run.num_epochs * steps)))
+        self.model.to(self.device)
+        self.optimizer = make_optimizer(self.model, config.optim)
+        self.scheduler = make_scheduler(self.optimizer, config.optim, self.state.max_steps)
+        self.wrapped: nn.Module = self.model
+        self.prepare()
+        if config.model.torch_compile:
+            self.wrapped.compile(dynamic=True)
+        self.phases, self.stop_request = Phases(), StopRequest()
+        self.pending: list[torch.Tensor] = []
+        self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
+        self.evaluated_at: int | None = None
+        patience = config.run.early_stopping_patience
+        self.callbacks: list[Callback] = [ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
+        self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
+
+    def _sampler(self) -> GlobalBatchSampler:
+        run = self.config.run
+        rows, rest = run.batch_size, 0
+        if run.split_batches:
+            rows, rest = divmod(run.batch_size, self.num_processes)
+        if rest or not rows:
+            raise ConfigError(f"batch_size {run.batch_size} cannot be split over {self.num_processes} processes",
+                              f"use a multiple of {self.num_processes}")
+        return GlobalBatchSampler(self.data.splits["train"]["length"], rows, self.num_processes,
+                                  run.gradient_accumulation_steps, run.seed, self.config.data.group_by_length)
+
+    # What each trainer says for itself.
+
+    def connect(self) -> None:
+        """Set rank, num_processes, is_main and device."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Wrap model, optimizer and loaders as the engine wants them."""
+        raise NotImplementedError
+
+    def train_epoch(self) -> None:
+        """Step to the end of the epoch or of the run, calling :meth:`after_step` after each."""
+        raise NotImplementedError
+
+    def gather(self, tensors: Any) -> Any:
+        """All processes' rows of an evaluation batch, without the repeated ones."""
+        raise NotImplementedError
+
+    def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over the processes."""
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        raise NotImplementedError
+
+    def asked_to_stop(self) -> bool:
+        """Whether a process was asked to stop; all processes give the same answer."""
+        raise NotImplementedError
+
+    # The run.
+
+    def train(self) -> TrainState:
+        """Run to the end, from the checkpoint that the config names, if it names one.
+
+        Raises:
+            TrainingDiverged: a loss or gradient is not finite; the last good checkpoint is kept.
+            TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was written first.
+        """
+        if self.config.output.resume_from_checkpoint:
+            resuming.resume(self)
+        self.tell("on_train_begin")
+        try:
+            with stop_requests() as self.stop_request:
+                while not self.state.finished:
+                    self.train_epoch()
+            if "validation" in self.eval_loaders and self.evaluated_at != self.state.step:
+                self.validate()
+            self.load_best()
+        finally:
+            self.tell("on_train_end")
+        return self.state
+
+    def after_step(self, loss: torch.Tensor, gradient_norm: torch.Tensor) -> None:
+        """Watch, log, evaluate, save and stop: whatever is due after an optimizer step.
+
+        Args:
+            loss: this process's part of the mean loss, a scalar.
+            gradient_norm: L2 norm of the whole gradient, the same on every process.
+        """
+        state, config = self.state, self.config
+        self.pending.append(loss)
+        # An overflow under fp16 is no divergence: the scaler skips that step and lowers its scale.
+        watched = self.sum_over_processes(loss.clone()) if self.precision == "fp16" else gradient_norm
+        bad = (self.first_bad_step == 0) & ~torch.isfinite(watched)
+        self.first_bad_step = torch.where(bad, state.step, self.first_bad_step)
+        logs = state.step % config.run.logging_steps == 0 or state.finished
+        evaluates = self.is_due(config.run.eval_steps) and "validation" in self.eval_loaders
+        saves = self.is_due(config.output.save_steps)
+        if logs or evaluates or saves or self.device.type == "cpu":
+            self.check_finite()  # on a GPU it waits for the device, so not after every step
+        self.tell("on_step_end")
+        if logs:
+            self.log(gradient_norm)
+        if evaluates:
+            self.validate()
+        stops = self.asked_to_stop()
+        if saves or stops:
+            self.save_checkpoint()
+        if stops:
+            raise TrainingInterrupted(f"interrupted at step {state.step}; a checkpoint is in {self.output_dir}",
+                                      "go on with --resume_from_checkpoint latest")
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether what is done every so many steps (None: each epoch; 0: never) is due after this step."""
+        if every is None:
+            return self.state.step_in_epoch == self.state.steps_per_epoch or self.state.finished
+        return every > 0 and self.state.step % every == 0
+
+    def check_finite(self) -> None:
+        """Raise TrainingDiverged, on all processes, where a step since the start was not finite."""
+        if step := int(self.first_bad_step):
+            kept = checkpoint.in_order(self.output_dir)
+            raise TrainingDiverged(
+                f"the loss or its gradient is not a finite number at step {step}; "
+                + (f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint before it"),
+                "lower --learning_rate, clip with --max_grad_norm, or look at the data of that step")
+
+    def collect_losses(self) -> None:
+        """Bring the losses of the steps since the last log together, into ``state.window``."""
+        if self.pending:
+            self.state.window += self.sum_over_processes(torch.stack(self.pending)).tolist()
+            self.pending.clear()
+
+    def log(self, gradient_norm: torch.Tensor) -> None:
+        """Report the steps since the last line."""
+        self.collect_losses()
+        state = self.state
+        state.last_loss = sum(state.window) / len(state.window)
+        state.window = []
+        self.tell("on_log", {
+            "step": state.step, "epoch": state.epochs_done, "loss": state.last_loss,
+            "learning_rate": self.optimizer.param_groups[0]["lr"], "gradient_norm": float(gradient_norm),
+            "samples_per_second": state.samples / state.seconds, "seconds": round(state.seconds, 3)})
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        """Metrics over every row of a split, the same on every process."""
+        with evaluating(self.wrapped):
+            return evaluate_split(self.wrapped, self.eval_loaders[split], self.task, self.num_labels,
+                                  device=self.device, precision=autocast(self.precision, self.device),
+                                  gather=self.gather)
+
+    def validate(self) -> None:
+        """Evaluate on the validation split, and keep the weights where they are the best so far."""
+        metrics, state = self.evaluate("validation"), self.state
+        self.evaluated_at = state.step
+        value, sign = metrics[self.best_metric], 1 if larger_is_better(self.best_metric) else -1
+        if state.best_value is None or sign * value > sign * state.best_value:
+            state.best_value, state.best_step, state.evaluations_since_best = value, state.step, 0
+            if self.config.run.keep_best:
+                self.save_best()
+        else:
+            state.evaluations_since_best += 1
+        self.tell("on_evaluate", metrics)
+        self.tell("on_log", {"step": state.step, "epoch": state.epochs_done}
+                  | {f"eval.{name}": value for name, value in metrics.items()})
+
+    @property
+    def best_file(self) -> Path:
+        """Weights of the best evaluation so far."""
+        return self.output_dir / "best.safetensors"
+
+    def save_best(self) -> None:
+        """Write the weights beside their place and rename."""
+        if self.is_main:
+            beside = self.best_file.with_name(f".{self.best_file.name}.writing")
+            with checkpoint.saving(str(self.best_file)):
+                try:
+                    tensorfile.save(self.model.state_dict(), beside)
+                    os.replace(beside, self.best_file)
+                finally:
+                    beside.unlink(missing_ok=True)
+        self.barrier()
+
+    def load_best(self) -> None:
+        """Put back the weights of the best evaluation, where they are not those that stand."""
+        if self.config.run.keep_best and self.state.best_step not in (None, self.state.step):
+            self.model.load_state_dict(tensorfile.load(self.best_file))
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of this step, and delete those beyond save_total_limit."""
+        self.collect_losses()
+        folder = checkpoint.write(self.output_dir, self.state.step, lambda folder: resuming.write_files(self, folder),
+                                  is_main=self.is_main, barrier=self.barrier)
+        if self.is_main:
+            checkpoint.prune(self.output_dir, self.config.output.save_total_limit)
+        self.tell("on_save", folder)
+
+    def tell(self, hook: str, *arguments: Any) -> None:
+        """Call one hook of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)

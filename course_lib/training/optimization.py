@@ -1,0 +1,52 @@
+"""Optimizers and learning-rate schedules, by their names in the config."""
+
+import math
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from course_lib.config import OptimConfig
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups of trainable parameters: matrices decay; biases and norms, which are vectors, do not."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """The optimizer that the config names, with torch's fused kernels where they exist."""
+    groups = parameter_groups(model, config.weight_decay)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                                 eps=config.adam_epsilon, fused=True)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    return torch.optim.Adafactor(groups, lr=config.learning_rate)
+
+
+def learning_rate_factor(step: int, *, shape: str, warmup: int, total: int) -> float:
+    """Share of the peak learning rate at an optimizer step, counted from 0.
+
+    Rises linearly over ``warmup`` steps, then stays (constant), falls linearly to 0 at ``total``
+    (linear), or follows half a cosine to 0 (cosine; arXiv 1608.03983, eq. 5, one cycle).
+    """
+    if step < warmup:
+        return step / warmup
+    if shape == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def make_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
+    """The schedule that the config names, over the run's optimizer steps."""
+    warmup = config.warmup_steps or round(config.warmup_ratio * total_steps)
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(
+        step, shape=config.lr_scheduler, warmup=warmup, total=total_steps))

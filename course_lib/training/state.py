@@ -1,0 +1,54 @@
+"""Where a run stands: plain numbers, saved in every checkpoint."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """Progress of a run; the same on every rank.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: epoch that the next step belongs to.
+        step_in_epoch: optimizer steps done in that epoch.
+        max_steps: optimizer steps of the whole run.
+        steps_per_epoch: optimizer steps in one epoch.
+        samples: rows trained on, filler not counted, over all processes.
+        seconds: time spent in training steps, over all resumed parts.
+        best_value: best evaluation so far, of the metric that decides.
+        best_step: step of that evaluation.
+        evaluations_since_best: evaluations since then.
+        last_loss: the last logged loss.
+        window: losses of the steps since the last logged line, as global means.
+        stop: set by a callback to end the run after this step.
+    """
+
+    max_steps: int = 0
+    steps_per_epoch: int = 0
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    best_value: float | None = None
+    best_step: int | None = None
+    evaluations_since_best: int = 0
+    last_loss: float | None = None
+    window: list[float] = field(default_factory=list)
+    stop: bool = False
+
+    @property
+    def epochs_done(self) -> float:
+        """Progress in epochs, as a fraction."""
+        return round(self.epoch + self.step_in_epoch / self.steps_per_epoch, 4) if self.steps_per_epoch else 0.0
+
+    @property
+    def finished(self) -> bool:
+        """True where no step is left to do."""
+        return self.stop or self.step >= self.max_steps
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,21 @@
+"""The environment of every test: offline, on the CPU, and blind to what a developer has cached or launched."""
+
+import os
+import shutil
+import tempfile
+
+CACHE = tempfile.mkdtemp(prefix="course-tests-")
+
+# A shell inside a training job, or a developer's own caches, must not change what a test sees.
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+for name in list(os.environ):
+    if name in LAUNCHED or name.startswith("ACCELERATE_") or (name.startswith("HF_") and name.endswith("_CACHE")):
+        del os.environ[name]
+
+os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false",
+                  MPLBACKEND="Agg")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
+def pytest_unconfigure():
+    shutil.rmtree(CACHE, ignore_errors=True)

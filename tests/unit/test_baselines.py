@@ -1,0 +1,56 @@
+"""The baselines, against figures worked out by hand."""
+
+import pytest
+
+from course_lib.errors import DataError
+from course_lib.training import baselines
+
+
+def test_majority_class_by_hand():
+    # Class 1 is commonest in training; of four test rows two are 1. F1 of class 1: 2*2/(2*2+2) = 2/3, others 0.
+    scores = baselines.majority_class([0, 1, 1, 2], [1, 1, 0, 2], num_classes=3)
+    assert scores == {"accuracy": 0.5, "macro_f1": pytest.approx(2 / 9)}
+
+
+def test_macro_f1_counts_classes_that_the_test_split_lacks():
+    assert baselines.majority_class([1, 1, 0], [1, 1], num_classes=2)["macro_f1"] == pytest.approx(0.5)
+    assert baselines.majority_class([1, 1, 0], [1, 1], num_classes=4)["macro_f1"] == pytest.approx(0.25)
+
+
+def test_majority_class_is_learnt_from_training_not_from_test():
+    assert baselines.majority_class([0, 0, 1], [1, 1, 1], num_classes=2)["accuracy"] == 0.0
+
+
+def test_a_tie_goes_to_the_smallest_class():
+    assert baselines.majority_class([2, 1, 2, 1], [1, 1, 2], num_classes=3)["accuracy"] == pytest.approx(2 / 3)
+
+
+GOOD = ["good film", "great good acting", "good and great", "really good"]
+BAD = ["bad film", "awful bad acting", "bad and awful", "really bad"]
+
+
+def test_tfidf_learns_words():
+    scores = baselines.tfidf_logistic_regression(GOOD + BAD, [1] * 4 + [0] * 4, ["great film", "awful film"], [1, 0])
+    assert scores == {"accuracy": 1.0, "macro_f1": 1.0}
+
+
+def test_tfidf_has_no_sight_of_the_test_labels():
+    scores = baselines.tfidf_logistic_regression(GOOD + BAD, [1] * 4 + [0] * 4, ["great film", "awful film"], [0, 1])
+    assert scores == {"accuracy": 0.0, "macro_f1": 0.0}
+
+
+def test_tfidf_reads_pairs_of_words():
+    pairs = ["not good", "good not", "very bad", "bad very"] * 3
+    scores = baselines.tfidf_logistic_regression(pairs, [0, 1, 0, 1] * 3, pairs[:4], [0, 1, 0, 1])
+    assert scores["accuracy"] == 1.0  # the words alone are the same in both classes
+
+
+@pytest.mark.parametrize(("arguments", "what"), [
+    ((["a b", "c d"], [1, 1], ["e f"], [1]), "all 2 training labels are 1"),
+    ((["", "?"], [0, 1], ["e f"], [1]), "no training text has a word"),
+    (([], [], ["e f"], [1]), "the training split of the baselines is empty"),
+    ((["ab", "cd"], [0, 1], [], []), "the test split of the baselines is empty"),
+])
+def test_what_cannot_be_fitted_is_said_in_one_line(arguments, what):
+    with pytest.raises(DataError, match=what.replace("?", r"\?")):
+        baselines.tfidf_logistic_regression(*arguments)

@@ -1,0 +1,177 @@
+"""What the machine is said to be, against other sources for the same facts and against planted machines."""
+
+import dataclasses
+import http.server
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import huggingface_hub.constants
+import psutil
+import pytest
+import torch
+
+from course_lib.runtime import machine
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    """Set where the Hub is said to be; what the shell says about being offline does not count."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda url: monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    status = 200
+
+    def do_HEAD(self):
+        self.send_response(self.status)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_any_answer_means_that_the_hub_is_there(endpoint, status):
+    handler = type("Handler", (_Answers,), {"status": status})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint(f"http://127.0.0.1:{server.server_port}")
+        assert machine.hub_problem() is None
+        server.shutdown()
+
+
+def test_a_refused_connection_is_named(endpoint):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # bound and not listening: refused, and nobody else can take the port
+        endpoint(f"http://127.0.0.1:{bound.getsockname()[1]}")
+        assert "refused" in machine.hub_problem()
+
+
+def test_a_silent_hub_costs_no_more_than_the_timeout(endpoint):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        start = time.perf_counter()
+        assert machine.hub_problem(timeout=0.3)
+        assert 0.25 < time.perf_counter() - start < 1.5
+
+
+def test_a_name_server_that_hangs_costs_no_more_than_the_timeout(endpoint, monkeypatch):
+    endpoint("http://hub.invalid")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(2))
+    start = time.perf_counter()
+    assert "within 0.2 s" in machine.hub_problem(timeout=0.2)
+    assert time.perf_counter() - start < 1.5
+
+
+def test_offline_mode_asks_nobody(endpoint, monkeypatch):
+    endpoint("http://127.0.0.1:1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert machine.hub_problem() == "HF_HUB_OFFLINE is set"
+
+
+def test_describe_agrees_with_other_sources(endpoint):
+    endpoint("http://127.0.0.1:1")
+    found = machine.describe()
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert 1 <= found.cores <= allowed
+    assert 0 < found.memory_available_bytes <= found.memory_bytes <= psutil.virtual_memory().total
+    assert found.cpu and found.python == ".".join(map(str, sys.version_info[:3]))
+    assert len(found.gpus) == torch.cuda.device_count()
+    assert "gloo" in found.backends
+    assert found.engines["torch"] == importlib.metadata.version("torch")
+    assert found.hub_problem
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["cores"] == found.cores
+
+
+def test_affinity_is_counted():
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import joblib; print(joblib.cpu_count())"
+    if not hasattr(os, "sched_setaffinity"):
+        code = "print(1)"  # macOS has no affinity to count
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "1\n"
+
+
+def test_version_does_not_import():
+    assert machine.version("no-such-distribution") is None
+    code = ("import sys; from course_lib.runtime import machine; print([machine.version(n) for n in machine.ENGINES]);"
+            "print([m for m in ('deepspeed', 'accelerate', 'wandb', 'datasets') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("line", "files", "limit"), [
+    ("0::/box/inner", {"box/memory.max": "3000", "box/inner/memory.max": "max"}, 3000),
+    ("0::/box/inner", {"box/memory.max": "3000", "box/inner/memory.max": "2000"}, 2000),
+    ("0::/", {"memory.max": "1000"}, 1000),
+    ("0::/box", {"box/memory.max": "max"}, None),
+    ("4:memory:/job", {"memory/job/memory.limit_in_bytes": "4000"}, 4000),
+    ("9:cpu,memory:/", {"memory/memory.limit_in_bytes": "5000"}, 5000),
+    ("2:cpu:/job", {"memory/job/memory.limit_in_bytes": "4000"}, None),
+])
+def test_memory_limits_of_containers(tmp_path, line, files, limit):
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text(line + "\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    assert machine.cgroup_memory_limit(proc, root) == limit
+
+
+def test_no_cgroups_no_limit(tmp_path):
+    assert machine.cgroup_memory_limit(tmp_path / "absent", tmp_path) is None
+
+
+@pytest.mark.parametrize(("features", "native"), [
+    ({"avx2": True, "avx512_f": True, "avx512_bf16": False}, False),  # converts, slower than fp32
+    ({"avx512_f": True, "avx512_bf16": True}, True),
+    ({"amx_bf16": True}, True),
+    ({"neon": True, "bf16": False}, False),
+    ({"neon": True, "bf16": True}, True),
+])
+def test_bf16_is_native_only_with_the_instructions(monkeypatch, features, native):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert machine.native_bf16("cpu") is native
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert machine.native_bf16("cpu") is False
+
+
+def test_bf16_of_other_devices():
+    assert machine.native_bf16("mps") is False
+    assert machine.native_bf16("cuda") is (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))
+
+
+def test_matmul_rate_counts_two_operations_a_product_term(monkeypatch):
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: (time.sleep(0.01), multiply(*args, **kwargs)))
+    rate = machine.matmul_rate(torch.float32, size=32, seconds=0.1)
+    assert 0.5 * 2 * 32**3 / 0.01 < rate <= 2 * 32**3 / 0.01
+
+
+def test_matmul_rate_gives_at_least_one_measurement():
+    assert machine.matmul_rate(torch.bfloat16, size=16, seconds=0) > 0
+
+
+def test_peak_memory_grows_with_what_is_held():
+    before = machine.peak_memory_bytes("cpu")
+    size = max(0, before - psutil.Process().memory_info().rss) + 200_000_000
+    block = torch.ones(size, dtype=torch.uint8)
+    grown = machine.peak_memory_bytes("cpu") - before
+    del block
+    assert 190_000_000 < grown < 260_000_000
+    assert machine.peak_memory_bytes("cpu") >= before + grown  # a peak does not fall
+
+
+def test_peak_memory_is_the_process_own_and_not_its_launcher_s():
+    block = torch.ones(psutil.Process().memory_info().rss // 2 + 600_000_000, dtype=torch.uint8)
+    code = "from course_lib.runtime import machine; print(machine.peak_memory_bytes('cpu'))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert int(out) < 600_000_000 < block.numel()
