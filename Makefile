@@ -1,4 +1,4 @@
-# `make` lists the targets. All of them set up .venv first, which takes no time once it stands.
+# `make` lists the targets. Those that need .venv set it up first, which takes no time once it stands.
 PYTHON ?= python3
 BIN := .venv/bin
 LAUNCH = $(shell $(PYTHON) tools/bootstrap.py launcher)
@@ -31,7 +31,7 @@ check: setup  ## ruff, import-linter and mypy
 lab: setup  ## open JupyterLab at lesson 0
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
 
-pins: setup  ## take the newest versions that pyproject.toml allows into constraints.txt
+pins:  ## take the newest versions that pyproject.toml allows into constraints.txt
 	@$(PYTHON) tools/bootstrap.py pins
 
 clean:  ## remove caches and build files; .venv and runs/ stay

@@ -98,7 +98,7 @@ class OptimConfig(_Strict):
     """How a gradient becomes a step."""
 
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
-    """Update rule."""
+    """Rule that turns gradients into updates."""
     learning_rate: Annotated[float, Gt(0)] = 5e-5
     """Peak learning rate."""
     weight_decay: Annotated[float, Ge(0)] = 0.01
@@ -130,7 +130,7 @@ class RunConfig(_Strict):
     num_processes: Positive | None = None
     """Ranks that must take part; default: those that are there, one where nothing launched us."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Kind of device."""
+    """Kind of device to train on; auto takes a GPU where there is one."""
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
     """Autocast dtype; `auto` is bf16 where the hardware multiplies it natively, else no."""
     num_epochs: Annotated[float, Gt(0)] = 3
@@ -284,7 +284,7 @@ def build(leaves: Mapping[str, Any], where: str = "config") -> Config:
     for name, value in leaves.items():
         known = option(name)
         text = value.strip().lower() if isinstance(value, str) else None
-        nothing = text in ("none", "null", "") and known.default is None
+        nothing = text in ("none", "null", "") and type(None) in typing.get_args(known.type)
         sections[known.section][known.name] = None if nothing else value
     try:
         return _check_together(TypeAdapter(Config).validate_python(sections))
@@ -292,7 +292,7 @@ def build(leaves: Mapping[str, Any], where: str = "config") -> Config:
         first = error.errors()[0]
         name = str(first["loc"][1]) if len(first["loc"]) > 1 else str(first["loc"][0])
         known = option(name)
-        wanted = nearest(str(first["input"]), known.choices) if known.choices else first["msg"]
+        wanted = nearest(str(first["input"]), known.choices) if known.choices else first["msg"].replace("Input", "it", 1)
         raise ConfigError(f"{where}: `{name}` cannot be {first['input']!r}", wanted) from None
 
 

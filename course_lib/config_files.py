@@ -44,7 +44,7 @@ ALIASES = {
 }
 
 # Options of the Hugging Face Trainer whose values mean something else here.
-_TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_strategy")
+TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_strategy")
 
 
 def canonical(name: str) -> str:
@@ -62,7 +62,7 @@ def canonical(name: str) -> str:
 
 def known_names() -> list[str]:
     """Every name that an option answers to."""
-    return [*(o.name for o in options()), *ALIASES, *_TRANSLATED]
+    return [*(o.name for o in options()), *ALIASES, *TRANSLATED]
 
 
 def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
         if name in ("bf16", "fp16"):
             if str(value).lower() == "true":
                 leaves["mixed_precision"] = name
-        elif name in _TRANSLATED:
+        elif name in TRANSLATED:
             steps = f"{'save' if name == 'save_strategy' else 'eval'}_steps"
             if str(value) not in ("no", "epoch", "steps"):
                 raise ConfigError(f"`{key}` cannot be {value!r}", "choose from `no`, `epoch`, `steps`")
@@ -127,9 +127,9 @@ def _known_key(shown: str, key: str, known: Iterable[str], path: Path) -> None:
     """Refuse a YAML key that is no field, alias or translated option."""
     name = key.replace("-", "_")
     names = list(known)
-    if ALIASES.get(name, name) not in {o.name for o in options()} and name not in _TRANSLATED:
+    if ALIASES.get(name, name) not in {o.name for o in options()} and name not in TRANSLATED:
         raise ConfigError(f"{path}: unknown key `{shown}`", nearest(key, [*names, *ALIASES]))
-    if "." in shown and ALIASES.get(name, name) not in names and name not in _TRANSLATED:
+    if "." in shown and ALIASES.get(name, name) not in names and name not in TRANSLATED:
         raise ConfigError(f"{path}: `{key}` is not in section `{shown.split('.')[0]}`",
                           f"put it under `{option(canonical(key)).section}` or at the top")
 

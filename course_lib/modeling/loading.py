@@ -20,7 +20,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
@@ -28,7 +28,7 @@ from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
 from course_lib.modeling import origins, presets
 
-HEADS = {
+HEADS: dict[str, tuple[Any, Any]] = {
     "classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
     "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
     "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING),
@@ -41,7 +41,7 @@ class LoadedModel:
     """A model and its tokenizer, fitted to each other; weights in fp32, on the CPU."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     source: str
     """One line: where it is from, what was verified, which weights are new."""
     max_positions: int | None
@@ -65,6 +65,7 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
     Raises:
         ModelError: unknown, out of reach, damaged, or without a head for the task.
     """
+    tokenizer: PreTrainedTokenizerBase
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
         if config.model in presets.TINY:
@@ -88,27 +89,27 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
     return loaded
 
 
-def load_trained(folder: str | Path, *, attention: str = "sdpa") -> LoadedModel:
+def load_trained(folder: str | Path, task: str, *, attention: str = "sdpa") -> LoadedModel:
     """A model that a run left in Hugging Face form, with its own head and labels.
 
     Args:
         folder: holds config.json, weights and a tokenizer.
+        task: `classification`, `causal_lm` or `masked_lm`; the model must have been trained for it.
         attention: implementation, `sdpa` or `eager`.
     Raises:
-        ModelError: no such folder, or the model in it is damaged or not trained for a task.
+        ModelError: no such folder, or the model in it is damaged or not trained for the task.
     """
     origin = origins.local(folder)
     with torch.random.fork_rng(devices=[]), _quiet():
         architecture = _read_config(origin)
+        auto, classes = HEADS[task]
         name = next(iter(architecture.architectures or ()), "no model class")
-        autos = [auto for auto, classes in HEADS.values()
-                 if type(architecture) in classes and classes[type(architecture)].__name__ == name]
-        if not autos:
-            raise ModelError(f"{folder} holds {name}, not a trained classifier or language model",
-                             "give the output folder of a run")
-        model, new = _read_model(origin, autos[0], architecture, attention)
+        if type(architecture) not in classes or classes[type(architecture)].__name__ != name:
+            raise ModelError(f"{folder} holds {name}, which is not trained for the task {task}",
+                             "give the model folder of a run with that task")
+        model, new = _read_model(origin, auto, architecture, attention)
         if new:
-            raise ModelError(f"{folder}: the weights lack {', '.join(new)}", "give the output folder of a finished run")
+            raise ModelError(f"{folder}: the weights lack {', '.join(new)}", "give the folder of a finished run")
         return _fit(model, _read_tokenizer(origin), f"trained model in {folder}")
 
 
@@ -154,7 +155,7 @@ def _read_config(origin: origins.Origin) -> PreTrainedConfig:
                          "give an architecture that transformers itself knows") from error
 
 
-def _read_tokenizer(origin: origins.Origin) -> PreTrainedTokenizerFast:
+def _read_tokenizer(origin: origins.Origin) -> PreTrainedTokenizerBase:
     mend = "the folder needs the files that tokenizer.save_pretrained writes"
     try:
         tokenizer = AutoTokenizer.from_pretrained(origin.path, trust_remote_code=False, **origin.options)
@@ -187,10 +188,10 @@ def _read_model(origin: origins.Origin, auto: Any, architecture: PreTrainedConfi
     if body:
         raise ModelError(f"the weights of `{name}` do not fit its config.json: {len(body)} are missing or of another "
                          f"shape, first {body[0]}", "copy or download them again")
-    return model, sorted({key.rpartition(".")[0] for key in new})
+    return model, sorted({key.rpartition(".")[0] if ".pooler." in key else key.partition(".")[0] for key in new})
 
 
-def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str) -> LoadedModel:
+def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> LoadedModel:
     """Make model and tokenizer agree on padding and on the size of the vocabulary."""
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is not None:
@@ -201,7 +202,7 @@ def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: str
     # Sequence classification with a decoder reads the logits at the last token that is not this one.
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     vocabulary = max(tokenizer.get_vocab().values()) + 1
-    if vocabulary > model.get_input_embeddings().num_embeddings:
+    if vocabulary > model.config.get_text_config().vocab_size:
         model.resize_token_embeddings(vocabulary)
         source += f", embeddings grown to {vocabulary} rows"
     if hasattr(model.config, "use_cache"):
@@ -213,16 +214,16 @@ def _checkpoint_activations(model: PreTrainedModel, name: str) -> None:
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"model `{name}` ({model.config.model_type}) has no activation checkpointing",
                          "leave --activation_checkpointing out")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
 
 
-def _max_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int | None:
+def _max_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The smaller of what the position embeddings and the tokenizer allow."""
     limits = [tokenizer.model_max_length, getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     for name, module in model.named_modules():
-        # RoBERTa and its kin count positions from padding_idx + 1.
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            limits.append(module.num_embeddings - module.padding_idx - 1)
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            # RoBERTa and its kin count positions from padding_idx + 1.
+            limits.append(module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1))
     # A tokenizer without a limit says so by a number of 31 digits.
     return min((limit for limit in limits if limit and 0 < limit < 10**9), default=None)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, gather_object
+from torch import nn
 
 from course_lib.errors import LaunchError
 from course_lib.training.basic import BasicTrainer, Batch
@@ -87,8 +88,18 @@ class AcceleratedTrainer(BasicTrainer):
     def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, "sum")
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        return gather_object([value])
+
+    def bare_model(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
+
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
     def engine_state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler

@@ -114,8 +114,19 @@ class BasicTrainer(TrainerFrame):
     def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A plain value of every process, by rank."""
+        return [value]
+
+    def bare_model(self) -> nn.Module:
+        """The model without what an engine wrapped around it."""
+        return self.model
+
     def barrier(self) -> None:
         pass
+
+    def close(self) -> None:
+        """Let the engine end its part of the run."""
 
     def asked_to_stop(self) -> bool:
         return bool(self.stop_request)

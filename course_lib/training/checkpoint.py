@@ -89,10 +89,15 @@ def seal(folder: Path) -> None:
             os.fsync(file.fileno())
         files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": digest}
     with (folder / MANIFEST).open("w", encoding="utf-8") as out:
-        json.dump(files, out, indent=1)
+        json.dump({"files": files, "sha256": _digest(files)}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
     _flush(folder)
+
+
+def _digest(files: dict[str, Any]) -> str:
+    """Sum of the manifest's own entries, which guards the guard."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(folder: Path) -> None:
@@ -111,13 +116,15 @@ def verify(folder: Path) -> None:
         CheckpointError: no checkpoint there, or a file is missing, cut short or changed; it is named.
     """
     try:
-        files: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["sha256"] != _digest(manifest["files"]):
+            raise ValueError("its sum is wrong")
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint (it has no {MANIFEST})",
                               f"name a folder such as {name(120)}, or `latest`") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged ({error})", "resume from another checkpoint") from None
-    for relative, known in files.items():
+    for relative, known in manifest["files"].items():
         path = folder / relative
         if not path.is_file():
             raise CheckpointError(f"checkpoint {folder} lacks {relative}", "resume from another checkpoint")

@@ -69,7 +69,7 @@ def evaluate_split(
         ``loss`` (nats per target) with ``accuracy`` and ``macro_f1``, or with ``perplexity``
         (exp of the loss, weighted by tokens), and ``rows``.
     """
-    metrics = ClassificationMetrics(num_labels) if num_labels else None
+    metrics = ClassificationMetrics(num_labels or 0)
     sums = torch.zeros(2, dtype=torch.float64)
     rows = 0
     with torch.inference_mode():
@@ -77,14 +77,14 @@ def evaluate_split(
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with precision:
                 logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-            answers = (logits.argmax(-1), batch["labels"]) if metrics else ()
+            answers = (logits.argmax(-1), batch["labels"]) if num_labels else ()
             losses, *answers = gather((loss_of_rows(logits, batch["labels"], task), *answers))
             sums += losses.double().sum(0).cpu()
             rows += len(losses)
-            if metrics:
+            if num_labels:
                 metrics.add_batch(predictions=answers[0].tolist(), references=answers[1].tolist())
     loss = (sums[0] / sums[1]).item()
-    result = {"loss": loss} | (metrics.compute() if metrics else {"perplexity": math.exp(min(loss, 700.0))})
+    result = {"loss": loss} | (metrics.compute() if num_labels else {"perplexity": math.exp(min(loss, 700.0))})
     return result | {"rows": rows}
 
 

@@ -53,7 +53,7 @@ class TrainerFrame:
     def __init__(self, config: Config, loaded: LoadedModel, data: ProcessedData, processor: DataProcessor,
                  callbacks: Iterable[Callback] = ()):
         self.config, self.data = config, data
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.model, self.tokenizer, self.source = loaded.model, loaded.tokenizer, loaded.source
         self.output_dir, self.task = config.output_dir, data.task
         self.num_labels = len(data.label_names) if data.label_names else None
         self.best_metric = config.run.best_metric or ("macro_f1" if self.num_labels else "loss")
@@ -265,6 +265,11 @@ class TrainerFrame:
         if self.is_main:
             checkpoint.prune(self.output_dir, self.config.output.save_total_limit)
         self.tell("on_save", folder)
+
+    def say(self, line: str) -> None:
+        """Print one line, on the main rank."""
+        if self.is_main:
+            print(line, flush=True)
 
     def tell(self, hook: str, *arguments: Any) -> None:
         """Call one hook of every callback."""

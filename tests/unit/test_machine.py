@@ -43,7 +43,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 def test_any_answer_means_that_the_hub_is_there(endpoint, status):
     handler = type("Handler", (_Answers,), {"status": status})
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")
         assert machine.hub_problem() is None
         server.shutdown()
@@ -66,10 +66,15 @@ def test_a_silent_hub_costs_no_more_than_the_timeout(endpoint):
 
 def test_a_name_server_that_hangs_costs_no_more_than_the_timeout(endpoint, monkeypatch):
     endpoint("http://hub.invalid")
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(2))
+
+    def hangs(*_, **__):
+        time.sleep(1)
+        raise socket.gaierror("no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
     start = time.perf_counter()
     assert "within 0.2 s" in machine.hub_problem(timeout=0.2)
-    assert time.perf_counter() - start < 1.5
+    assert time.perf_counter() - start < 0.8
 
 
 def test_offline_mode_asks_nobody(endpoint, monkeypatch):
@@ -92,11 +97,10 @@ def test_describe_agrees_with_other_sources(endpoint):
     assert json.loads(json.dumps(dataclasses.asdict(found)))["cores"] == found.cores
 
 
-def test_affinity_is_counted():
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import joblib; print(joblib.cpu_count())"
-    if not hasattr(os, "sched_setaffinity"):
-        code = "print(1)"  # macOS has no affinity to count
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "1\n"
+if hasattr(os, "sched_setaffinity"):  # macOS has no affinity to count
+    def test_affinity_is_counted():
+        code = "import os, joblib; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(joblib.cpu_count())"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"1\n"
 
 
 def test_version_does_not_import():
@@ -167,7 +171,7 @@ def test_peak_memory_grows_with_what_is_held():
     grown = machine.peak_memory_bytes("cpu") - before
     del block
     assert 190_000_000 < grown < 260_000_000
-    assert machine.peak_memory_bytes("cpu") >= before + grown  # a peak does not fall
+    assert machine.peak_memory_bytes("cpu") - before > 190_000_000  # a peak does not fall
 
 
 def test_peak_memory_is_the_process_own_and_not_its_launcher_s():

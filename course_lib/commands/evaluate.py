@@ -1,0 +1,35 @@
+"""``course evaluate``: score a trained model on a split of a data set, on one rank or many."""
+
+import argparse
+import json
+
+from course_lib.commands.options import add_config_options, config_from
+
+NAME = "evaluate"
+HELP = "score a trained model on one split of a data set"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add_config_options(parser, ("data", "model", "run"))
+    parser.add_argument("--split", default="test", help="split to score [test]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate; start the ranks first where they were asked for and are not there."""
+    config = config_from(args)
+    from course_lib.runtime import ranks
+
+    here = ranks.discover()
+    if missing := ranks.to_start(here, config.run.num_processes):
+        from course_lib.runtime.relaunch import relaunch
+
+        return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu")
+    from course_lib.commands.report import print_scores
+    from course_lib.training import run as runs
+
+    scores = runs.evaluate(config, args.split)
+    if here.rank == 0:
+        print(json.dumps(scores)) if args.json else print_scores(scores)
+    return 0

@@ -1,0 +1,39 @@
+"""Every config field as a command-line option, for the commands that take a config."""
+
+import argparse
+from typing import Any
+
+from course_lib import config_files
+from course_lib.config import Config, options
+
+
+def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...]) -> None:
+    """Add --config and an option for each field of the given sections, with its aliases."""
+    parser.add_argument("--config", action="append", default=[], metavar="FILE",
+                        help="YAML file of fields; later files override earlier ones, options override files")
+    names = {o.name: [o.name] for o in options()}
+    for alias, name in config_files.ALIASES.items():
+        names[name].append(alias)
+    for section in sections:
+        group = parser.add_argument_group(section)
+        for o in (o for o in options() if o.section == section):
+            shown = "|".join(o.choices) or ("true|false" if o.is_flag else "VALUE")
+            group.add_argument(*(f"--{name}" for name in names[o.name]), dest=o.name, metavar=shown,
+                               default=argparse.SUPPRESS, **({"nargs": "?", "const": "true"} if o.is_flag else {}),
+                               help=f"{o.help} [{o.default}]".replace("%", "%%"))
+    other = parser.add_argument_group("as the Hugging Face Trainer says it")
+    for name in config_files.TRANSLATED:
+        flag = name in ("bf16", "fp16")
+        other.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="true|false" if flag else "no|steps|epoch",
+                           **({"nargs": "?", "const": "true"} if flag else {}))
+
+
+def config_from(args: argparse.Namespace, **fixed: Any) -> Config:
+    """The config of a parsed command line; ``fixed`` fields win over it.
+
+    Raises:
+        ConfigError: an unknown or unfit field, in a file or an option.
+    """
+    known = {o.name for o in options()} | set(config_files.TRANSLATED)
+    given = {name: value for name, value in vars(args).items() if name in known}
+    return config_files.load(args.config, given | fixed)

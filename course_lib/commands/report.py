@@ -1,0 +1,50 @@
+"""The tables that commands end with."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from course_lib.config import Config
+from course_lib.training.outputs import load_line
+
+NAMES = {"majority_class": "majority class", "tfidf_logistic_regression": "TF-IDF + logistic regression"}
+
+
+def print_summary(config: Config, summary: dict[str, Any]) -> None:
+    """What a run reached, beside the baselines, what it cost, and how to load its model."""
+    console = Console()
+    console.print(scores_table(config, summary))
+    memory = ", ".join(f"rank {rank}: {size / 2**30:.2f} GiB" for rank, size in enumerate(summary["memory"]["peak_bytes"]))
+    facts = Table(show_header=False, box=None)
+    train = summary["train"]
+    facts.add_row("processes", f"{summary['world_size']} ({summary['device']}, mixed precision {summary['mixed_precision']})")
+    facts.add_row("training", f"{train['steps']} steps, {train['seconds']:.0f} s, {train['samples_per_second']:.0f} samples/s")
+    facts.add_row("peak memory", memory)
+    facts.add_row("model", summary["model_dir"])
+    console.print(facts)
+    console.print("load it with", style="dim")
+    console.print(load_line(config), soft_wrap=True, highlight=False, markup=False)
+
+
+def scores_table(config: Config, summary: dict[str, Any]) -> Table:
+    """Scores of the baselines and of the trained model on the held-out split."""
+    scores = summary["eval"]
+    table = Table(title=f"{summary['data']['name']}, {scores['split']} split, {scores['rows']} rows")
+    table.add_column("system")
+    columns = ("accuracy", "macro_f1") if "accuracy" in scores else ("loss", "perplexity")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, values in summary["baselines"].items():
+        table.add_row(NAMES[name], *(f"{values[column]:.3f}" for column in columns))
+    table.add_row(f"{config.model.model}, fine-tuned", *(f"{scores[column]:.3f}" for column in columns), style="bold")
+    return table
+
+
+def print_scores(scores: dict[str, Any]) -> None:
+    """One row a figure."""
+    table = Table(title=f"{scores['model']} on {scores['dataset']}, {scores['split']} split", show_header=False)
+    for name, value in scores.items():
+        if name not in ("model", "dataset", "split"):
+            table.add_row(name, f"{value:.6f}" if isinstance(value, float) else str(value))
+    Console().print(table)

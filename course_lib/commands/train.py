@@ -1,0 +1,37 @@
+"""``course train``: fine-tune or train a model, on the ranks that are there or on those it starts."""
+
+import argparse
+
+from course_lib.commands.options import add_config_options, config_from
+
+NAME = "train"
+HELP = "train a model on one process or many, and score it beside honest baselines"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add_config_options(parser, ("data", "model", "optim", "run", "output"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; start the ranks first where they were asked for and are not there."""
+    config = config_from(args)
+    from course_lib.runtime import ranks
+
+    here = ranks.discover()
+    if missing := ranks.to_start(here, config.run.num_processes):
+        from course_lib.runtime.relaunch import relaunch
+        from course_lib.training import outputs
+
+        outputs.check(config)  # before paying for the start
+        if here.asked:
+            print(f"accelerate launch was asked for {missing} processes and started one: starting the {missing} here",
+                  flush=True)
+        return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu")
+    from course_lib.commands.report import print_summary
+    from course_lib.training import run as runs
+
+    summary = runs.train(config)
+    if here.rank == 0:
+        print_summary(config, summary)
+    return 0

@@ -1,0 +1,45 @@
+"""The tweets that ship with the course: 3,793 short texts, rated by people; see bundled/tweets.json."""
+
+import csv
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from course_lib.errors import DataError
+
+FOLDER = Path(__file__).with_name("bundled")
+LABEL_NAMES = ("negative", "neutral", "positive")
+SPLITS = ("train", "validation", "test")
+
+
+def manifest(folder: Path = FOLDER) -> dict[str, Any]:
+    """Origin, licence, citation, rules, counts and checksum of the tweets."""
+    return json.loads((folder / "tweets.json").read_text(encoding="utf-8"))
+
+
+def load_tweets(folder: Path = FOLDER) -> dict[str, datasets.Dataset]:
+    """The tweets by split, with columns `id`, `text` and `label` (a ClassLabel).
+
+    Raises:
+        DataError: the file is not the one that the manifest describes.
+    """
+    path, expected = folder / "tweets.csv", manifest(folder)["sha256"]
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != expected:
+        raise DataError(f"{path} is damaged (sha256 {digest[:12]}…, expected {expected[:12]}…)",
+                        "install the course again")
+    features = datasets.Features({"id": datasets.Value("int32"), "text": datasets.Value("string"),
+                                  "label": datasets.ClassLabel(names=list(LABEL_NAMES))})
+    rows = list(csv.DictReader(content.decode("utf-8").splitlines()))
+    return {
+        split: datasets.Dataset.from_dict(
+            {"id": [int(row["id"]) for row in rows if row["split"] == split],
+             "text": [row["text"] for row in rows if row["split"] == split],
+             "label": [LABEL_NAMES.index(row["label"]) for row in rows if row["split"] == split]},
+            features=features, split=datasets.NamedSplit(split))
+        for split in SPLITS
+    }

@@ -1,0 +1,1 @@
+"""Every plot of the course, in one style."""

@@ -1,0 +1,65 @@
+"""One look for every figure: the same colour for the same thing, readable at the size it is shown.
+
+The colours are the Okabe-Ito palette (jfly.uni-koeln.de/color), which colour-blind readers can
+tell apart. What is predicted is hollow and hatched, what is measured is solid.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#E69F00",
+    "optimizer states": "#009E73",
+    "activations": "#CC79A7",
+    "communication": "#D55E00",
+    "data": "#999999",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "backward-input": "#0072B2",
+    "backward-weight": "#F0E442",
+    "optimizer": "#009E73",
+    "idle": "#E6E6E6",
+    "right": "#0072B2",
+    "wrong": "#D55E00",
+    "neutral": "#555555",
+}
+SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+PREDICTED: dict[str, Any] = {"fill": False, "hatch": "////", "linewidth": 1.2}
+
+_RC = {
+    "figure.dpi": 110, "savefig.dpi": 110, "figure.facecolor": "white", "axes.facecolor": "white",
+    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
+    "grid.color": "#e3e3e3", "axes.axisbelow": True, "lines.linewidth": 2, "legend.frameon": False,
+    "svg.fonttype": "none", "svg.hashsalt": "course",
+}
+
+
+@contextmanager
+def canvas(title: str, width: float = 7.0, height: float = 3.4, **subplots: Any) -> Iterator[tuple[Figure, Any]]:
+    """A figure in the course's style, whose title says the finding; its layout is closed at the end.
+
+    Args:
+        title: the finding, in a few words.
+        width: inches.
+        height: inches.
+        **subplots: passed to ``plt.subplots``.
+    """
+    with mpl.rc_context(_RC):
+        figure, axes = plt.subplots(figsize=(width, height), layout="constrained", **subplots)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        yield figure, axes
+        plt.close(figure)  # the notebook shows the returned figure; pyplot must not show it again
+
+
+def end_label(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
+    """Name a line at its right end rather than in a legend."""
+    axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
+                  fontweight="bold", annotation_clip=False)

@@ -1,0 +1,96 @@
+"""What a checkpoint holds, and how a trainer goes on from one, to the bit on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from course_lib.config_files import to_yaml, write_text
+from course_lib.errors import CheckpointError
+from course_lib.runtime.seeding import rng_state, seed_everything, set_rng_state
+from course_lib.training import checkpoint, tensorfile
+from course_lib.training.state import TrainState
+
+if TYPE_CHECKING:
+    from course_lib.training.basic import BasicTrainer
+
+
+def write_files(trainer: BasicTrainer, folder: Path) -> None:
+    """Write this rank's share of a checkpoint: random streams on every rank, the rest on the main one."""
+    tensorfile.save(rng_state(), folder / f"random-{trainer.rank}.safetensors")
+    if not trainer.is_main:
+        return
+    tensorfile.save(trainer.model.state_dict(), folder / "model.safetensors")
+    tensorfile.save(trainer.optimizer.state_dict(), folder / "optimizer.safetensors")
+    tensorfile.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state()},
+                    folder / "engine.safetensors")
+    write_text(folder / "state.json", json.dumps({"state": trainer.state.as_dict(), "run": identity(trainer)}, indent=1))
+    write_text(folder / "config.yaml", to_yaml(trainer.config))
+
+
+def identity(trainer: BasicTrainer) -> dict[str, Any]:
+    """What has to be the same for a data position to mean the same rows."""
+    return {"data": trainer.data.fingerprint, "global_batch_size": trainer.sampler.global_batch_size,
+            "seed": trainer.config.run.seed, "group_by_length": trainer.config.data.group_by_length,
+            "task": trainer.task}
+
+
+def resume(trainer: BasicTrainer) -> None:
+    """Put a trainer where the checkpoint that its config names stood.
+
+    Raises:
+        CheckpointError: no whole checkpoint, or one of another model, data set or global batch.
+    """
+    asked = trainer.config.output.resume_from_checkpoint or ""
+    if asked == "latest":
+        folder = checkpoint.latest(trainer.output_dir, trainer.say)
+    else:
+        folder = Path(asked).expanduser()
+        checkpoint.verify(folder)
+    trainer.barrier()
+    saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    for name, value in identity(trainer).items():
+        if saved["run"][name] != value:
+            raise CheckpointError(f"checkpoint {folder} was saved with {name} {saved['run'][name]}, and this run has {value}",
+                                  "make them equal, so that its data position means the same rows")
+    _load_model(trainer, tensorfile.load(folder / "model.safetensors"), folder)
+    _load_optimizer(trainer, tensorfile.load(folder / "optimizer.safetensors"), folder)
+    engine = tensorfile.load(folder / "engine.safetensors")
+    trainer.scheduler.load_state_dict(engine["scheduler"])
+    trainer.load_engine_state(engine["engine"])
+    planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
+    known = {f.name for f in dataclasses.fields(TrainState)}
+    trainer.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
+    if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
+        trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
+    random = folder / f"random-{trainer.rank}.safetensors"
+    if random.exists():
+        set_rng_state(tensorfile.load(random))
+    else:
+        # More ranks than saved it: a stream of its own, other than the one this rank began with.
+        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)
+    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
+
+
+def _load_model(trainer: BasicTrainer, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Load weights of the same names and shapes, and no others."""
+    mine = {name: tuple(tensor.shape) for name, tensor in trainer.model.state_dict().items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if mine != theirs:
+        name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
+        raise CheckpointError(f"checkpoint {folder} is from another model: {name} is {theirs.get(name, 'absent')} there "
+                              f"and {mine.get(name, 'absent')} here", "give the --model it was trained from")
+    trainer.model.load_state_dict(weights)
+
+
+def _load_optimizer(trainer: BasicTrainer, state: dict[str, Any], folder: Path) -> None:
+    """Load optimizer state of the same algorithm; the learning rates of this run's config follow from the schedule."""
+    mine, theirs = (set(s["param_groups"][0]) for s in (trainer.optimizer.state_dict(), state))
+    if mine != theirs:
+        raise CheckpointError(f"checkpoint {folder} holds the state of another optimizer",
+                              "give the --optimizer it was trained with")
+    trainer.optimizer.load_state_dict(state)

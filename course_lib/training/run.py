@@ -1,0 +1,133 @@
+"""One run from its config to its summary: data, model, training, evaluation, baselines, files."""
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from course_lib import modeling
+from course_lib.config import Config
+from course_lib.data import DataConnector, DataProcessor, TextData
+from course_lib.errors import DataError
+from course_lib.runtime import machine, ranks
+from course_lib.runtime.seeding import seed_everything
+from course_lib.training import baselines, outputs
+from course_lib.training.accelerated import AcceleratedTrainer
+from course_lib.training.basic import BasicTrainer
+from course_lib.training.callbacks import Callback
+
+TRAINERS: dict[str, type[BasicTrainer]] = {"basic": BasicTrainer, "accelerated": AcceleratedTrainer}
+
+
+def build_trainer(config: Config, callbacks: Iterable[Callback] = ()) -> tuple[BasicTrainer, TextData]:
+    """Load the data and the model that a config names, and make the trainer for them."""
+    text = DataConnector(config.data, config.run.seed).load()
+    seed_everything(config.run.seed)
+    loaded = modeling.load(config.model, config.data.task, label_names=text.label_names,
+                           texts=text.splits["train"]["text"], seed=config.run.seed, max_length=config.data.max_length)
+    processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
+    trainer = TRAINERS[config.run.training_type](config, loaded, processor.process(text), processor, callbacks)
+    return trainer, text
+
+
+def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
+    """Train as the config says, and leave config, metrics, checkpoints, model and summary in its folder.
+
+    Called by every rank; returns the summary on each.
+
+    Raises:
+        CourseError: whatever the user can mend.
+    """
+    started = time.perf_counter()
+    is_main = ranks.discover().rank == 0
+    if is_main:
+        outputs.check(config)
+    trainer, text = build_trainer(config, callbacks)
+    if is_main:
+        outputs.claim(config)
+    trainer.barrier()
+    ready = time.perf_counter()
+    state = trainer.train()
+    split = "test" if "test" in trainer.eval_loaders else "validation"
+    scores = trainer.evaluate(split)
+    memory = trainer.gather_objects(machine.peak_memory_bytes(trainer.device))
+    summary = {
+        "training_type": config.run.training_type,
+        "strategy": "ddp" if trainer.num_processes > 1 else "single",
+        "engine": "torch",
+        "world_size": trainer.num_processes,
+        "device": str(trainer.device.type),
+        "mixed_precision": trainer.precision,
+        "data": {"name": text.name, "source": text.source, "notes": list(text.notes),
+                 "rows": {name: len(rows) for name, rows in text.splits.items()}},
+        "eval": {"split": split, **scores},
+        "best": {"metric": trainer.best_metric, "value": state.best_value, "step": state.best_step},
+        "baselines": score_baselines(config, text, split) if is_main and config.run.baselines else {},
+        "train": {
+            "steps": state.step, "epochs": state.epochs_done, "samples": state.samples,
+            "samples_per_second": state.samples / state.seconds if state.seconds else None,
+            "seconds": round(state.seconds, 3), "final_loss": state.last_loss,
+            "global_batch_size": trainer.sampler.global_batch_size, "phases": dict(trainer.phases.seconds)},
+        "memory": {"peak_bytes": memory},
+        "seconds": {"until_training": round(ready - started, 3), "total": round(time.perf_counter() - started, 3)},
+        "versions": {name: machine.version(name) for name in machine.ENGINES},
+        "git_revision": outputs.git_revision(),
+        "model_dir": str(config.output_dir / outputs.MODEL),
+    }
+    if is_main:
+        card = outputs.model_card(config, summary, trainer.source)
+        outputs.write_model(config.output_dir / outputs.MODEL, trainer.bare_model(), trainer.tokenizer, card)
+        outputs.write_summary(config, summary)
+    trainer.close()
+    return summary
+
+
+def score_baselines(config: Config, text: TextData, split: str) -> dict[str, dict[str, float]]:
+    """What the majority class and TF-IDF with logistic regression reach on the same rows."""
+    if config.data.task != "classification":
+        return {}
+    train_rows, rows = text.splits["train"], text.splits[split]
+    labels, wanted = np.asarray(train_rows["label"]), np.asarray(rows["label"])
+    assert text.label_names
+    return {
+        "majority_class": baselines.majority_class(labels, wanted, len(text.label_names)),
+        "tfidf_logistic_regression": baselines.tfidf_logistic_regression(
+            list(train_rows["text"]), labels, list(rows["text"]), wanted),
+    }
+
+
+def evaluate(config: Config, split: str) -> dict[str, Any]:
+    """Score a trained model on one split of a data set, on every rank there is.
+
+    Raises:
+        DataError: the split is not there, or a class of the data is none of the model's.
+        ModelError: the folder holds no trained model for the task.
+    """
+    loaded = modeling.load_trained(Path(config.model.model), config.data.task)
+    text = DataConnector(config.data, config.run.seed).load()
+    if split not in text.splits:
+        raise DataError(f"{text.name} has no split `{split}`", f"choose from {', '.join(text.splits)}")
+    if config.data.task == "classification":
+        text = with_labels_of(text, loaded.model.config.label2id)
+    processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
+    trainer = TRAINERS[config.run.training_type](config, loaded, processor.process(text), processor)
+    scores = trainer.evaluate(split)
+    trainer.close()
+    return {"model": config.model.model, "dataset": text.name, "split": split, **scores,
+            "world_size": trainer.num_processes}
+
+
+def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:
+    """The same rows, their classes numbered as the model numbers them."""
+    assert text.label_names
+    if unknown := [name for name in text.label_names if name not in label2id]:
+        raise DataError(f"class `{unknown[0]}` of {text.name} is none of the model's ({', '.join(label2id)})",
+                        "evaluate on data with the model's classes")
+    numbers = [label2id[name] for name in text.label_names]
+    splits = text.splits.map(lambda columns: {"label": [numbers[label] for label in columns["label"]]},
+                             batched=True, features=None)
+    return dataclasses.replace(text, splits=splits, label_names=tuple(sorted(label2id, key=label2id.__getitem__)))

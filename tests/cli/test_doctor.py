@@ -1,0 +1,191 @@
+"""`course doctor` on this machine, and on planted ones that lack something."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from course_lib.commands import doctor, doctor_checks
+from course_lib.errors import CourseError, LaunchError
+from course_lib.modeling import presets
+from course_lib.runtime import machine
+
+CHECKS = {check.name: check for check in doctor_checks.CHECKS}
+GPU = machine.Gpu("Planted GPU", 80 * 2**30, "9.0")
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    doctor.register(parser)
+    return doctor.run(parser.parse_args(arguments))
+
+
+@pytest.fixture(scope="module")
+def here():
+    return machine.describe()
+
+
+@pytest.fixture
+def look(here):
+    """Examine one thing on this machine, with some of its facts changed."""
+    return lambda name, **changed: doctor_checks.examine(CHECKS[name], dataclasses.replace(here, **changed))
+
+
+def test_everything_is_looked_at_here_and_the_quickstart_can_run(capsys):
+    code = run("--json")
+    report = json.loads(capsys.readouterr().out)
+    rows = {check["name"]: check for check in report["checks"]}
+    assert len(report["checks"]) == len(rows) == len(CHECKS) == 16
+    assert {check["state"] for check in rows.values()} <= {"ok", "slow", "cannot"}
+    assert all(check["advice"] for check in rows.values() if check["state"] == "cannot")
+    assert not any("Error" in check["detail"] for check in rows.values()), rows
+    assert code == 0 and report["quickstart"] is True and report["reasons"] == []
+    for name in ("plain loop", "CPU processes", "FSDP2", "MiniLM", "bundled data"):
+        assert rows[name]["state"] in ("ok", "slow"), rows[name]
+    assert report["machine"]["engines"]["torch"] and report["machine"]["cores"] >= 1
+
+
+def test_the_tables_say_the_same(capsys, monkeypatch):
+    monkeypatch.setattr(doctor_checks, "CHECKS", tuple(CHECKS[name] for name in ("plain loop", "many GPUs")))
+    assert run() == 0
+    shown = capsys.readouterr().out
+    assert "this machine" in shown and "one step taken" in shown and "→ learn with processes on the CPU" in shown
+    assert "The quickstart can run here: make train" in shown
+
+
+def test_what_the_quickstart_needs_decides_the_exit_code(capsys, monkeypatch):
+    monkeypatch.setattr(presets, "MINILM_MODULE", "no_such_module")
+    monkeypatch.setattr(doctor_checks, "CHECKS", (CHECKS["MiniLM"], CHECKS["many GPUs"]))
+    assert run("--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["quickstart"] is False
+    assert report["reasons"] == ["MiniLM: minilm is not installed, and the Hub cannot be reached"]
+    assert report["checks"][0]["advice"] == presets.MINILM_INSTALL
+    assert run() == 1
+    assert "The quickstart cannot run here. MiniLM: minilm is not installed" in capsys.readouterr().out
+
+
+def test_help_needs_no_torch():
+    code = "import sys, course_lib.commands.doctor; print([m for m in ('torch', 'rich') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"[]\n"
+
+
+def test_a_broken_installation_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "course_lib.commands.doctor_checks", None)
+    with pytest.raises(CourseError, match="missing or broken .*: run `make setup`"):
+        run()
+
+
+def test_minilm_absent_but_in_reach_is_slow(look, monkeypatch):
+    monkeypatch.setattr(presets, "MINILM_MODULE", "no_such_module")
+    found = look("MiniLM", hub_problem=None)
+    assert found.state == "slow" and "90 MB" in found.detail
+
+
+def test_minilm_damaged_is_refused(look, monkeypatch):
+    monkeypatch.setattr(presets, "MINILM_SHA256", "0" * 64)
+    found = look("MiniLM")
+    assert found.state == "cannot" and "--force-reinstall" in found.advice
+
+
+@pytest.mark.parametrize("name", ["DeepSpeed", "torch.compile"])
+def test_no_compiler(look, monkeypatch, tmp_path, name):
+    assert look(name, os="Linux").state == "ok"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    found = look(name, os="Linux")
+    assert found.state == "cannot" and "on PATH" in found.detail and "install" in found.advice
+
+
+def test_no_ninja(look, monkeypatch):
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "ninja" else which(name))
+    found = look("DeepSpeed", os="Linux")
+    assert found.state == "cannot" and "no ninja" in found.detail and "activate" in found.advice
+
+
+def test_no_python_headers(look, monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    found = look("torch.compile")
+    assert found.state == "cannot" and "Python.h" in found.detail
+
+
+def test_engines_that_are_not_installed(look, here):
+    without = dict.fromkeys(here.engines)
+    assert look("DeepSpeed", os="Linux", engines=without).advice.startswith("pip install deepspeed")
+    assert look("W&B", engines=without).advice.startswith("pip install wandb")
+
+
+@pytest.mark.parametrize(("name", "changed", "state", "word"), [
+    ("operating system", {"os": "Windows"}, "cannot", "WSL2"),
+    ("operating system", {"os": "Darwin"}, "slow", ""),
+    ("DeepSpeed", {"os": "Darwin"}, "cannot", "FSDP2"),
+    ("memory", {"memory_available_bytes": 2**30}, "cannot", "memory"),
+    ("memory", {"memory_available_bytes": 2**34}, "ok", ""),
+    ("Hugging Face Hub", {"hub_problem": "HF_HUB_OFFLINE is set"}, "cannot", "HF_ENDPOINT"),
+    ("Hugging Face Hub", {"hub_problem": None}, "ok", ""),
+    ("one GPU", {"gpus": (), "backends": ("gloo",)}, "cannot", "every lesson runs on the CPU"),
+    ("one GPU", {"gpus": (), "backends": ("gloo", "mps")}, "ok", ""),
+    ("many GPUs", {"gpus": (GPU,), "backends": ("gloo", "nccl")}, "cannot", "--num_processes 2"),
+    ("many GPUs", {"gpus": (GPU, GPU), "backends": ("gloo",)}, "cannot", "--num_processes 2"),
+    ("many GPUs", {"gpus": (GPU, GPU), "backends": ("gloo", "nccl")}, "ok", ""),
+])
+def test_machines_that_lack_something(look, name, changed, state, word):
+    found = look(name, **changed)
+    assert found.state == state and word in found.advice
+
+
+def test_a_gpu_with_a_cpu_build_of_torch(look, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi" if name == "nvidia-smi" else None)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert "is a CPU build" in look("one GPU", gpus=(), backends=("gloo",)).detail
+
+
+@pytest.mark.parametrize(("name", "word"), [("disk space", "quickstart takes"), ("shared memory", "--num_workers")])
+def test_a_full_disk(look, monkeypatch, name, word):
+    assert look(name).state == "ok"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
+    found = look(name)
+    assert found.state == ("cannot" if name == "disk space" else "slow") and word in found.detail
+
+
+@pytest.mark.parametrize(("native", "state"), [(True, "ok"), (False, "slow")])
+def test_bf16_without_instructions_is_slow(look, monkeypatch, native, state):
+    monkeypatch.setattr(machine, "native_bf16", lambda device: native)
+    monkeypatch.setattr(machine, "matmul_rate", lambda *_, **__: 1e11)
+    found = look("bf16", gpus=())
+    assert found.state == state and "100 GFLOP/s in fp32" in found.detail
+
+
+@pytest.mark.parametrize(("answer", "word"), [([3.0, 1.0], "came to"), ([1.0], "came to")])
+def test_ranks_that_do_not_add_up(look, monkeypatch, answer, word):
+    monkeypatch.setattr("course_lib.runtime.launch.launch", lambda *_, **__: answer)
+    found = look("CPU processes")
+    assert found.state == "cannot" and word in found.detail
+
+
+def test_one_core_is_slow(look, monkeypatch):
+    monkeypatch.setattr("course_lib.runtime.launch.launch", lambda *_, **__: [3.0, 3.0])
+    assert look("CPU processes", cores=1).state == "slow"
+    assert look("CPU processes", cores=2).state == "ok"
+
+
+def test_ranks_that_cannot_start(look, monkeypatch):
+    def refuse(*_, **__):
+        raise LaunchError("two ranks asked for, one started", "do this")
+
+    monkeypatch.setattr("course_lib.runtime.launch.launch", refuse)
+    assert look("FSDP2") == ("cannot", "two ranks asked for, one started", "do this")
+
+
+def test_a_check_that_fails_by_itself_is_a_finding(here):
+    def falls_ill(_):
+        raise ZeroDivisionError("division by zero\nand more")
+
+    found = doctor_checks.examine(doctor_checks.Check("ill", falls_ill), here)
+    assert found.state == "cannot" and found.detail == "ZeroDivisionError: division by zero" and found.advice

@@ -1,0 +1,52 @@
+"""What every lesson has to be: ordered, complete, committed with outputs, small, free of errors."""
+
+import re
+
+import nbformat
+import pytest
+
+from tests.notebooks.conftest import NOTEBOOKS
+
+LESSONS = ("00_start_here", "01_basic_loop", "03_accelerate", "04_distributed_evaluation")
+SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "When it goes wrong", "Exercises",
+            "Questions", "Read next")
+
+
+def test_every_notebook_is_in_the_list():
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 4
+
+
+@pytest.fixture(params=LESSONS)
+def lesson(request):
+    return nbformat.read(NOTEBOOKS / f"{request.param}.ipynb", as_version=4), NOTEBOOKS / f"{request.param}.ipynb"
+
+
+def test_shape(lesson):
+    notebook, path = lesson
+    nbformat.validate(notebook)
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for section in SECTIONS:
+        assert section in prose, f"{path.name} has no “{section}”"
+    everything = prose + "\n".join(cell.source for cell in code)
+    assert everything.count("predict(") >= 2 and everything.count("measure(") >= 2
+    assert len(re.findall(r"Takeaway|takeaway\(", everything)) >= 3
+    assert prose.count("<details>") >= 3, "questions need folded answers"
+    parameters = [cell for cell in code if "parameters" in cell.metadata.get("tags", [])]
+    assert len(parameters) == 1
+    assert max(cell.source.count("\n") + 1 for cell in code) <= 20, "what is longer lives in course_lib"
+    words = len(re.sub(r"<[^>]+>|`[^`]*`", " ", prose).split())
+    code_words = sum(len(cell.source.split()) for cell in code)
+    assert 2 <= words / code_words <= 9.5, f"{words / code_words:.1f} words of prose a word of code"
+
+
+def test_committed_with_outputs(lesson):
+    notebook, path = lesson
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    assert all(cell.execution_count for cell in code), "run `make notebooks`"
+    assert not [o for cell in code for o in cell.outputs if o.output_type == "error"]
+    assert path.stat().st_size < 300_000
+    assert sum("image/png" in o.get("data", {}) or "image/svg+xml" in o.get("data", {})
+               for cell in code for o in cell.outputs) >= 1, "a lesson has a figure"
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"/home/|/Users/|/root/|/work/", text), "an output tells of somebody's machine"

@@ -1,0 +1,193 @@
+"""The set-up: done once, redone when a pin changes or it was interrupted, and plain about what went wrong."""
+
+import http.server
+import importlib.util
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def bootstrap(tmp_path):
+    """The script as a module, in a folder of its own that holds what it reads."""
+    for name in ("tools/bootstrap.py", "pyproject.toml", "constraints.txt", "requirements/minilm.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    spec = importlib.util.spec_from_file_location("bootstrap", tmp_path / "tools/bootstrap.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert tmp_path == module.ROOT
+    return module
+
+
+@pytest.fixture
+def installs(bootstrap, monkeypatch):
+    """What `install` was asked for; it makes an environment of a link to this Python."""
+    asked = []
+
+    def install(venv, constraints):
+        asked.append(constraints)
+        (venv / "bin").mkdir(exist_ok=True)
+        if not (venv / "bin/python").exists():
+            (venv / "bin/python").symlink_to(sys.executable)
+
+    monkeypatch.setattr(bootstrap, "install", install)
+    return asked
+
+
+def test_a_second_setup_does_nothing_and_is_quick(bootstrap, installs):
+    bootstrap.setup()
+    bootstrap.setup()
+    assert installs == ["constraints.txt"]
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        said = subprocess.run([sys.executable, bootstrap.__file__, "setup"], capture_output=True, check=True).stdout
+        seconds.append(time.perf_counter() - started)
+        assert not said
+    assert min(seconds) < 0.2
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "requirements/minilm.txt"])
+def test_a_changed_input_updates_in_place(bootstrap, installs, name):
+    bootstrap.setup()
+    (bootstrap.VENV / "kept").touch()
+    with open(bootstrap.ROOT / name, "a", encoding="utf-8") as changed:
+        changed.write("# changed\n")
+    bootstrap.setup()
+    assert len(installs) == 2 and (bootstrap.VENV / "kept").exists()
+
+
+def test_an_interrupted_setup_starts_from_nothing(bootstrap, installs, monkeypatch):
+    def interrupted(venv, constraints):
+        (venv / "half").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bootstrap, "install", interrupted)
+        bootstrap.setup()
+    assert json.loads(bootstrap.STAMP.read_text())["finished"] is False
+    bootstrap.setup()
+    assert installs == ["constraints.txt"] and not (bootstrap.VENV / "half").exists()
+    assert json.loads(bootstrap.STAMP.read_text())["finished"] is True
+
+
+@pytest.mark.parametrize("key", ["python", "folder"])
+def test_another_python_or_a_moved_folder_starts_from_nothing(bootstrap, installs, key):
+    bootstrap.setup()
+    bootstrap.write_stamp({**bootstrap.wanted_stamp(), key: "another"})
+    (bootstrap.VENV / "old").touch()
+    bootstrap.setup()
+    assert len(installs) == 2 and not (bootstrap.VENV / "old").exists()
+
+
+def test_a_venv_of_someone_else_for_another_python_is_left_alone(bootstrap, installs):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bootstrap.VENV], check=True)
+    with pytest.raises(bootstrap.SetupError, match="was not made by `make setup` and holds no Python with pip"):
+        bootstrap.setup()
+    assert not installs and (bootstrap.VENV / "pyvenv.cfg").exists() and not bootstrap.STAMP.exists()
+
+
+def test_a_venv_of_someone_else_for_this_python_is_updated_in_place(bootstrap, installs, monkeypatch):
+    (bootstrap.VENV / "bin").mkdir(parents=True)
+    (bootstrap.VENV / "kept").touch()
+    answer = subprocess.CompletedProcess([], 0, stdout="{}.{}\n".format(*sys.version_info))
+    monkeypatch.setattr(bootstrap.subprocess, "run", lambda *command, **options: answer)
+    bootstrap.setup()
+    assert installs == ["constraints.txt"] and (bootstrap.VENV / "kept").exists()
+
+
+def test_two_setups_at_once_install_once(bootstrap, installs, monkeypatch):
+    quick = bootstrap.install
+    monkeypatch.setattr(bootstrap, "install", lambda *asked: (time.sleep(0.3), quick(*asked)))
+    both = [threading.Thread(target=bootstrap.setup) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join(timeout=20)
+    assert installs == ["constraints.txt"]
+
+
+# --- what it runs
+
+
+@pytest.mark.parametrize(("gpu", "reachable", "system", "extra"), [
+    (False, True, "linux", True), (False, False, "linux", False), (True, True, "linux", False),
+    (False, True, "darwin", False),
+])
+def test_torch_comes_without_cuda_where_there_is_no_gpu(bootstrap, monkeypatch, gpu, reachable, system, extra):
+    ran = []
+    monkeypatch.setattr(bootstrap, "gpu_answers", lambda: gpu)
+    monkeypatch.setattr(bootstrap, "answers", lambda url: reachable)
+    monkeypatch.setattr(bootstrap.sys, "platform", system)
+    monkeypatch.setattr(bootstrap, "phase", lambda label, command, **env: ran.append((command, env)))
+    bootstrap.install(bootstrap.VENV, "constraints.txt")
+    _, (torch, pinned), (course, pinned_too), (minilm, free) = ran
+    assert ("--extra-index-url" in torch) is extra
+    assert torch[-1] == "torch>=2.13,<2.14" and course[-2:] == ["-e", ".[dev]"]
+    assert pinned["PIP_CONSTRAINT"] == pinned_too["PIP_CONSTRAINT"] == "constraints.txt"
+    assert "PIP_CONSTRAINT" not in free and {"--no-deps", "--require-hashes"} < set(minilm)
+    assert not any("--index-url" in command for command, _ in ran)
+
+
+@pytest.mark.parametrize(("gpus", "line"), [
+    (0, "ACCELERATE_USE_CPU=true .venv/bin/accelerate launch --config_file configs/accelerate/cpu2.yaml "
+        "--num_cpu_threads_per_process 3"),
+    (1, ".venv/bin/accelerate launch --config_file configs/accelerate/gpu.yaml"),
+    (4, ".venv/bin/accelerate launch --config_file configs/accelerate/multi-gpu.yaml --num_processes 4"),
+])
+def test_the_launcher_uses_the_machine(bootstrap, monkeypatch, capsys, gpus, line):
+    seen = subprocess.CompletedProcess([], 0, stdout=f"{gpus}\n")
+    monkeypatch.setattr(bootstrap, "gpu_answers", lambda: True)
+    monkeypatch.setattr(bootstrap.subprocess, "run", lambda *command, **options: seen)
+    monkeypatch.setattr(bootstrap, "cores", lambda: 6)
+    bootstrap.launcher()
+    assert capsys.readouterr().out == line + "\n"
+    assert (ROOT / line.split("--config_file ")[1].split()[0]).exists()
+
+
+def test_a_phase_is_one_line_with_its_seconds(bootstrap, capsys):
+    bootstrap.phase("thing", [sys.executable, "-c", "print('noise')"])
+    assert capsys.readouterr().out.startswith("  thing ... 0.")
+
+
+@pytest.mark.parametrize(("said", "advice"), [
+    ("OSError: [Errno 28] No space left on device", "free some disk"),
+    ("THESE PACKAGES DO NOT MATCH THE HASHES", "not the one that was pinned"),
+    ("NewConnectionError('[Errno -3] Temporary failure in name resolution')", "check the network"),
+    ("ERROR: No matching distribution found for torch", "PYTHON=python3.11"),
+    ("something new", "mend what they name"),
+])
+def test_a_failure_shows_its_last_lines_and_what_to_do(bootstrap, capsys, said, advice):
+    noise = f"for i in range(100): print('line', i)\nprint({said!r})\nraise SystemExit(3)"
+    with pytest.raises(bootstrap.SetupError, match=advice) as failure:
+        bootstrap.phase("thing", [sys.executable, "-c", noise])
+    shown = capsys.readouterr().out.splitlines()
+    assert "thing: failed with exit code 3" in str(failure.value)
+    assert said in shown and "line 61" in shown and "line 60" not in shown
+
+
+def test_a_site_that_never_answers_costs_its_time_limit_at_most(bootstrap):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        assert not bootstrap.answers(f"http://127.0.0.1:{silent.getsockname()[1]}/", seconds=0.3)
+        assert time.monotonic() - started < 2
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as site:
+        threading.Thread(target=site.handle_request, daemon=True).start()
+        assert bootstrap.answers(f"http://127.0.0.1:{site.server_port}/")
+
+
+def test_an_old_python_without_a_newer_one_says_so(bootstrap, monkeypatch):
+    monkeypatch.setattr(bootstrap, "OLDEST", (9, 0))
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
+    with pytest.raises(bootstrap.SetupError, match="make setup PYTHON="):
+        bootstrap.check_python()
