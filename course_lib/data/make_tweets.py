@@ -52,12 +52,12 @@ class Tweet(NamedTuple):
 
 def rated(raw: str, left_out: Iterable[int]) -> Iterator[tuple[int, str, str]]:
     """Id, label and clean text of each raw line `id<TAB>rating<TAB>text` that is kept, in the order of the file."""
-    left_out, seen = set(left_out), set()
+    out, seen = set(left_out), set[str]()
     for line in raw.splitlines():
         number, rating, text = line.split("\t")
         text = clean(clean(text))  # some were escaped twice
         bare = "".join(char for char in text.casefold() if char.isalnum())
-        if int(number) not in left_out and bare not in seen:
+        if int(number) not in out and bare not in seen:
             seen.add(bare)
             yield int(number), label_of(float(rating)), text
 

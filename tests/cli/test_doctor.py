@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from course_lib.commands import doctor, doctor_checks
+from course_lib.data import bundled
 from course_lib.errors import CourseError, LaunchError
 from course_lib.modeling import presets
 from course_lib.runtime import machine
@@ -189,3 +190,13 @@ def test_a_check_that_fails_by_itself_is_a_finding(here):
 
     found = doctor_checks.examine(doctor_checks.Check("ill", falls_ill), here)
     assert found.state == "cannot" and found.detail == "ZeroDivisionError: division by zero" and found.advice
+
+
+def test_damaged_data_is_said(look, monkeypatch, tmp_path):
+    folder = shutil.copytree(bundled.FOLDER, tmp_path / "bundled")
+    with (folder / "tweets.csv").open("a") as file:
+        file.write("1,one row too many,neutral,train\n")
+    load = bundled.load_tweets
+    monkeypatch.setattr(bundled, "load_tweets", lambda: load(folder))
+    found = look("bundled data")
+    assert found.state == "cannot" and "is damaged" in found.detail

@@ -31,16 +31,15 @@ def bootstrap(tmp_path):
 
 @pytest.fixture
 def installs(bootstrap, monkeypatch):
-    """What `install` was asked for; it makes an environment of a link to this Python."""
+    """The constraints that each installation was asked for; an environment is a link to this Python."""
     asked = []
 
-    def install(venv, constraints):
-        asked.append(constraints)
-        (venv / "bin").mkdir(exist_ok=True)
-        if not (venv / "bin/python").exists():
-            (venv / "bin/python").symlink_to(sys.executable)
+    def make_venv(venv):
+        (venv / "bin").mkdir()
+        (venv / "bin/python").symlink_to(sys.executable)
 
-    monkeypatch.setattr(bootstrap, "install", install)
+    monkeypatch.setattr(bootstrap, "make_venv", make_venv)
+    monkeypatch.setattr(bootstrap, "install", lambda venv, constraints: asked.append(constraints))
     return asked
 
 
@@ -98,12 +97,21 @@ def test_a_venv_of_someone_else_for_another_python_is_left_alone(bootstrap, inst
 
 
 def test_a_venv_of_someone_else_for_this_python_is_updated_in_place(bootstrap, installs, monkeypatch):
-    (bootstrap.VENV / "bin").mkdir(parents=True)
+    bootstrap.VENV.mkdir()
+    bootstrap.make_venv(bootstrap.VENV)
     (bootstrap.VENV / "kept").touch()
-    answer = subprocess.CompletedProcess([], 0, stdout="{}.{}\n".format(*sys.version_info))
-    monkeypatch.setattr(bootstrap.subprocess, "run", lambda *command, **options: answer)
+    version = subprocess.CompletedProcess([], 0, stdout="{}.{}\n".format(*sys.version_info))
+    monkeypatch.setattr(bootstrap.subprocess, "run", lambda *command, **options: version)
     bootstrap.setup()
     assert installs == ["constraints.txt"] and (bootstrap.VENV / "kept").exists()
+
+
+def test_a_venv_whose_python_is_gone_starts_from_nothing(bootstrap, installs):
+    bootstrap.setup()
+    (bootstrap.VENV / "bin/python").unlink()
+    (bootstrap.VENV / "bin/python").symlink_to(bootstrap.ROOT / "gone")
+    bootstrap.setup()
+    assert len(installs) == 2
 
 
 def test_two_setups_at_once_install_once(bootstrap, installs, monkeypatch):
@@ -131,7 +139,7 @@ def test_torch_comes_without_cuda_where_there_is_no_gpu(bootstrap, monkeypatch, 
     monkeypatch.setattr(bootstrap.sys, "platform", system)
     monkeypatch.setattr(bootstrap, "phase", lambda label, command, **env: ran.append((command, env)))
     bootstrap.install(bootstrap.VENV, "constraints.txt")
-    _, (torch, pinned), (course, pinned_too), (minilm, free) = ran
+    (torch, pinned), (course, pinned_too), (minilm, free) = ran
     assert ("--extra-index-url" in torch) is extra
     assert torch[-1] == "torch>=2.13,<2.14" and course[-2:] == ["-e", ".[dev]"]
     assert pinned["PIP_CONSTRAINT"] == pinned_too["PIP_CONSTRAINT"] == "constraints.txt"

@@ -1,0 +1,87 @@
+"""Work on a data set that is done once: kept on disk under a key, by one process while the others wait."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from huggingface_hub.utils import WeakFileLock
+
+from course_lib.errors import DataError
+
+FORMAT = 1
+"""Part of every key; to be raised when the same inputs give another result."""
+
+BAR_ROWS = 20_000
+"""Rows above which work is long enough for a progress bar."""
+
+
+def digest(*parts: Any) -> str:
+    """32 hexadecimal digits that name JSON-serialisable values, the same in every process."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def column_digest(values: pa.ChunkedArray) -> str:
+    """What `digest` is to values, for a column of strings or integers; how it is stored makes no difference."""
+    lengths, content = hashlib.sha256(), hashlib.sha256()
+    for chunk in values.chunks:
+        for start in range(0, len(chunk), 10_000):
+            part = chunk[start : start + 10_000].to_pylist()
+            if isinstance(part[0], str):
+                encoded = [value.encode() for value in part]
+                lengths.update(np.fromiter(map(len, encoded), "<i8", len(encoded)).tobytes())
+                content.update(b"".join(encoded))
+            else:
+                content.update(np.asarray(part, "<i8").tobytes())
+    return digest(lengths.hexdigest(), content.hexdigest())
+
+
+def column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
+    """One column as Arrow holds it, in the order of the rows."""
+    return rows.with_format("arrow")[:][name]
+
+
+def cached_map(rows: datasets.Dataset, function: Callable[[dict[str, list]], dict[str, Any]], *, key: str,
+               features: datasets.Features, describe: str) -> datasets.Dataset:
+    """``rows.map(function, batched=True)``, memory-mapped from the cache of `datasets` (HF_DATASETS_CACHE).
+
+    Processes that ask for the same key at the same time wait for the first of them, and read what it wrote.
+
+    Args:
+        rows: not empty.
+        function: makes all columns of the result from a batch of columns.
+        key: names everything that the result depends on.
+        features: columns of the result.
+        describe: for the progress bar.
+    Raises:
+        DataError: the cache cannot be written.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE, "course")
+    path = folder / f"{key}.arrow"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(f"{path}.lock"), progress_bars(len(rows) > BAR_ROWS):
+            return rows.map(function, batched=True, remove_columns=rows.column_names, features=features, desc=describe,
+                            cache_file_name=str(path), load_from_cache_file=True, new_fingerprint=key)
+    except OSError as error:
+        raise DataError(f"cannot write {path} ({error.strerror or error})",
+                        "set HF_DATASETS_CACHE to a folder that can be written and has room") from error
+
+
+@contextlib.contextmanager
+def progress_bars(shown: bool = True) -> Iterator[None]:
+    """Bars of `datasets` for the block on the main rank where ``shown``, and none elsewhere."""
+    hide = not datasets.are_progress_bars_disabled() and not (shown and os.environ.get("RANK", "0") == "0")
+    if hide:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hide:
+            datasets.enable_progress_bars()

@@ -1,0 +1,106 @@
+"""Rows of token ids made into padded batches, with the labels of each task."""
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORE = -100
+"""Label of a position, or of a row, that is not predicted (torch's default ignore_index)."""
+
+KEEP, RANDOM = 0.1, 0.1
+"""Shares of the predicted tokens that stay as they are, and that another token replaces (BERT)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Collator:
+    """Makes a batch of rows; holds no tokenizer, so that it travels to worker processes in no time.
+
+    A row is a mapping with `input_ids` and, for classification, `labels`. It may have ``ignore``: where true, none of
+    its labels count; and ``mask_seed``, a tuple of integers: see :meth:`mask`.
+    """
+
+    task: str
+    pad_token_id: int
+    padding_side: str = "right"
+    pad_to: int | None = None
+    """Tokens to pad every batch to; None for the longest row of each."""
+    pad_to_multiple_of: int | None = None
+    """Round the padded length up to a multiple."""
+    max_positions: int | None = None
+    """Tokens that the model can place: rounding up stops there."""
+    mlm_probability: float = 0.15
+    mask_token_id: int | None = None
+    ordinary: np.ndarray | None = None
+    """int64 [n], ascending: tokens that are not special, the ones to mask and to draw from. For masked_lm."""
+
+    @functools.cached_property
+    def _is_ordinary(self) -> np.ndarray:
+        """bool [vocabulary], with a last False for tokens beyond it."""
+        assert self.ordinary is not None
+        flags = np.zeros(self.ordinary[-1] + 2, bool)
+        flags[self.ordinary] = True
+        return flags
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask` int64 [B, L]; `labels` int64 [B] for classification, else [B, L].
+
+        Labels are IGNORE where nothing is predicted. In causal language modelling they are the tokens themselves, not
+        shifted: the logits at position t are to be compared with the label at t + 1.
+        """
+        tokens = [row["input_ids"] for row in rows]
+        lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        columns = np.arange(self._width(int(lengths.max())))
+        if self.padding_side == "left":
+            columns = columns[::-1]
+        real = columns < lengths[:, None]
+        input_ids = np.full(real.shape, self.pad_token_id, np.int64)
+        input_ids[real] = np.fromiter(itertools.chain.from_iterable(tokens), np.int64, int(lengths.sum()))
+        ignored = np.array([bool(row.get("ignore")) for row in rows])
+        if self.task == "classification":
+            labels = np.array([row["labels"] for row in rows], np.int64)
+        elif self.task == "causal_lm":
+            labels = np.where(real, input_ids, IGNORE)
+        else:
+            labels = np.full_like(input_ids, IGNORE)
+            for row, inputs, targets, there in zip(rows, input_ids, labels, real, strict=True):
+                inputs[there], targets[there] = self.mask(inputs[there], row.get("mask_seed"))
+        labels[ignored] = IGNORE
+        batch = {"input_ids": input_ids, "attention_mask": real.astype(np.int64), "labels": labels}
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _width(self, longest: int) -> int:
+        width = max(longest, self.pad_to or 0)
+        if self.pad_to_multiple_of:
+            rounded = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
+            width = max(width, min(rounded, self.max_positions or rounded))
+        return width
+
+    def mask(self, tokens: np.ndarray, seed: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Hide some tokens of one row (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
+
+        Each token is predicted with probability mlm_probability, and at least one is; of these, 80 % become the mask
+        token, 10 % a random token, and 10 % stay. Special tokens are neither predicted nor drawn. The seed decides, so
+        that masks do not depend on the batch, the number of processes, the worker, or where a run was resumed.
+
+        Args:
+            tokens: int64 [n], without padding.
+            seed: integers that name the row and the epoch; without them the tokens decide, alike in each epoch.
+        Returns:
+            The tokens to read and the labels, each int64 [n].
+        """
+        assert self.ordinary is not None and self.mask_token_id is not None
+        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(tokens.tolist() if seed is None else seed)))
+        predict, action = random.random((2, len(tokens)))
+        usable = self._is_ordinary[np.minimum(tokens, self.ordinary[-1] + 1)]
+        predicted = usable & (predict < self.mlm_probability)
+        if not predicted.any():
+            predicted = usable & (predict == np.min(predict, where=usable, initial=2.0))
+        drawn = self.ordinary[random.integers(len(self.ordinary), size=len(tokens))]
+        read = np.where(predicted & (action >= KEEP), self.mask_token_id, tokens)
+        read = np.where(predicted & (action >= 1 - RANDOM), drawn, read)
+        return read, np.where(predicted, tokens, IGNORE)

@@ -1,0 +1,158 @@
+"""Columns of any data set made into `text` and `label`: which they are, and whether every row has them."""
+
+from collections.abc import Sequence
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from course_lib.data.cache import column, column_digest, digest
+from course_lib.errors import DataError, nearest
+
+TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
+LABEL_NAMES = ("label", "labels", "sentiment", "class", "target", "category", "emotion", "coarse_label")
+MISSING_LABELS = ("", "-1")
+"""What stands for no label, besides null: an empty field, and the Hub's number for a hidden one."""
+
+
+def choose_column(wanted: str | None, usual: Sequence[str], columns: Sequence[str], option: str, what: str) -> str:
+    """The column to use: the wanted one, else the only one with a usual name (in any case).
+
+    Args:
+        wanted: what the user asked for.
+        usual: names to look for.
+        columns: those of the data set.
+        option: name of the option, for the error.
+        what: the data set, for the error.
+    Raises:
+        DataError: it is not there, or no column or several have a usual name.
+    """
+    listed = ", ".join(columns)
+    if wanted is not None:
+        if wanted not in columns:
+            raise DataError(f"{what} has no column `{wanted}`, only {listed}", nearest(wanted, columns))
+        return wanted
+    found = [each for each in columns if each.lower() in usual]
+    if len(found) != 1:
+        which = f"{' and '.join(found)} could each be" if found else "none is known to be"
+        raise DataError(f"{what} has the columns {listed}, and {which} the {option.partition('_')[0]}",
+                        f"name it with --{option}")
+    return found[0]
+
+
+def text_column(rows: datasets.Dataset, name: str, split: str) -> pa.ChunkedArray:
+    """A column as strings; empty where there is none.
+
+    Raises:
+        DataError: it holds something else.
+    """
+    values = column(rows, name)
+    kind = values.type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
+        raise DataError(f"column `{name}` of the {split} split holds {kind}, not text",
+                        "name another with --text_column")
+    return pc.fill_null(values.cast(pa.string()), "")
+
+
+def has_text(rows: datasets.Dataset) -> np.ndarray:
+    """True for each row whose `text` is more than white space."""
+    return pc.not_equal(pc.utf8_trim_whitespace(column(rows, "text")), "").to_numpy()
+
+
+def label_column(rows: datasets.Dataset, name: str, split: str) -> pa.Array:
+    """The class of each row by its name; for numbers without names, the number's digits.
+
+    Raises:
+        DataError: a row has none, or the column holds no classes.
+    """
+    values = column(rows, name).combine_chunks()
+    feature = rows.features[name]
+    if isinstance(feature, datasets.ClassLabel) and feature.names:
+        hidden = pc.equal(values, -1)
+        names = pa.array(feature.names, pa.string()).take(pc.if_else(hidden, None, values))
+    else:
+        names = _as_names(values, name, split)
+    missing = pc.or_kleene(pc.is_null(names), pc.is_in(pc.utf8_trim_whitespace(names), pa.array(MISSING_LABELS)))
+    if (row := pc.index(missing, True).as_py()) >= 0:
+        raise DataError(f"row {row} (from 0) of the {split} split has no label in column `{name}`",
+                        "give every row a class, or leave such rows out")
+    return names
+
+
+def _as_names(values: pa.Array, name: str, split: str) -> pa.Array:
+    kind = values.type
+    if pa.types.is_floating(kind):  # what readers make of whole numbers where some are missing
+        values = pc.if_else(pc.is_nan(values), None, values)
+        fractional = pc.not_equal(pc.floor(values), values)
+        if (row := pc.index(fractional, True).as_py()) >= 0:
+            raise DataError(f"column `{name}` of the {split} split holds {values[row].as_py()} in row {row} (from 0), "
+                            "which is no class", "use whole numbers or names")
+        values = values.cast(pa.int64())
+    elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
+              or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise DataError(f"column `{name}` of the {split} split holds {kind}, not one class a row",
+                        "name another with --label_column")
+    return values.cast(pa.string())
+
+
+def name_classes(names: pa.Array, feature: object) -> tuple[str, ...]:
+    """All classes in order: as the data set numbers them, else whole numbers by size, else names sorted."""
+    if isinstance(feature, datasets.ClassLabel) and feature.names:
+        return tuple(feature.names)
+    distinct = pc.unique(names).to_pylist()
+    are_numbers = all(name.lstrip("-").isdecimal() for name in distinct)
+    return tuple(sorted(distinct, key=int if are_numbers else None))
+
+
+def number_classes(names: pa.Array, label_names: Sequence[str], known: pa.Array, split: str) -> pa.Array:
+    """The number of each row's class, int64.
+
+    Args:
+        names: class of each row by name.
+        label_names: all classes in order.
+        known: classes that the training split has.
+        split: for the error.
+    Raises:
+        DataError: a class does not occur in the training split.
+    """
+    if (row := pc.index(pc.is_in(names, known), False).as_py()) >= 0:
+        raise DataError(f"label `{names[row].as_py()}` in row {row} (from 0) of the {split} split does not occur in "
+                        "the training split", "add training rows of that class, or leave such rows out")
+    return pc.index_in(names, pa.array(label_names, pa.string())).cast(pa.int64())
+
+
+def cut(size: int, fraction: float, seed: int, labels: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers to keep, and to hold out, each ascending; the share of each class is about the same in both.
+
+    The seats of the held-out part go to the classes by largest remainder; a class keeps at least one row.
+
+    Args:
+        size: number of rows.
+        fraction: share to hold out; at least one row is.
+        seed: decides which rows.
+        labels: int [size], the classes; None for no classes.
+    """
+    labels = np.zeros(size, np.int64) if labels is None else labels
+    counts = np.bincount(labels)
+    shares = fraction * counts
+    seats = np.minimum(np.floor(shares).astype(np.int64), np.maximum(counts - 1, 0))
+    for label in np.argsort(seats - shares, kind="stable"):
+        if seats.sum() < max(1, round(fraction * size)) and seats[label] < counts[label] - 1:
+            seats[label] += 1
+    random = np.random.default_rng(seed)
+    drawn = [random.permutation(np.flatnonzero(labels == label))[:count] for label, count in enumerate(seats)]
+    held_out = np.sort(np.concatenate(drawn))
+    return np.setdiff1d(np.arange(size), held_out), held_out
+
+
+def as_dataset(texts: pa.ChunkedArray) -> datasets.Dataset:
+    """A data set of one column, `text`."""
+    return datasets.Dataset(pa.table({"text": texts}), fingerprint=column_digest(texts))
+
+
+def with_labels(texts: datasets.Dataset, labels: pa.Array, label_names: Sequence[str]) -> datasets.Dataset:
+    """The same rows with a column `label`, a ClassLabel."""
+    name = digest(texts._fingerprint, label_names, column_digest(pa.chunked_array([labels])))
+    return texts.add_column("label", labels.to_numpy(), new_fingerprint=name,
+                            feature=datasets.ClassLabel(names=list(label_names)))

@@ -1,0 +1,177 @@
+"""DataConnector: from a data set's name to clean text and numbered classes, in train, validation and test splits."""
+
+from dataclasses import dataclass
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from course_lib.config import DataConfig
+from course_lib.data import columns, sources
+from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest
+from course_lib.data.cleaning import clean
+from course_lib.errors import DataError, nearest
+
+SYNONYMS = {"validation": ("valid", "val", "dev"), "test": ("testing",)}
+"""Names that a split also goes by, taken where the user named none."""
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A data set ready to be tokenized."""
+
+    splits: datasets.DatasetDict
+    """`train`, `validation` and, where there is one, `test`; columns `text` and, for classification, `label`."""
+    label_names: tuple[str, ...] | None
+    """Name of each class by its number; None for language modelling."""
+    name: str
+    source: str
+    """One line: where it is from, its licence or citation."""
+    fingerprint: str
+    """Names the texts, the labels and their order; the same in every process."""
+    notes: tuple[str, ...] = ()
+    """What was done that nobody asked for: splits that were cut or stand in, rows that were left out."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One split on its way: clean texts, and the classes by name."""
+
+    texts: datasets.Dataset
+    names: pa.StringArray
+    """Empty for language modelling."""
+    feature: object = None
+
+
+class DataConnector:
+    """Loads the data set that a config names; every rank may do so at the same time.
+
+    Data sets: `tweets` (bundled), `pydocs` (the documentation of this machine's Python), a local file (CSV, TSV, JSON,
+    JSON lines, Parquet, plain text) or a folder of them, one a split, and any text data set on the Hub by its name,
+    with a revision as in ``dair-ai/emotion@main``.
+
+    Args:
+        config: which data set, columns and splits.
+        seed: decides which rows a missing validation split is cut from.
+    """
+
+    def __init__(self, config: DataConfig, seed: int = 42):
+        self.config, self.seed = config, seed
+
+    def load(self) -> TextData:
+        """The data set with its splits under their canonical names.
+
+        A missing validation split is cut from the training split, stratified by class. A missing test split stays
+        missing, for the validation split to stand in. Both stand in the notes.
+
+        Raises:
+            DataError: the data set, a split, a column, or a row's text or label is missing or unfit.
+        """
+        source, notes = sources.find(self.config), list[str]()
+        chosen = self._choose_splits(source, notes)
+        rows = {split: self._read(source, own_name, split, notes) for split, own_name in chosen.items()}
+        label_names = columns.name_classes(rows["train"].names, rows["train"].feature) if self._classifies else None
+        splits = self._number(rows, label_names)
+        if "validation" not in splits:
+            splits = self._cut_validation(splits, notes)
+        if "test" not in splits:
+            notes.append("no test split: the validation split stands in for it")
+        splits = self._shorten(splits, label_names, notes)
+        return TextData(splits, label_names, source.name, source.described, fingerprint(splits, label_names),
+                        tuple(notes))
+
+    @property
+    def _classifies(self) -> bool:
+        return self.config.task == "classification"
+
+    def _choose_splits(self, source: sources.Source, notes: list[str]) -> dict[str, str]:
+        """The data set's own name of each split that there is."""
+        there, chosen = source.splits, dict[str, str]()
+        for split in ("train", "validation", "test"):
+            wanted = getattr(self.config, f"{split}_split")
+            synonyms = [name for name in SYNONYMS.get(split, ()) if name in there]
+            if wanted in there:
+                chosen[split] = wanted
+            elif wanted != split or split == "train":
+                raise DataError(f"{source.name} has no split `{wanted}`", nearest(wanted, there))
+            elif synonyms:
+                chosen[split] = synonyms[0]
+                notes.append(f"the split `{synonyms[0]}` is the {split} split")
+        return chosen
+
+    def _read(self, source: sources.Source, own_name: str, split: str, notes: list[str]) -> _Rows:
+        """The rows of one split, checked."""
+        raw = source.read(own_name)
+        if not len(raw):
+            raise DataError(f"the {split} split of {source.name} is empty", "give a split with at least one row")
+        what = f"the {split} split of {source.name}"
+        text = columns.choose_column(self.config.text_column or source.text_column, columns.TEXT_NAMES,
+                                     raw.column_names, "text_column", what)
+        texts = self._clean(columns.as_dataset(columns.text_column(raw, text, split)), split)
+        blank = np.flatnonzero(~columns.has_text(texts))
+        if not self._classifies:
+            if len(blank) == len(texts):
+                raise DataError(f"{what} has no text in column `{text}`", "name another with --text_column")
+            if len(blank):
+                notes.append(f"{len(blank)} rows of the {split} split without text are left out")
+                texts = texts.select(np.setdiff1d(np.arange(len(texts)), blank))
+            return _Rows(texts, pa.array([], pa.string()))
+        if len(blank):
+            raise DataError(f"row {blank[0]} (from 0) of the {split} split has no text in column `{text}`",
+                            "give every row a text, or leave such rows out")
+        if set(raw.column_names) == {text}:
+            raise DataError(f"{what} has no column but `{text}`, so no classes",
+                            "use --task causal_lm or masked_lm, or data with labels")
+        label = columns.choose_column(self.config.label_column or source.label_column, columns.LABEL_NAMES,
+                                      raw.column_names, "label_column", what)
+        return _Rows(texts, columns.label_column(raw, label, split), raw.features[label])
+
+    def _clean(self, rows: datasets.Dataset, split: str) -> datasets.Dataset:
+        """The texts cleaned as the config says."""
+        tidy, lowercase = self.config.clean_text, self.config.lowercase
+        if not (tidy or lowercase):
+            return rows
+
+        def normalise(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+            return {"text": [clean(text, lowercase) if tidy else text.lower() for text in batch["text"]]}
+
+        key = digest(FORMAT, "clean", tidy, lowercase, column_digest(column(rows, "text")))
+        return cached_map(rows, normalise, key=key, features=rows.features, describe=f"Cleaning {split}")
+
+    def _number(self, rows: dict[str, _Rows], label_names: tuple[str, ...] | None) -> dict[str, datasets.Dataset]:
+        """Each split with its classes as numbers."""
+        if label_names is None:
+            return {split: each.texts for split, each in rows.items()}
+        known = rows["train"].names.unique()
+        numbers = {split: columns.number_classes(each.names, label_names, known, split) for split, each in rows.items()}
+        return {split: columns.with_labels(each.texts, numbers[split], label_names) for split, each in rows.items()}
+
+    def _cut_validation(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
+        """Hold out a part of the training split as the validation split."""
+        train, fraction = splits["train"], self.config.validation_fraction
+        labels = np.asarray(train.with_format("numpy")["label"]) if self._classifies else None
+        kept, held_out = columns.cut(len(train), fraction, self.seed, labels)
+        if not len(held_out):
+            raise DataError(f"the training split has {len(train)} rows, too few to cut a validation split from",
+                            "give a validation split, or more rows")
+        how = "in each class" if self._classifies else "of the rows"
+        notes.append(f"no validation split: {len(held_out)} rows ({fraction:.0%} {how}, seed {self.seed}) are cut from "
+                     "the training split")
+        return splits | {"train": train.select(kept), "validation": train.select(held_out)}
+
+    def _shorten(self, splits: dict[str, datasets.Dataset], label_names: tuple[str, ...] | None,
+                 notes: list[str]) -> datasets.DatasetDict:
+        """Only the first rows of each split where the config says so."""
+        for split, rows in splits.items():
+            limit = self.config.max_train_samples if split == "train" else self.config.max_eval_samples
+            if limit is not None and limit < len(rows):
+                splits[split] = rows.select(range(limit))
+        if label_names and (left := len(splits["train"].unique("label"))) < len(label_names):
+            notes.append(f"the training rows have {left} of the {len(label_names)} classes")
+        return datasets.DatasetDict(splits)
+
+
+def fingerprint(splits: datasets.DatasetDict, label_names: tuple[str, ...] | None) -> str:
+    """Names the texts, the labels and their order."""
+    return digest(label_names, {split: [column_digest(column(rows, name)) for name in rows.column_names]
+                                for split, rows in splits.items()})

@@ -1,0 +1,167 @@
+"""DataProcessor: from text to token ids, cached on disk, and to the collator that makes batches of them."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from course_lib.config import DataConfig
+from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest
+from course_lib.data.collating import Collator
+from course_lib.data.connector import TextData
+from course_lib.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Collator", "DataProcessor", "ProcessedData", "as_torch"]
+
+FEATURES = datasets.Features({"input_ids": datasets.List(datasets.Value("int32")), "length": datasets.Value("int32")})
+
+
+@dataclass(frozen=True)
+class ProcessedData:
+    """Tokenized splits."""
+
+    splits: dict[str, datasets.Dataset]
+    """Columns `input_ids` (list of int32), `length` (tokens, int32) and, for classification, `labels` (int64)."""
+    label_names: tuple[str, ...] | None
+    task: str
+    fingerprint: str
+    """Names the token ids, the labels and their order; the same in every process."""
+
+
+class DataProcessor:
+    """Tokenizes text for a task.
+
+    Classification truncates each text at `max_length` tokens. Language modelling joins all texts of a split, each
+    ended by the tokenizer's eos (or sep) token, into one stream and cuts it into blocks of `max_length` tokens; the
+    rest that fills no block is dropped, and a block may hold parts of several texts, which see each other.
+
+    Args:
+        config: task, length, padding and masking.
+        tokenizer: of the model.
+        max_positions: tokens that the model can place, where that is known.
+
+    Attributes:
+        max_length: tokens of an example or a block: the config's, or max_positions or the tokenizer's own limit where
+            that is less.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", max_positions: int | None = None):
+        self.config, self.tokenizer, self.max_positions = config, tokenizer, max_positions
+        limits = (config.max_length, max_positions, tokenizer.model_max_length)
+        self.max_length = min(int(limit) for limit in limits if limit)
+
+    def process(self, data: TextData) -> ProcessedData:
+        """Every split as token ids; a second call, or another rank, reads what the first one wrote.
+
+        Raises:
+            DataError: the tokens fill no block, a text gives no tokens, or the cache cannot be written.
+            ModelError: the tokenizer lacks a token that the task needs.
+        """
+        classifies, tokenizer_digest = self.config.task == "classification", self._tokenizer_digest()
+        keys = {split: digest(FORMAT, classifies, self.max_length, tokenizer_digest,
+                              column_digest(column(rows, "text"))) for split, rows in data.splits.items()}
+        tokenize = self._truncate_split if classifies else self._cut_split
+        splits = {split: tokenize(rows, split, keys[split]) for split, rows in data.splits.items()}
+        labels = [column_digest(column(rows, "labels")) for rows in splits.values() if classifies]
+        return ProcessedData(splits, data.label_names, self.config.task, digest(keys, data.label_names, labels))
+
+    def collator(self) -> Collator:
+        """What makes batches of the rows.
+
+        Raises:
+            ModelError: the tokenizer lacks a token that the task needs.
+        """
+        config, ordinary = self.config, None
+        if config.task == "masked_lm":
+            ordinary = np.array(sorted(set(self.tokenizer.get_vocab().values()) - set(self.tokenizer.all_special_ids)))
+        return Collator(
+            config.task, self._token("pad"), self.tokenizer.padding_side,
+            pad_to=None if config.dynamic_padding else self.max_length, pad_to_multiple_of=config.pad_to_multiple_of,
+            max_positions=self.max_positions, mlm_probability=config.mlm_probability,
+            mask_token_id=self._token("mask") if config.task == "masked_lm" else None, ordinary=ordinary)
+
+    def _truncate_split(self, rows: datasets.Dataset, split: str, key: str) -> datasets.Dataset:
+        """Each text as at most max_length tokens, with its label."""
+
+        def truncated(batch: dict[str, list[str]]) -> dict[str, Any]:
+            tokens = self.tokenizer(batch["text"], truncation=True, max_length=self.max_length,
+                                    return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+            return {"input_ids": tokens, "length": [len(each) for each in tokens]}
+
+        tokens = cached_map(rows.select_columns("text"), truncated, key=key, features=FEATURES,
+                            describe=f"Tokenizing {split}")
+        if not (lengths := column(tokens, "length").to_numpy()).all():
+            raise DataError(f"row {lengths.argmin()} (from 0) of the {split} split gives no tokens",
+                            "leave such rows out, or use another model")
+        labels = column(rows, "label").cast(pa.int64())
+        return tokens.add_column("labels", labels.to_numpy(), new_fingerprint=digest(key, column_digest(labels)))
+
+    def _cut_split(self, rows: datasets.Dataset, split: str, key: str) -> datasets.Dataset:
+        """All texts as blocks of max_length tokens."""
+        blocks = cached_map(rows.select_columns("text"), _Blocks(self.tokenizer, self._separator(), self.max_length),
+                            key=key, features=FEATURES, describe=f"Tokenizing {split}")
+        if not len(blocks):
+            raise DataError(f"the {split} split has too little text for one block of max_length {self.max_length} "
+                            "tokens", "give a smaller --max_length, or more text")
+        return blocks
+
+    def _separator(self) -> int:
+        """The token that ends a text."""
+        for token in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id):
+            if token is not None:
+                return token
+        raise ModelError("the tokenizer has no eos and no sep token to put between texts", "set tokenizer.eos_token")
+
+    def _token(self, role: str) -> int:
+        token = getattr(self.tokenizer, f"{role}_token_id")
+        if token is None:
+            raise ModelError(f"the tokenizer has no {role} token", f"set tokenizer.{role}_token")
+        return token
+
+    def _tokenizer_digest(self) -> str:
+        """Names what the tokenizer makes of a text."""
+        tokenizer = self.tokenizer
+        special = [tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.truncation_side]
+        if not tokenizer.is_fast:
+            settings = {name: repr(value) for name, value in tokenizer.init_kwargs.items()}
+            return digest(type(tokenizer).__name__, settings, tokenizer.get_vocab(), special)
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        # A call leaves its truncation and padding behind; each call here sets its own.
+        return digest(state | {"truncation": None, "padding": None}, special)
+
+
+class _Blocks:
+    """Cuts the tokens of batch after batch, in order, into blocks; what fills none waits for the next batch."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", separator: int, size: int):
+        self.tokenizer, self.separator, self.size = tokenizer, separator, size
+        self.rest: list[int] = []
+
+    def __call__(self, batch: dict[str, list[str]]) -> dict[str, Any]:
+        texts = self.tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False,
+                               return_token_type_ids=False, verbose=False)["input_ids"]
+        stream = self.rest
+        for tokens in texts:
+            stream += [*tokens, self.separator]
+        whole = len(stream) // self.size * self.size
+        self.rest = stream[whole:]
+        blocks = [stream[start : start + self.size] for start in range(0, whole, self.size)]
+        return {"input_ids": blocks, "length": [self.size] * len(blocks)}
+
+
+def as_torch(dataset: datasets.Dataset) -> datasets.Dataset:
+    """A processed split for plain PyTorch or the Hugging Face Trainer: rows of int64 tensors.
+
+    Columns `input_ids`, `attention_mask` (all ones: rows are not padded yet) and, for classification, `labels`. The
+    labels of language modelling are made by a collator: :class:`Collator`, or transformers'
+    DataCollatorForLanguageModeling.
+    """
+    masks = [[1] * length for length in dataset["length"]]
+    dataset = dataset.add_column("attention_mask", masks, feature=datasets.List(datasets.Value("int8")))
+    return dataset.remove_columns("length").with_format("torch")

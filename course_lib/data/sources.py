@@ -1,0 +1,153 @@
+"""Where a data set is: bundled, this machine's Python, a local file or folder, or the Hub."""
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+from datasets.exceptions import DatasetNotFoundError
+from datasets.utils import logging
+
+from course_lib.config import DataConfig
+from course_lib.data import bundled, localfiles
+from course_lib.data.cache import progress_bars
+from course_lib.data.pydocs import load_pydocs
+from course_lib.errors import DataError, nearest
+from course_lib.runtime import machine
+
+HUB_TIMEOUT = 3.0
+"""Seconds to wait for the Hub's first answer."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A data set on the Hub that people ask for by name."""
+
+    repository: str
+    text: str
+    label: str
+    citation: str
+
+
+KNOWN = {
+    "dair-ai/emotion": Known("dair-ai/emotion", "text", "label", "Saravia et al., CARER, EMNLP 2018"),
+    "imdb": Known("stanfordnlp/imdb", "text", "label", "Maas et al., Learning Word Vectors for Sentiment Analysis, "
+                  "ACL 2011"),
+    "ag_news": Known("fancyzhx/ag_news", "text", "label", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
+    "yelp_polarity": Known("fancyzhx/yelp_polarity", "text", "label", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
+}
+BY_NAME = {**KNOWN, **{known.repository: known for known in KNOWN.values()}, "emotion": KNOWN["dair-ai/emotion"]}
+OFFLINE_NAMES = ("tweets", "pydocs")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that was found, and how to read it."""
+
+    name: str
+    described: str
+    """One line: where it is from, its licence or citation."""
+    splits: Collection[str]
+    """Its splits by their own names."""
+    read: Callable[[str], datasets.Dataset]
+    """Reads one of them."""
+    text_column: str | None = None
+    label_column: str | None = None
+
+
+def find(config: DataConfig) -> Source:
+    """The data set that a config names: bundled, a local file or folder, or on the Hub, in this order.
+
+    Raises:
+        DataError: there is none, or it is out of reach.
+    """
+    name = config.dataset
+    if config.dataset_config is not None and (name in OFFLINE_NAMES or Path(name).expanduser().exists()):
+        raise DataError(f"dataset_config `{config.dataset_config}` has no meaning for `{name}`",
+                        "leave it out: only data sets on the Hub have configurations")
+    if name == "tweets":
+        return _tweets()
+    if name == "pydocs":
+        return _pydocs(config)
+    path = Path(name).expanduser()
+    if path.exists():
+        files = localfiles.find_splits(path)
+        return Source(path.name, f"local {'folder' if path.is_dir() else 'file'} {name}", files,
+                      lambda split: localfiles.read_split(files[split]))
+    if path.suffix.lower() in localfiles.KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        beside = [str(each) for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(f"no file or folder {name}", nearest(str(path), beside))
+    return _hub(name, config.dataset_config)
+
+
+def _tweets() -> Source:
+    about, splits = bundled.manifest(), bundled.load_tweets()
+    return Source("tweets", f"bundled tweets; {about['source']}; {about['licence']}; {about['citation']}",
+                  splits, splits.__getitem__, "text", "label")
+
+
+def _pydocs(config: DataConfig) -> Source:
+    if config.task == "classification":
+        raise DataError("pydocs has no classes", "use --task causal_lm or masked_lm")
+    import platform
+
+    return Source("pydocs", f"documentation of Python {platform.python_version()} on this machine; PSF licence",
+                  ("train",), lambda split: load_pydocs(), "text")
+
+
+def _hub(name: str, configuration: str | None) -> Source:
+    """A data set on the Hub, or what of it is in the local cache where the Hub cannot be reached."""
+    plain, _, revision = name.partition("@")
+    known = BY_NAME.get(plain)
+    repository = known.repository if known else plain
+    problem = machine.hub_problem(HUB_TIMEOUT)
+    offline_hint = f"{', '.join(OFFLINE_NAMES)} and local files work offline"
+    if problem and revision:
+        raise DataError(f"revision `{revision}` of `{plain}` needs the Hub, which cannot be reached ({problem})",
+                        offline_hint)
+    try:
+        with _quiet(offline=problem is not None), progress_bars():
+            splits = datasets.load_dataset(repository, configuration, revision=revision or None)
+    except DatasetNotFoundError as error:
+        if "gated" in str(error):
+            raise DataError(f"data set `{name}` is gated", f"accept its terms at https://huggingface.co/datasets/"
+                            f"{repository}, then run `hf auth login` or set HF_TOKEN") from error
+        if revision and "Revision" in str(error):
+            raise DataError(f"data set `{plain}` has no revision `{revision}`",
+                            "give a branch, tag or commit") from error
+        raise DataError(f"data set `{name}` is not bundled, no local file or folder, and not on the Hub",
+                        f"{_near(plain)} (a private one needs `hf auth login` or HF_TOKEN)") from error
+    except ConnectionError as error:
+        raise DataError(f"data set `{name}` is not bundled, no local file or folder and not in the local cache, and "
+                        f"the Hub cannot be reached ({problem or error})", f"{offline_hint}; {_near(plain)}") from error
+    except Exception as error:  # whatever a foreign data set makes of its reader is that data set's fault
+        listed = re.search(r"\[.*\]", str(error))
+        if "onfig" in str(error) and listed:
+            raise DataError(f"data set `{name}` has the configurations {listed[0]}",
+                            "choose one with --dataset_config") from error
+        raise DataError(f"data set `{name}` cannot be loaded ({localfiles.first_line(error)})",
+                        "give a data set of CSV, JSON or Parquet files, or a local copy") from error
+    licence = next(iter(splits.values())).info.license
+    facts = [f"{repository}{'@' + revision if revision else ''} from the Hub{'’s local cache' if problem else ''}",
+             *([known.citation] if known else []), *([f"licence {licence}"] if licence else [])]
+    return Source(plain, "; ".join(facts), splits, splits.__getitem__, known.text if known else None,
+                  known.label if known else None)
+
+
+def _near(name: str) -> str:
+    return nearest(name, [*OFFLINE_NAMES, *BY_NAME]) or f"known names are {', '.join([*OFFLINE_NAMES, *KNOWN])}"
+
+
+@contextmanager
+def _quiet(offline: bool) -> Iterator[None]:
+    """No warnings of `datasets`; and offline, none of the half minute for which its client tries again."""
+    verbosity, was_offline = logging.get_verbosity(), datasets.config.HF_HUB_OFFLINE
+    logging.set_verbosity(logging.CRITICAL)
+    datasets.config.HF_HUB_OFFLINE = offline or was_offline
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline
+        logging.set_verbosity(verbosity)

@@ -1,0 +1,38 @@
+"""The command line as a test calls it: in this process where that is enough, as real processes elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from course_lib import cli
+
+CLI = Path(cli.__file__)
+QUICK = ("--model", "tiny-bert", "--max_train_samples", "120", "--max_eval_samples", "61", "--max_length", "32",
+         "--batch_size", "4", "--max_steps", "6", "--logging_steps", "1", "--progress_bar", "false",
+         "--save_steps", "3", "--learning_rate", "1e-3")
+
+
+@pytest.fixture
+def course(capsys):
+    """Run a command in this process; gives exit code, stdout and stderr. An exception is a traceback: it fails."""
+
+    def call(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def command(*arguments, launcher=()):
+    """The command line of a real process, started plainly or by a launcher."""
+    return [sys.executable, *map(str, launcher), str(CLI), *map(str, arguments)]
+
+
+def run(*arguments, launcher=(), timeout=240, **env):
+    """Run a real process to its end."""
+    return subprocess.run(command(*arguments, launcher=launcher), capture_output=True, text=True, timeout=timeout,
+                          env=os.environ | env, check=False)

@@ -1,0 +1,92 @@
+"""The order of the data: the seed and the epoch decide it, the number of processes does not."""
+
+import datasets
+import numpy as np
+import pytest
+
+from course_lib.data.batching import GlobalBatchSampler, RowKey, Rows, SequentialKeys
+
+LENGTHS = np.random.default_rng(0).integers(4, 60, size=203)
+LAYOUTS = [(1, 16, 1), (2, 8, 1), (4, 4, 1), (1, 4, 4), (2, 4, 2), (4, 1, 4)]  # processes, rows, accumulation
+
+
+def sampler(processes=1, rows=16, accumulation=1, **options):
+    return GlobalBatchSampler(LENGTHS, rows, processes, accumulation, **{"seed": 7} | options)
+
+
+def rows_of_steps(each, epoch=0, first_step=0):
+    """Rows of each global batch, put together from the micro-batches as the processes would get them."""
+    each.set_epoch(epoch, first_step)
+    micro = list(each)
+    per_step = each.num_processes * each.accumulation
+    assert len(micro) == len(each) and len(micro) % per_step == 0
+    steps = [sum(micro[i : i + per_step], []) for i in range(0, len(micro), per_step)]
+    return [sorted(key.index for key in step if not key.is_filler) for step in steps]
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_global_batches_are_the_same_for_any_layout(layout, grouped):
+    one, many = sampler(*LAYOUTS[0], group_by_length=grouped), sampler(*layout, group_by_length=grouped)
+    for epoch in (0, 1):
+        assert rows_of_steps(one, epoch) == rows_of_steps(many, epoch)
+
+
+def test_a_loader_that_shuffles_on_each_process_has_other_batches():
+    """The negative: the usual shuffled loader, one seed a process, gives other global batches at 2 than at 1."""
+    alone = np.random.default_rng(7).permutation(len(LENGTHS))[:16]
+    halves = np.concatenate([np.random.default_rng(7 + rank).permutation(len(LENGTHS))[:8] for rank in range(2)])
+    assert sorted(alone) != sorted(halves)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_row_once_an_epoch(layout, grouped):
+    each = sampler(*layout, group_by_length=grouped)
+    assert sorted(sum(rows_of_steps(each), [])) == list(range(len(LENGTHS)))
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    first = rows_of_steps(sampler(), epoch=0)
+    assert first == rows_of_steps(sampler(), epoch=0)
+    assert first != rows_of_steps(sampler(), epoch=1)
+    assert first != rows_of_steps(sampler(seed=8), epoch=0)
+
+
+def test_micro_batches_have_one_size_and_filler_has_no_targets():
+    each = sampler(4, 4, 2)
+    micro = list(each)
+    assert {len(batch) for batch in micro} == {4}
+    filler = [key for batch in micro for key in batch if key.is_filler]
+    assert len(filler) == -len(LENGTHS) % each.global_batch_size
+    rows = Rows(datasets.Dataset.from_dict({"input_ids": [[1]] * len(LENGTHS)}), seed=3)
+    fetched = rows.__getitems__([RowKey(2, 5), RowKey(2, 9, True)])
+    assert [row["ignore"] for row in fetched] == [False, True]
+    assert [row["mask_seed"] for row in fetched] == [(3, 2, 5), (3, 2, 9)]
+
+
+def test_resuming_in_the_middle_of_an_epoch_continues_the_order():
+    each = sampler(2, 4, 2)
+    assert rows_of_steps(each, epoch=3, first_step=5) == rows_of_steps(each, epoch=3)[5:]
+
+
+def padding_share(batches):
+    padded = sum(len(batch) * LENGTHS[batch].max() for batch in batches)
+    return 1 - sum(LENGTHS[batch].sum() for batch in batches) / padded
+
+
+def test_grouping_by_length_pads_less():
+    random, grouped = (padding_share(sampler(group_by_length=g).batches) for g in (False, True))
+    assert random > 0.3 and grouped < 0.1
+
+
+def test_processes_get_rows_of_like_lengths():
+    micro = list(sampler(2, 8, 1))[:2]
+    sums = [LENGTHS[[key.index for key in batch]].sum() for batch in micro]
+    assert max(sums) <= 1.3 * min(sums)
+
+
+def test_evaluation_sees_every_row_once():
+    keys = list(SequentialKeys(LENGTHS))
+    assert sorted(key.index for key in keys) == list(range(len(LENGTHS)))
+    assert list(LENGTHS[[key.index for key in keys]]) == sorted(LENGTHS, reverse=True)

@@ -1,0 +1,198 @@
+"""The trainers on one process: the gradient, the schedule, the switches, and what is kept."""
+
+import json
+
+import pytest
+import torch
+
+from course_lib.config import OptimConfig, build
+from course_lib.errors import ConfigError
+from course_lib.training import checkpoint, tensorfile
+from course_lib.training.callbacks import Callback, FunctionCallback
+from course_lib.training.optimization import learning_rate_factor, make_optimizer
+from course_lib.training.run import build_trainer
+
+QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 48, "max_eval_samples": 33,
+         "max_length": 32, "batch_size": 4, "max_steps": 6, "logging_steps": 1, "progress_bar": False,
+         "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0}
+
+
+@pytest.fixture
+def trainer_of(tmp_path):
+    def make(callbacks=(), **options):
+        config = build(QUICK | {"output_dir": str(tmp_path / "run")} | options)
+        config.output_dir.mkdir(exist_ok=True)
+        return build_trainer(config, callbacks)[0]
+
+    return make
+
+
+def losses_of(trainer):
+    lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
+
+
+def gradient_of(trainer):
+    """The gradient of the first global batch, dropout off."""
+    trainer.model.eval()
+    batches = [batch for _, batch in zip(range(trainer.config.run.gradient_accumulation_steps), trainer.train_loader,
+                                         strict=False)]
+    taken = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: taken.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])))
+    trainer.train_step(batches)
+    return taken[0]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("layout", [(1, 8), (2, 4), (4, 2)])
+def test_accumulation_gives_the_large_batch_and_the_naive_way_does_not(trainer_of, layout):
+    """Rows of unlike lengths, a target a token; each row in its own epoch order, so all layouts see the same rows."""
+    task = {"task": "masked_lm", "model": "tiny-bert", "max_grad_norm": 0, "group_by_length": False}
+    rows, steps = layout
+    whole = gradient_of(trainer_of(**task, batch_size=8))
+    same = gradient_of(trainer_of(**task, batch_size=rows, gradient_accumulation_steps=steps))
+    naive = gradient_of(trainer_of(**task, batch_size=rows, gradient_accumulation_steps=steps,
+                                   loss_weighting="micro_batch"))
+    assert (naive - whole).norm() > 1e-3 * whole.norm()
+    assert (same - whole).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stop_at", [2, 7, 12])
+def test_a_resumed_run_gives_the_same_losses_to_the_bit(trainer_of, tmp_path, stop_at):
+    """Saved in the middle of an epoch and at its end (12 steps); dropout is on."""
+    options = {"max_steps": 15, "save_steps": stop_at, "save_total_limit": None}
+    through = trainer_of(**options)
+    through.train()
+    folder = through.output_dir / checkpoint.name(stop_at)
+    again = trainer_of(**options, resume_from_checkpoint=str(folder), output_dir=str(tmp_path / "again"))
+    again.train()
+    assert losses_of(again) == losses_of(through)[stop_at:]
+    for name, value in through.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+
+
+@pytest.mark.timeout(120)
+def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, monkeypatch):
+    """The negative of the test above."""
+    from course_lib.training import resuming
+
+    options = {"max_steps": 8, "save_steps": 4}
+    through = trainer_of(**options)
+    through.train()
+    monkeypatch.setattr(resuming, "set_rng_state", lambda state: None)
+    again = trainer_of(**options, resume_from_checkpoint=str(through.output_dir / checkpoint.name(4)),
+                       output_dir=str(tmp_path / "again"))
+    again.train()
+    assert losses_of(again) != losses_of(through)[4:]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("options", [
+    {"optimizer": "sgd", "learning_rate": 0.1}, {"optimizer": "adafactor", "learning_rate": 1e-2},
+    {"lr_scheduler": "cosine", "warmup_ratio": 0.3}, {"lr_scheduler": "constant", "warmup_steps": 2},
+    {"mixed_precision": "bf16"}, {"activation_checkpointing": True}, {"dynamic_padding": False},
+    {"group_by_length": False}, {"num_workers": 1}, {"attention": "eager"}, {"pad_to_multiple_of": 8},
+    {"training_type": "accelerated"}, {"training_type": "accelerated", "gradient_accumulation_steps": 2},
+], ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()))
+def test_every_switch_trains(trainer_of, options):
+    trainer = trainer_of(**({"max_steps": 25, "max_train_samples": 16} | options))
+    trainer.train()
+    losses = losses_of(trainer)
+    assert len(losses) == 25 and sum(losses[-4:]) < 0.9 * sum(losses[:4]), losses
+
+
+@pytest.mark.timeout(120)
+def test_activation_checkpointing_and_padding_change_no_loss(trainer_of, tmp_path):
+    plain = trainer_of()
+    plain.train()
+    for i, options in enumerate([{"activation_checkpointing": True}, {"training_type": "accelerated"}]):
+        other = trainer_of(**options, output_dir=str(tmp_path / str(i)))
+        other.train()
+        assert losses_of(other) == pytest.approx(losses_of(plain), abs=1e-5)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path):
+    options = {"max_steps": 2, "max_length": 16, "dynamic_padding": False}
+    plain = trainer_of(**options)
+    plain.model.eval()
+    compiled = trainer_of(**options, torch_compile=True, output_dir=str(tmp_path / "compiled"))
+    batch = next(iter(plain.train_loader))
+    expected = plain.wrapped(**{k: batch[k] for k in ("input_ids", "attention_mask")}).logits
+    compiled.model.eval()
+    got = compiled.wrapped(**{k: batch[k] for k in ("input_ids", "attention_mask")}).logits
+    assert torch.allclose(expected, got, atol=1e-4)
+    compiled.train()
+    assert len(losses_of(compiled)) == 2
+
+
+@pytest.mark.timeout(120)
+def test_the_best_weights_are_kept_and_early_stopping_ends_the_run(trainer_of):
+    """A learning rate that ruins the model: the first evaluation stays the best."""
+    trainer = trainer_of(learning_rate=0.5, eval_steps=1, max_steps=30, early_stopping_patience=3, best_metric="loss",
+                         max_grad_norm=0, lr_scheduler="constant")
+    state = trainer.train()
+    assert state.step == state.best_step + 3 < 30
+    best = tensorfile.load(trainer.best_file)
+    assert all(torch.equal(best[name], value) for name, value in trainer.model.state_dict().items())
+    assert trainer.evaluate("validation")["loss"] == pytest.approx(state.best_value, abs=1e-6)
+
+
+@pytest.mark.timeout(120)
+def test_checkpoints_beyond_the_limit_go(trainer_of):
+    trainer = trainer_of(save_steps=1, save_total_limit=2)
+    trainer.train()
+    assert [folder.name for folder in checkpoint.in_order(trainer.output_dir)] == [checkpoint.name(5), checkpoint.name(6)]
+
+
+@pytest.mark.timeout(120)
+def test_users_callbacks_see_the_run_and_can_stop_it(trainer_of):
+    calls = []
+
+    class Mine(Callback):
+        def on_train_begin(self, trainer):
+            calls.append("begin")
+
+        def on_evaluate(self, trainer, metrics):
+            calls.append("evaluate")
+
+        def on_save(self, trainer, checkpoint):
+            calls.append(checkpoint.name)
+
+        def on_train_end(self, trainer):
+            calls.append("end")
+
+    def stop_at_three(trainer):
+        trainer.state.stop = trainer.state.step == 3
+
+    trainer = trainer_of([Mine(), FunctionCallback(stop_at_three)], eval_steps=2, save_steps=3)
+    assert trainer.train().step == 3
+    assert calls == ["begin", "evaluate", "checkpoint-000003", "evaluate", "end"]
+
+
+@pytest.mark.timeout(60)
+def test_split_batches_means_rows_over_all_processes(trainer_of):
+    assert trainer_of(split_batches=True, batch_size=8, training_type="accelerated").sampler.batch_size == 8
+
+
+def test_fp16_is_refused_on_a_cpu(trainer_of):
+    with pytest.raises(ConfigError, match="fp16 needs a GPU"):
+        trainer_of(mixed_precision="fp16")
+
+
+def test_schedules_at_their_corners():
+    linear = [learning_rate_factor(s, shape="linear", warmup=2, total=6) for s in range(7)]
+    assert linear == [0, 0.5, 1, 0.75, 0.5, 0.25, 0]
+    cosine = [learning_rate_factor(s, shape="cosine", warmup=0, total=4) for s in range(5)]
+    assert cosine == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0])
+    assert {learning_rate_factor(s, shape="constant", warmup=1, total=9) for s in range(1, 9)} == {1.0}
+
+
+def test_biases_and_norms_do_not_decay():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    decay, rest = make_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
+    assert [tuple(p.shape) for p in decay["params"]] == [(3, 3)] and decay["weight_decay"] == 0.1
+    assert len(rest["params"]) == 3 and rest["weight_decay"] == 0
