@@ -21,7 +21,8 @@ class Collator:
     """Makes a batch of rows; holds no tokenizer, so that it travels to worker processes in no time.
 
     A row is a mapping with `input_ids` and, for classification, `labels`. It may have ``ignore``: where true, none of
-    its labels count; and ``mask_seed``, a tuple of integers: see :meth:`mask`.
+    its labels count; and ``mask_seed``, a tuple of integers that decides what is masked: see :meth:`mask`. Without it,
+    the row's tokens decide, alike in each epoch.
     """
 
     task: str
@@ -67,8 +68,8 @@ class Collator:
             labels = np.where(real, input_ids, IGNORE)
         else:
             labels = np.full_like(input_ids, IGNORE)
-            for row, inputs, targets, there in zip(rows, input_ids, labels, real, strict=True):
-                inputs[there], targets[there] = self.mask(inputs[there], row.get("mask_seed"))
+            seeds = [row.get("mask_seed", ids) for row, ids in zip(rows, tokens, strict=True)]
+            input_ids[real], labels[real] = self.mask(input_ids[real], lengths, seeds)
         labels[ignored] = IGNORE
         batch = {"input_ids": input_ids, "attention_mask": real.astype(np.int64), "labels": labels}
         return {name: torch.from_numpy(array) for name, array in batch.items()}
@@ -80,27 +81,31 @@ class Collator:
             width = max(width, min(rounded, self.max_positions or rounded))
         return width
 
-    def mask(self, tokens: np.ndarray, seed: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Hide some tokens of one row (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
+    def mask(self, tokens: np.ndarray, lengths: np.ndarray,
+             seeds: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Hide some tokens of each row (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
 
-        Each token is predicted with probability mlm_probability, and at least one is; of these, 80 % become the mask
-        token, 10 % a random token, and 10 % stay. Special tokens are neither predicted nor drawn. The seed decides, so
-        that masks do not depend on the batch, the number of processes, the worker, or where a run was resumed.
+        Each token is predicted with probability mlm_probability, and at least one in a row is; of these, 80 % become
+        the mask token, 10 % a random token, and 10 % stay. Special tokens are neither predicted nor drawn. A row's seed
+        alone decides, so that masks do not depend on the rest of the batch, the number of processes, the worker, or
+        where a run was resumed.
 
         Args:
-            tokens: int64 [n], without padding.
-            seed: integers that name the row and the epoch; without them the tokens decide, alike in each epoch.
+            tokens: int64 [n], the rows one after another, without padding.
+            lengths: tokens of each row, which sum to n.
+            seeds: for each row integers of 0 or more, which name the row and the epoch.
         Returns:
             The tokens to read and the labels, each int64 [n].
         """
         assert self.ordinary is not None and self.mask_token_id is not None
-        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(tokens.tolist() if seed is None else seed)))
-        predict, action = random.random((2, len(tokens)))
+        draws = [np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))).random((3, length))
+                 for seed, length in zip(seeds, lengths, strict=True)]
+        score, action, word = np.concatenate(draws, axis=1)
         usable = self._is_ordinary[np.minimum(tokens, self.ordinary[-1] + 1)]
-        predicted = usable & (predict < self.mlm_probability)
-        if not predicted.any():
-            predicted = usable & (predict == np.min(predict, where=usable, initial=2.0))
-        drawn = self.ordinary[random.integers(len(self.ordinary), size=len(tokens))]
+        score = np.where(usable, score, np.inf)
+        lowest = np.minimum.reduceat(score, np.cumsum(lengths) - lengths)
+        predicted = usable & (score <= np.repeat(np.maximum(lowest, self.mlm_probability), lengths))
+        drawn = self.ordinary[(word * len(self.ordinary)).astype(np.int64)]
         read = np.where(predicted & (action >= KEEP), self.mask_token_id, tokens)
         read = np.where(predicted & (action >= 1 - RANDOM), drawn, read)
         return read, np.where(predicted, tokens, IGNORE)

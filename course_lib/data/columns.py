@@ -151,8 +151,7 @@ def as_dataset(texts: pa.ChunkedArray) -> datasets.Dataset:
     return datasets.Dataset(pa.table({"text": texts}), fingerprint=column_digest(texts))
 
 
-def with_labels(texts: datasets.Dataset, labels: pa.Array, label_names: Sequence[str]) -> datasets.Dataset:
-    """The same rows with a column `label`, a ClassLabel."""
-    name = digest(texts._fingerprint, label_names, column_digest(pa.chunked_array([labels])))
-    return texts.add_column("label", labels.to_numpy(), new_fingerprint=name,
-                            feature=datasets.ClassLabel(names=list(label_names)))
+def with_labels(texts: datasets.Dataset, labels: pa.Array) -> datasets.Dataset:
+    """The same rows with a column `label`, int64."""
+    name = digest(texts._fingerprint, column_digest(pa.chunked_array([labels])))
+    return texts.add_column("label", labels.to_numpy(), new_fingerprint=name)

@@ -21,7 +21,8 @@ class TextData:
     """A data set ready to be tokenized."""
 
     splits: datasets.DatasetDict
-    """`train`, `validation` and, where there is one, `test`; columns `text` and, for classification, `label`."""
+    """`train`, `validation` and, where there is one, `test`; columns `text` and, for classification, `label`
+    (int64)."""
     label_names: tuple[str, ...] | None
     """Name of each class by its number; None for language modelling."""
     name: str
@@ -143,8 +144,8 @@ class DataConnector:
         if label_names is None:
             return {split: each.texts for split, each in rows.items()}
         known = rows["train"].names.unique()
-        numbers = {split: columns.number_classes(each.names, label_names, known, split) for split, each in rows.items()}
-        return {split: columns.with_labels(each.texts, numbers[split], label_names) for split, each in rows.items()}
+        return {split: columns.with_labels(each.texts, columns.number_classes(each.names, label_names, known, split))
+                for split, each in rows.items()}
 
     def _cut_validation(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
         """Hold out a part of the training split as the validation split."""

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-from datasets.exceptions import DatasetNotFoundError
 from datasets.utils import logging
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from course_lib.config import DataConfig
 from course_lib.data import bundled, localfiles
@@ -74,11 +81,11 @@ def find(config: DataConfig) -> Source:
     path = Path(name).expanduser()
     if path.exists():
         files = localfiles.find_splits(path)
-        return Source(path.name, f"local {'folder' if path.is_dir() else 'file'} {name}", files,
+        return Source(path.resolve().name, f"local {'folder' if path.is_dir() else 'file'} {name}", files,
                       lambda split: localfiles.read_split(files[split]))
     if path.suffix.lower() in localfiles.KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        beside = [str(each) for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(f"no file or folder {name}", nearest(str(path), beside))
+        beside = [str(each) for each in path.parent.glob("*") if each.is_dir() or each.suffix in localfiles.KINDS]
+        raise DataError(f"no file or folder {name}", nearest(str(path), beside) if beside else "")
     return _hub(name, config.dataset_config)
 
 
@@ -103,26 +110,21 @@ def _hub(name: str, configuration: str | None) -> Source:
     known = BY_NAME.get(plain)
     repository = known.repository if known else plain
     problem = machine.hub_problem(HUB_TIMEOUT)
-    offline_hint = f"{', '.join(OFFLINE_NAMES)} and local files work offline"
-    if problem and revision:
-        raise DataError(f"revision `{revision}` of `{plain}` needs the Hub, which cannot be reached ({problem})",
-                        offline_hint)
+    if problem:
+        where = "from the Hub's local cache"
+        offline = f"{', '.join(OFFLINE_NAMES)} and local files work offline"
+        if revision:
+            raise DataError(f"revision `{revision}` of `{plain}` needs the Hub, which cannot be reached ({problem})",
+                            offline)
+    else:
+        where = f"at {_commit(plain, repository, revision)[:12]} from the Hub"
     try:
         with _quiet(offline=problem is not None), progress_bars():
             splits = datasets.load_dataset(repository, configuration, revision=revision or None)
-    except DatasetNotFoundError as error:
-        if "gated" in str(error):
-            raise DataError(f"data set `{name}` is gated", f"accept its terms at https://huggingface.co/datasets/"
-                            f"{repository}, then run `hf auth login` or set HF_TOKEN") from error
-        if revision and "Revision" in str(error):
-            raise DataError(f"data set `{plain}` has no revision `{revision}`",
-                            "give a branch, tag or commit") from error
-        raise DataError(f"data set `{name}` is not bundled, no local file or folder, and not on the Hub",
-                        f"{_near(plain)} (a private one needs `hf auth login` or HF_TOKEN)") from error
-    except ConnectionError as error:
-        raise DataError(f"data set `{name}` is not bundled, no local file or folder and not in the local cache, and "
-                        f"the Hub cannot be reached ({problem or error})", f"{offline_hint}; {_near(plain)}") from error
     except Exception as error:  # whatever a foreign data set makes of its reader is that data set's fault
+        if problem and isinstance(error, ConnectionError):
+            raise DataError(f"data set `{name}` is not bundled, no local file or folder and not in the local cache, "
+                            f"and the Hub cannot be reached ({problem})", f"{_near(plain)}{offline}") from error
         listed = re.search(r"\[.*\]", str(error))
         if "onfig" in str(error) and listed:
             raise DataError(f"data set `{name}` has the configurations {listed[0]}",
@@ -130,14 +132,30 @@ def _hub(name: str, configuration: str | None) -> Source:
         raise DataError(f"data set `{name}` cannot be loaded ({localfiles.first_line(error)})",
                         "give a data set of CSV, JSON or Parquet files, or a local copy") from error
     licence = next(iter(splits.values())).info.license
-    facts = [f"{repository}{'@' + revision if revision else ''} from the Hub{'’s local cache' if problem else ''}",
-             *([known.citation] if known else []), *([f"licence {licence}"] if licence else [])]
-    return Source(plain, "; ".join(facts), splits, splits.__getitem__, known.text if known else None,
+    facts = [f"{repository} {where}", known.citation if known else "", f"licence {licence}" if licence else ""]
+    return Source(plain, "; ".join(filter(None, facts)), splits, splits.__getitem__, known.text if known else None,
                   known.label if known else None)
 
 
+def _commit(name: str, repository: str, revision: str) -> str:
+    """The commit that a revision means; asked first, because load_dataset hides what is wrong behind its cache."""
+    try:
+        return str(HfApi().dataset_info(repository, revision=revision or None, timeout=30).sha)
+    except GatedRepoError as error:
+        raise DataError(f"data set `{name}` is gated", f"accept its terms at {constants.ENDPOINT}/datasets/{repository}, "
+                        "then run `hf auth login` or set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise DataError(f"data set `{name}` has no revision `{revision}`", "give a branch, tag or commit") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise DataError(f"data set `{name}` is not bundled, no local file or folder, and not on the Hub",
+                        f"{_near(name)}a private one needs `hf auth login` or HF_TOKEN") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise DataError(f"data set `{name}` cannot be fetched from the Hub ({localfiles.first_line(error)})",
+                        "try again, or give a local copy") from error
+
+
 def _near(name: str) -> str:
-    return nearest(name, [*OFFLINE_NAMES, *BY_NAME]) or f"known names are {', '.join([*OFFLINE_NAMES, *KNOWN])}"
+    return "" if name in BY_NAME else f"{nearest(name, [*OFFLINE_NAMES, *KNOWN])}; "
 
 
 @contextmanager

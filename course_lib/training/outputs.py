@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from course_lib.config import Config
 from course_lib.config_files import to_yaml, write_text
@@ -73,12 +74,14 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
         try:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
+            logging.disable_progress_bar()  # one file, one line of noise
             model.save_pretrained(beside)
             tokenizer.save_pretrained(beside)
             write_text(beside / "README.md", card)
             shutil.rmtree(folder, ignore_errors=True)
             beside.rename(folder)
         finally:
+            logging.enable_progress_bar()
             shutil.rmtree(beside, ignore_errors=True)
 
 

@@ -1,6 +1,7 @@
 """Device and autocast dtype, by their names in the config."""
 
 import contextlib
+import os
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,6 +16,8 @@ def pick_device(name: str) -> torch.device:
     Raises:
         ConfigError: the machine has no such device.
     """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where Accelerate imports it, warns of a guess
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return torch.device(next(kind for kind, usable in there.items() if usable))

@@ -193,7 +193,7 @@ def test_the_cpu_configuration_gives_two_processes_and_launches_do_not_collide(t
                       "print(f'rank {here.process_index} of {here.num_processes} on {here.device.type}\\n', end='')\n"
                       "here.wait_for_everyone()\nhere.end_training()\n")
     command = [BIN / "accelerate", "launch", "--config_file", ROOT / "configs/accelerate/cpu2.yaml", script]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "TMPDIR": str(tmp_path)}
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         for launch in both:

@@ -97,10 +97,11 @@ def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, 
     {"training_type": "accelerated"}, {"training_type": "accelerated", "gradient_accumulation_steps": 2},
 ], ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()))
 def test_every_switch_trains(trainer_of, options):
-    trainer = trainer_of(**({"max_steps": 25, "max_train_samples": 16} | options))
+    rows = 8 // options.get("gradient_accumulation_steps", 1)
+    trainer = trainer_of(**({"max_steps": 20, "max_train_samples": 8, "batch_size": rows} | options))
     trainer.train()
     losses = losses_of(trainer)
-    assert len(losses) == 25 and sum(losses[-4:]) < 0.9 * sum(losses[:4]), losses
+    assert len(losses) == 20 and sum(losses[-3:]) < 0.8 * sum(losses[:3]), losses  # the same 8 rows, learnt by heart
 
 
 @pytest.mark.timeout(120)
