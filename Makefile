@@ -5,10 +5,10 @@ LAUNCH = $(shell $(PYTHON) tools/bootstrap.py launcher)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test quick check lab pins clean
+.PHONY: help setup train test quick check lab notebooks pins clean
 
 help:  ## list the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup:  ## create .venv and install the pinned packages
 	@$(PYTHON) tools/bootstrap.py setup
@@ -30,6 +30,9 @@ check: setup  ## ruff, import-linter and mypy
 
 lab: setup  ## open JupyterLab at lesson 0
 	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+
+notebooks: setup  ## run all lessons and store their outputs
+	$(BIN)/python tools/notebooks.py
 
 pins:  ## take the newest versions that pyproject.toml allows into constraints.txt
 	@$(PYTHON) tools/bootstrap.py pins

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import functools
 import inspect
-import types
+import itertools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -222,7 +222,7 @@ class Option:
     @property
     def choices(self) -> tuple[str, ...]:
         """The strings allowed, for a Literal; else empty."""
-        members = typing.get_args(self.type) if typing.get_origin(self.type) in (types.UnionType, typing.Union) else (self.type,)
+        members = typing.get_args(self.type) if type(None) in typing.get_args(self.type) else (self.type,)
         return tuple(v for m in members if typing.get_origin(m) is Literal for v in typing.get_args(m))
 
     @property
@@ -234,11 +234,9 @@ class Option:
 def _field_docs(cls: type) -> dict[str, str]:
     """The string literal under each field of a class, as PEP 257 has it."""
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
-    return {
-        statement.target.id: text.value.value.strip()
-        for statement, text in zip(body, body[1:], strict=False)
-        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+    return {ast.unparse(field_.target): ast.literal_eval(text.value)
+            for field_, text in itertools.pairwise(body)
+            if isinstance(field_, ast.AnnAssign) and isinstance(text, ast.Expr)}
 
 
 @functools.cache
@@ -292,7 +290,8 @@ def build(leaves: Mapping[str, Any], where: str = "config") -> Config:
         first = error.errors()[0]
         name = str(first["loc"][1]) if len(first["loc"]) > 1 else str(first["loc"][0])
         known = option(name)
-        wanted = nearest(str(first["input"]), known.choices) if known.choices else first["msg"].replace("Input", "it", 1)
+        rule = first["msg"].replace("Input", "it", 1)
+        wanted = nearest(str(first["input"]), known.choices) if known.choices else rule
         raise ConfigError(f"{where}: `{name}` cannot be {first['input']!r}", wanted) from None
 
 

@@ -107,7 +107,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}", "write `field: value` lines")
-    sections = {s.name: s.type for s in dataclasses.fields(Config)}
+    sections: dict[str, Any] = {s.name: s.type for s in dataclasses.fields(Config)}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         # `model:` is a section and a leaf; a mapping makes it the section.

@@ -70,7 +70,8 @@ def measure(name: str, value: float, unit: str = "") -> float:
     display({MIME: {"name": name, "value": value, "predicted": predicted},
              "text/plain": f"{name}: predicted {_number(predicted)}, measured {_number(value)} {unit} ({ratio})",
              "text/html": _box("#1f5f99", f"<b>Measured</b> {escape(name)}: <b>{_number(value)}</b> {escape(unit)} "
-                               f"<span style='opacity:.75'>(predicted {_number(predicted)}; {ratio})</span>")}, raw=True)
+                               f"<span style='opacity:.75'>(predicted {_number(predicted)}; {ratio})</span>")},
+            raw=True)
     return value
 
 

@@ -23,7 +23,8 @@ def refresh(path: Path) -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         done = Path(folder) / path.name
-        papermill.execute_notebook(str(path), str(done), cwd=str(path.parent), progress_bar=False, kernel_name="python3")
+        papermill.execute_notebook(str(path), str(done), cwd=str(path.parent), progress_bar=False,
+                                   kernel_name="python3")
         text = clean(done)
     size = len(text.encode())
     if size > LIMIT_BYTES:

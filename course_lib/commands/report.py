@@ -15,11 +15,13 @@ def print_summary(config: Config, summary: dict[str, Any]) -> None:
     """What a run reached, beside the baselines, what it cost, and how to load its model."""
     console = Console()
     console.print(scores_table(config, summary))
-    memory = ", ".join(f"rank {rank}: {size / 2**30:.2f} GiB" for rank, size in enumerate(summary["memory"]["peak_bytes"]))
+    peaks = enumerate(summary["memory"]["peak_bytes"])
+    memory = ", ".join(f"rank {rank}: {size / 2**30:.2f} GiB" for rank, size in peaks)
     facts = Table(show_header=False, box=None)
     train = summary["train"]
-    facts.add_row("processes", f"{summary['world_size']} ({summary['device']}, mixed precision {summary['mixed_precision']})")
-    facts.add_row("training", f"{train['steps']} steps, {train['seconds']:.0f} s, {train['samples_per_second']:.0f} samples/s")
+    facts.add_row("processes", f"{summary['world_size']} ({summary['device']}, precision {summary['mixed_precision']})")
+    facts.add_row("training", f"{train['steps']} steps, {train['seconds']:.0f} s, "
+                              f"{train['samples_per_second']:.0f} samples/s")
     facts.add_row("peak memory", memory)
     facts.add_row("model", summary["model_dir"])
     console.print(facts)

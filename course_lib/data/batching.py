@@ -22,7 +22,7 @@ class RowKey(NamedTuple):
     """One row of one epoch; a filler row evens out a micro-batch and has no targets."""
 
     epoch: int
-    index: int
+    row: int
     is_filler: bool = False
 
 
@@ -128,10 +128,10 @@ class Rows(Dataset[dict[str, Any]]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[RowKey]) -> list[dict[str, Any]]:
-        columns = self.dataset[[key.index for key in keys]]
+        columns = self.dataset[[key.row for key in keys]]
         return [
             {name: values[i] for name, values in columns.items()}
-            | {"ignore": key.is_filler, "mask_seed": (self.seed, key.epoch, key.index)}
+            | {"ignore": key.is_filler, "mask_seed": (self.seed, key.epoch, key.row)}
             for i, key in enumerate(keys)
         ]
 

@@ -27,24 +27,23 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def column_digest(values: pa.ChunkedArray) -> str:
+def column_digest(rows: datasets.Dataset, name: str) -> str:
     """What `digest` is to values, for a column of strings or integers; how it is stored makes no difference."""
     lengths, content = hashlib.sha256(), hashlib.sha256()
-    for chunk in values.chunks:
-        for start in range(0, len(chunk), 10_000):
-            part = chunk[start : start + 10_000].to_pylist()
-            if isinstance(part[0], str):
-                encoded = [value.encode() for value in part]
-                lengths.update(np.fromiter(map(len, encoded), "<i8", len(encoded)).tobytes())
-                content.update(b"".join(encoded))
-            else:
-                content.update(np.asarray(part, "<i8").tobytes())
+    for batch in rows.select_columns(name).with_format("arrow").iter(batch_size=10_000):
+        values = batch[name].combine_chunks().to_pylist()
+        if isinstance(values[0], str):
+            encoded = [value.encode() for value in values]
+            lengths.update(np.fromiter(map(len, encoded), "<i8", len(encoded)).tobytes())
+            content.update(b"".join(encoded))
+        else:
+            content.update(np.asarray(values, "<i8").tobytes())
     return digest(lengths.hexdigest(), content.hexdigest())
 
 
 def column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
     """One column as Arrow holds it, in the order of the rows."""
-    return rows.with_format("arrow")[:][name]
+    return rows.select_columns(name).with_format("arrow")[:][name]
 
 
 def cached_map(rows: datasets.Dataset, function: Callable[[dict[str, list]], dict[str, Any]], *, key: str,

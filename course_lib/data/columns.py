@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from course_lib.data.cache import column, column_digest, digest
+from course_lib.data.cache import column, digest
 from course_lib.errors import DataError, nearest
 
 TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
@@ -41,18 +41,19 @@ def choose_column(wanted: str | None, usual: Sequence[str], columns: Sequence[st
     return found[0]
 
 
-def text_column(rows: datasets.Dataset, name: str, split: str) -> pa.ChunkedArray:
-    """A column as strings; empty where there is none.
+def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset:
+    """The rows with one column, `text`: empty where there is none.
 
     Raises:
-        DataError: it holds something else.
+        DataError: the column holds something else.
     """
     values = column(rows, name)
     kind = values.type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
         raise DataError(f"column `{name}` of the {split} split holds {kind}, not text",
                         "name another with --text_column")
-    return pc.fill_null(values.cast(pa.string()), "")
+    texts = pc.fill_null(values.cast(pa.string()), "")
+    return datasets.Dataset(pa.table({"text": texts}), fingerprint=digest(rows._fingerprint, name))
 
 
 def has_text(rows: datasets.Dataset) -> np.ndarray:
@@ -146,12 +147,6 @@ def cut(size: int, fraction: float, seed: int, labels: np.ndarray | None = None)
     return np.setdiff1d(np.arange(size), held_out), held_out
 
 
-def as_dataset(texts: pa.ChunkedArray) -> datasets.Dataset:
-    """A data set of one column, `text`."""
-    return datasets.Dataset(pa.table({"text": texts}), fingerprint=column_digest(texts))
-
-
 def with_labels(texts: datasets.Dataset, labels: pa.Array) -> datasets.Dataset:
     """The same rows with a column `label`, int64."""
-    name = digest(texts._fingerprint, column_digest(pa.chunked_array([labels])))
-    return texts.add_column("label", labels.to_numpy(), new_fingerprint=name)
+    return texts.add_column("label", labels.to_numpy(), new_fingerprint=digest(texts._fingerprint, labels.to_pylist()))

@@ -108,7 +108,7 @@ class DataConnector:
         what = f"the {split} split of {source.name}"
         text = columns.choose_column(self.config.text_column or source.text_column, columns.TEXT_NAMES,
                                      raw.column_names, "text_column", what)
-        texts = self._clean(columns.as_dataset(columns.text_column(raw, text, split)), split)
+        texts = self._clean(columns.only_text(raw, text, split), split)
         blank = np.flatnonzero(~columns.has_text(texts))
         if not self._classifies:
             if len(blank) == len(texts):
@@ -136,7 +136,7 @@ class DataConnector:
         def normalise(batch: dict[str, list[str]]) -> dict[str, list[str]]:
             return {"text": [clean(text, lowercase) if tidy else text.lower() for text in batch["text"]]}
 
-        key = digest(FORMAT, "clean", tidy, lowercase, column_digest(column(rows, "text")))
+        key = digest(FORMAT, "clean", tidy, lowercase, column_digest(rows, "text"))
         return cached_map(rows, normalise, key=key, features=rows.features, describe=f"Cleaning {split}")
 
     def _number(self, rows: dict[str, _Rows], label_names: tuple[str, ...] | None) -> dict[str, datasets.Dataset]:
@@ -150,7 +150,7 @@ class DataConnector:
     def _cut_validation(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
         """Hold out a part of the training split as the validation split."""
         train, fraction = splits["train"], self.config.validation_fraction
-        labels = np.asarray(train.with_format("numpy")["label"]) if self._classifies else None
+        labels = column(train, "label").to_numpy() if self._classifies else None
         kept, held_out = columns.cut(len(train), fraction, self.seed, labels)
         if not len(held_out):
             raise DataError(f"the training split has {len(train)} rows, too few to cut a validation split from",
@@ -167,12 +167,12 @@ class DataConnector:
             limit = self.config.max_train_samples if split == "train" else self.config.max_eval_samples
             if limit is not None and limit < len(rows):
                 splits[split] = rows.select(range(limit))
-        if label_names and (left := len(splits["train"].unique("label"))) < len(label_names):
+        if label_names and (left := len(column(splits["train"], "label").unique())) < len(label_names):
             notes.append(f"the training rows have {left} of the {len(label_names)} classes")
         return datasets.DatasetDict(splits)
 
 
 def fingerprint(splits: datasets.DatasetDict, label_names: tuple[str, ...] | None) -> str:
     """Names the texts, the labels and their order."""
-    return digest(label_names, {split: [column_digest(column(rows, name)) for name in rows.column_names]
+    return digest(label_names, {split: [column_digest(rows, name) for name in rows.column_names]
                                 for split, rows in splits.items()})

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 
 from course_lib.config import DataConfig
 from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest
@@ -65,10 +64,10 @@ class DataProcessor:
         """
         classifies, tokenizer_digest = self.config.task == "classification", self._tokenizer_digest()
         keys = {split: digest(FORMAT, classifies, self.max_length, tokenizer_digest,
-                              column_digest(column(rows, "text"))) for split, rows in data.splits.items()}
+                              column_digest(rows, "text")) for split, rows in data.splits.items()}
         tokenize = self._truncate_split if classifies else self._cut_split
         splits = {split: tokenize(rows, split, keys[split]) for split, rows in data.splits.items()}
-        labels = [column_digest(column(rows, "labels")) for rows in splits.values() if classifies]
+        labels = [column_digest(rows, "labels") for rows in splits.values() if classifies]
         return ProcessedData(splits, data.label_names, self.config.task, digest(keys, data.label_names, labels))
 
     def collator(self) -> Collator:
@@ -99,8 +98,8 @@ class DataProcessor:
         if not (lengths := column(tokens, "length").to_numpy()).all():
             raise DataError(f"row {lengths.argmin()} (from 0) of the {split} split gives no tokens",
                             "leave such rows out, or use another model")
-        labels = column(rows, "label").cast(pa.int64())
-        return tokens.add_column("labels", labels.to_numpy(), new_fingerprint=digest(key, column_digest(labels)))
+        labels = column(rows, "label").to_numpy()
+        return tokens.add_column("labels", labels, new_fingerprint=digest(key, labels.tolist()))
 
     def _cut_split(self, rows: datasets.Dataset, split: str, key: str) -> datasets.Dataset:
         """All texts as blocks of max_length tokens."""
@@ -162,6 +161,6 @@ def as_torch(dataset: datasets.Dataset) -> datasets.Dataset:
     labels of language modelling are made by a collator: :class:`Collator`, or transformers'
     DataCollatorForLanguageModeling.
     """
-    masks = [[1] * length for length in dataset["length"]]
+    masks = [[1] * length for length in dataset["length"][:]]
     dataset = dataset.add_column("attention_mask", masks, feature=datasets.List(datasets.Value("int8")))
     return dataset.remove_columns("length").with_format("torch")

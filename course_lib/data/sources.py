@@ -142,8 +142,9 @@ def _commit(name: str, repository: str, revision: str) -> str:
     try:
         return str(HfApi().dataset_info(repository, revision=revision or None, timeout=30).sha)
     except GatedRepoError as error:
-        raise DataError(f"data set `{name}` is gated", f"accept its terms at {constants.ENDPOINT}/datasets/{repository}, "
-                        "then run `hf auth login` or set HF_TOKEN") from error
+        raise DataError(f"data set `{name}` is gated",
+                        f"accept its terms at {constants.ENDPOINT}/datasets/{repository}, then run `hf auth login` or "
+                        "set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise DataError(f"data set `{name}` has no revision `{revision}`", "give a branch, tag or commit") from error
     except (RepositoryNotFoundError, HFValidationError) as error:

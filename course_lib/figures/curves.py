@@ -8,25 +8,28 @@ from matplotlib.figure import Figure
 
 from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
 
-WIDTHS = (7.0, 3.5, 1.2)
+WIDTHS = (8.0, 4.0, 1.4)
 """Points; each curve is thinner than the one below it, so that all show where they coincide."""
 
 
-def same_global_batch(curves: Mapping[int, Sequence[float]], other: Sequence[float], other_name: str) -> Figure:
+EQUAL = 1e-9
+"""Nats at which equal losses are drawn, as a logarithmic axis has no zero."""
+
+
+def world_sizes(curves: Mapping[int, Sequence[float]], predicted: Sequence[float], other: Sequence[float],
+                other_name: str) -> Figure:
     """Training loss by step at several world sizes with one global batch, beside a run with another.
 
     Args:
-        curves: loss of each step by world size, the smallest first: the one the others are compared with.
+        curves: loss of each step, in nats, by world size; the others are compared with the first. Three at most.
+        predicted: difference that was expected at each step, in nats.
         other: loss of each step of the run with another global batch.
-        other_name: what to call that run.
+        other_name: what to call that run, in a word or two.
     """
-    first, *rest = curves
-    ranks = ", ".join(str(n) for n in rest[:-1]) + " and " if rest[:-1] else ""
-    title = (f"{ranks}{rest[-1]} ranks follow {first} rank to within {worst_difference(curves):.0e}: "
-             f"one global batch, one curve")
-    with canvas(title, ncols=2, width_ratios=(1.5, 1)) as (figure, (losses, gaps)):
+    title = f"{_listed(list(curves))} ranks, one global batch: one curve, to within {worst_difference(curves):.0e} nats"
+    with canvas(title, height=3.6, ncols=2, width_ratios=(1.35, 1)) as (figure, (losses, gaps)):
         _draw_losses(losses, curves, other, other_name)
-        _draw_differences(gaps, curves, other, other_name)
+        _draw_differences(gaps, curves, predicted, other, other_name)
     return figure
 
 
@@ -37,14 +40,55 @@ def worst_difference(curves: Mapping[int, Sequence[float]]) -> float:
 
 
 def _draw_losses(axes: Axes, curves: Mapping[int, Sequence[float]], other: Sequence[float], other_name: str) -> None:
-    axes.plot(range(1, len(other) + 1), other, color=COLOURS["wrong"], linewidth=1.5)
-    end_label(axes, len(other), other[-1], other_name, COLOURS["wrong"])
-    lines = zip(curves.items(), SERIES, WIDTHS, strict=False)
-    for (ranks, curve), colour, width in lines:
-        axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=width, solid_capstyle="round")
+    steps = range(1, len(other) + 1)
+    axes.plot(steps, other, color=COLOURS["wrong"], linewidth=1.4)
+    ends = [(other_name, COLOURS["wrong"], other[-1])]
+    for (ranks, curve), colour, width in zip(curves.items(), SERIES, WIDTHS, strict=False):
+        axes.plot(steps, curve, color=colour, linewidth=width, solid_capstyle="round")
+        ends.append((_name(ranks), colour, curve[-1]))
     axes.set(xlabel="optimizer step", ylabel="training loss (nats)")
+    _label_ends(axes, steps[-1], ends)
 
 
-def _draw_differences(axes: Axes, curves: Mapping[int, Sequence[float]], other: Sequence[float],
-                      other_name: str) -> None:
-    pass
+def _draw_differences(axes: Axes, curves: Mapping[int, Sequence[float]], predicted: Sequence[float],
+                      other: Sequence[float], other_name: str) -> None:
+    (reference, first), *rest = curves.items()
+    steps = range(1, len(predicted) + 1)
+    drawn = [(_name(ranks), colour, curve) for (ranks, curve), colour in zip(rest, SERIES[1:], strict=False)]
+    ends = [("predicted", COLOURS["neutral"], predicted[-1])]
+    for name, colour, curve in [(other_name, COLOURS["wrong"], other), *drawn]:
+        apart = np.maximum(np.abs(np.asarray(curve) - np.asarray(first)), EQUAL)
+        axes.plot(steps, apart, color=colour, linewidth=1.2, marker="o", markersize=2.5)
+        ends.append((name, colour, apart[-1]))
+    axes.plot(steps, predicted, color=COLOURS["neutral"], linewidth=1.2, linestyle="--")
+    axes.set(yscale="log", xlabel="optimizer step", ylabel=f"difference from {_name(reference)} (nats)")
+    _label_ends(axes, steps[-1], ends)
+
+
+def _label_ends(axes: Axes, x: float, ends: Sequence[tuple[str, str, float]], gap: float = 0.07) -> None:
+    """Name lines at their right ends, pushed apart to ``gap`` of the axis's height where they end together."""
+    axes.autoscale_view()  # the limits are to be final
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = sorted(ends, key=lambda end: end[2])
+    heights = [float(to_axes.transform((x, y))[1]) for _, _, y in ends]
+    upwards = _apart(heights, gap)
+    downwards = [-height for height in _apart([-height for height in reversed(heights)], gap)][::-1]
+    for (name, colour, _), up, down in zip(ends, upwards, downwards, strict=True):
+        end_label(axes, x, float(to_axes.inverted().transform((0, (up + down) / 2))[1]), name, colour)
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights, each raised to at least ``gap`` above the one before."""
+    raised: list[float] = []
+    for height in heights:
+        raised.append(max(height, raised[-1] + gap) if raised else height)
+    return raised
+
+
+def _name(ranks: int) -> str:
+    return f"{ranks} rank" + "s" * (ranks != 1)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last

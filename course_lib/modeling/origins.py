@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError, nearest
-from course_lib.modeling import presets
+from course_lib.modeling import minilm, presets
 from course_lib.runtime import machine
 
 HUB_TIMEOUT = 3.0
@@ -44,9 +44,9 @@ def locate(config: ModelConfig) -> Origin:
         ModelError: there is no such model, or it is out of reach.
     """
     name = config.model
-    if name == presets.MINILM:
+    if name == minilm.NAME:
         refuse_revision(config, "a preset")
-        folder, source = presets.find_minilm()
+        folder, source = minilm.find()
         return Origin(str(folder), source, {"local_files_only": True})
     if Path(name).expanduser().exists() or not _could_be_on_hub(name):
         refuse_revision(config, "a local folder")

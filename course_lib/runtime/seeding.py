@@ -23,10 +23,12 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 def rng_state() -> dict[str, Any]:
     """The state of every stream, as plain values and tensors that can be stored without pickle."""
-    algorithm, keys, position, has_gauss, cached = np.random.get_state()
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
     return {
         "python": random.getstate(),
-        "numpy": [algorithm, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "numpy": {**numpy, "state": {**numpy["state"], "key": key}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -36,8 +38,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Put back what :func:`rng_state` gave."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    algorithm, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    numpy = state["numpy"]
+    key = numpy["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -35,11 +35,13 @@ def saving(what: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         # safetensors names the operating system's error number in its text only.
-        number = error.errno if isinstance(error, OSError) else int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
+        told = re.search(r"os error (\d+)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(told[1]) if told else 0
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        instead = "free some space, or choose another --output_dir" if full else "choose an --output_dir that can be written"
         reason = os.strerror(number) if number else str(error)
-        raise CheckpointError(f"could not save {what} ({reason}); what was saved before is untouched", instead) from error
+        raise CheckpointError(f"could not save {what} ({reason}); what was saved before is untouched",
+                              f"{'free some space' if full else 'make it writable'}, or choose another --output_dir"
+                              ) from error
 
 
 def write(run_dir: Path, step: int, write_files: Callable[[Path], None], *, is_main: bool = True,

@@ -124,6 +124,14 @@ class TrainerFrame:
         """Wait for all processes."""
         raise NotImplementedError
 
+    def engine_state(self) -> dict[str, Any]:
+        """What the engine has to remember in a checkpoint."""
+        raise NotImplementedError
+
+    def load_engine_state(self, state: dict[str, Any]) -> None:
+        """Put :meth:`engine_state` back."""
+        raise NotImplementedError
+
     def asked_to_stop(self) -> bool:
         """Whether a process was asked to stop; all processes give the same answer."""
         raise NotImplementedError

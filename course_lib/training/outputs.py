@@ -34,7 +34,8 @@ def check(config: Config) -> None:
     if not folder.exists() or not any(folder.iterdir()) or config.output.resume_from_checkpoint:
         return
     if not (folder / CONFIG).exists():
-        raise ConfigError(f"output_dir {folder} holds files that are no run of this course", "choose another --output_dir")
+        raise ConfigError(f"output_dir {folder} holds files that are no run of this course",
+                          "choose another --output_dir")
     if not config.output.overwrite_output_dir:
         raise ConfigError(f"output_dir {folder} already holds a run",
                           "give --overwrite_output_dir, --resume_from_checkpoint latest, or another --output_dir")
@@ -125,7 +126,8 @@ Trained for {summary["train"]["steps"]} steps on {summary["world_size"]} process
 
 def load_line(config: Config) -> str:
     """The one line that loads the trained model."""
-    return f'from transformers import pipeline; model = pipeline("{PIPELINES[config.data.task]}", "{config.output_dir / MODEL}")'
+    task, folder = PIPELINES[config.data.task], config.output_dir / MODEL
+    return f'from transformers import pipeline; model = pipeline("{task}", "{folder}")'
 
 
 def write_summary(config: Config, summary: dict[str, Any]) -> None:

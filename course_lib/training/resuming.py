@@ -16,10 +16,10 @@ from course_lib.training import checkpoint, tensorfile
 from course_lib.training.state import TrainState
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.frame import TrainerFrame
 
 
-def write_files(trainer: BasicTrainer, folder: Path) -> None:
+def write_files(trainer: TrainerFrame, folder: Path) -> None:
     """Write this rank's share of a checkpoint: random streams on every rank, the rest on the main one."""
     tensorfile.save(rng_state(), folder / f"random-{trainer.rank}.safetensors")
     if not trainer.is_main:
@@ -28,18 +28,19 @@ def write_files(trainer: BasicTrainer, folder: Path) -> None:
     tensorfile.save(trainer.optimizer.state_dict(), folder / "optimizer.safetensors")
     tensorfile.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state()},
                     folder / "engine.safetensors")
-    write_text(folder / "state.json", json.dumps({"state": trainer.state.as_dict(), "run": identity(trainer)}, indent=1))
+    progress = {"state": trainer.state.as_dict(), "run": identity(trainer)}
+    write_text(folder / "state.json", json.dumps(progress, indent=1))
     write_text(folder / "config.yaml", to_yaml(trainer.config))
 
 
-def identity(trainer: BasicTrainer) -> dict[str, Any]:
+def identity(trainer: TrainerFrame) -> dict[str, Any]:
     """What has to be the same for a data position to mean the same rows."""
     return {"data": trainer.data.fingerprint, "global_batch_size": trainer.sampler.global_batch_size,
             "seed": trainer.config.run.seed, "group_by_length": trainer.config.data.group_by_length,
             "task": trainer.task}
 
 
-def resume(trainer: BasicTrainer) -> None:
+def resume(trainer: TrainerFrame) -> None:
     """Put a trainer where the checkpoint that its config names stood.
 
     Raises:
@@ -55,7 +56,8 @@ def resume(trainer: BasicTrainer) -> None:
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     for name, value in identity(trainer).items():
         if saved["run"][name] != value:
-            raise CheckpointError(f"checkpoint {folder} was saved with {name} {saved['run'][name]}, and this run has {value}",
+            raise CheckpointError(f"checkpoint {folder} was saved with {name} {saved['run'][name]}, "
+                                  f"and this run has {value}",
                                   "make them equal, so that its data position means the same rows")
     _load_model(trainer, tensorfile.load(folder / "model.safetensors"), folder)
     _load_optimizer(trainer, tensorfile.load(folder / "optimizer.safetensors"), folder)
@@ -76,19 +78,19 @@ def resume(trainer: BasicTrainer) -> None:
     trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
 
 
-def _load_model(trainer: BasicTrainer, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def _load_model(trainer: TrainerFrame, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Load weights of the same names and shapes, and no others."""
     mine = {name: tuple(tensor.shape) for name, tensor in trainer.model.state_dict().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if mine != theirs:
         name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
-        raise CheckpointError(f"checkpoint {folder} is from another model: {name} is {theirs.get(name, 'absent')} there "
-                              f"and {mine.get(name, 'absent')} here", "give the --model it was trained from")
+        raise CheckpointError(f"checkpoint {folder} is from another model: {name} is {theirs.get(name, 'absent')} "
+                              f"there and {mine.get(name, 'absent')} here", "give the --model it was trained from")
     trainer.model.load_state_dict(weights)
 
 
-def _load_optimizer(trainer: BasicTrainer, state: dict[str, Any], folder: Path) -> None:
-    """Load optimizer state of the same algorithm; the learning rates of this run's config follow from the schedule."""
+def _load_optimizer(trainer: TrainerFrame, state: dict[str, Any], folder: Path) -> None:
+    """Load optimizer state of the same algorithm."""
     mine, theirs = (set(s["param_groups"][0]) for s in (trainer.optimizer.state_dict(), state))
     if mine != theirs:
         raise CheckpointError(f"checkpoint {folder} holds the state of another optimizer",

@@ -6,9 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from course_lib import modeling
 from course_lib.config import Config
 from course_lib.data import DataConnector, DataProcessor, TextData
@@ -91,7 +88,7 @@ def score_baselines(config: Config, text: TextData, split: str) -> dict[str, dic
     if config.data.task != "classification":
         return {}
     train_rows, rows = text.splits["train"], text.splits[split]
-    labels, wanted = np.asarray(train_rows["label"]), np.asarray(rows["label"])
+    labels, wanted = list(train_rows["label"]), list(rows["label"])
     assert text.label_names
     return {
         "majority_class": baselines.majority_class(labels, wanted, len(text.label_names)),

@@ -31,7 +31,7 @@ def load(path: Path) -> Any:
     try:
         with safe_open(path, framework="pt") as file:
             structure = json.loads(file.metadata()["structure"])
-            return _decode(structure, {name: file.get_tensor(name) for name in file.keys()})
+            return _decode(structure, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})", "resume from another checkpoint") from None
 

@@ -13,7 +13,7 @@ import pytest
 from course_lib.commands import doctor, doctor_checks
 from course_lib.data import bundled
 from course_lib.errors import CourseError, LaunchError
-from course_lib.modeling import presets
+from course_lib.modeling import minilm
 from course_lib.runtime import machine
 
 CHECKS = {check.name: check for check in doctor_checks.CHECKS}
@@ -60,13 +60,13 @@ def test_the_tables_say_the_same(capsys, monkeypatch):
 
 
 def test_what_the_quickstart_needs_decides_the_exit_code(capsys, monkeypatch):
-    monkeypatch.setattr(presets, "MINILM_MODULE", "no_such_module")
+    monkeypatch.setattr(minilm, "MODULE", "no_such_module")
     monkeypatch.setattr(doctor_checks, "CHECKS", (CHECKS["MiniLM"], CHECKS["many GPUs"]))
     assert run("--json") == 1
     report = json.loads(capsys.readouterr().out)
     assert report["quickstart"] is False
     assert report["reasons"] == ["MiniLM: minilm is not installed, and the Hub cannot be reached"]
-    assert report["checks"][0]["advice"] == presets.MINILM_INSTALL
+    assert report["checks"][0]["advice"] == minilm.INSTALL
     assert run() == 1
     assert "The quickstart cannot run here. MiniLM: minilm is not installed" in capsys.readouterr().out
 
@@ -83,13 +83,13 @@ def test_a_broken_installation_is_one_line(monkeypatch):
 
 
 def test_minilm_absent_but_in_reach_is_slow(look, monkeypatch):
-    monkeypatch.setattr(presets, "MINILM_MODULE", "no_such_module")
+    monkeypatch.setattr(minilm, "MODULE", "no_such_module")
     found = look("MiniLM", hub_problem=None)
     assert found.state == "slow" and "90 MB" in found.detail
 
 
 def test_minilm_damaged_is_refused(look, monkeypatch):
-    monkeypatch.setattr(presets, "MINILM_SHA256", "0" * 64)
+    monkeypatch.setattr(minilm, "SHA256", "0" * 64)
     found = look("MiniLM")
     assert found.state == "cannot" and "--force-reinstall" in found.advice
 

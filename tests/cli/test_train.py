@@ -104,7 +104,8 @@ def test_ctrl_c_saves_and_exits_130_and_the_run_goes_on(tmp_path, ranks):
     step = json.loads((saved / "state.json").read_text())["state"]["step"]
     done = run(*options, "--resume_from_checkpoint", "latest", "--max_steps", step + 3)
     assert done.returncode == 0 and f"resumed from {saved}" in done.stdout
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if '"loss"' in line]
     assert steps[: step + 3] == list(range(1, step + 4))
 
 

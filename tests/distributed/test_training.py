@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from course_lib.runtime.launch import launch
 
 from course_lib.config import build
-from course_lib.runtime.launch import launch
 from course_lib.training import checkpoint
 from course_lib.training.run import build_trainer
 
@@ -31,7 +31,8 @@ def train(options, dropout=0.1, unsynchronised=False):
 
 
 def losses_of(folder):
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
 
 
 @pytest.mark.timeout(240)

@@ -21,7 +21,7 @@ def rows_of_steps(each, epoch=0, first_step=0):
     per_step = each.num_processes * each.accumulation
     assert len(micro) == len(each) and len(micro) % per_step == 0
     steps = [sum(micro[i : i + per_step], []) for i in range(0, len(micro), per_step)]
-    return [sorted(key.index for key in step if not key.is_filler) for step in steps]
+    return [sorted(key.row for key in step if not key.is_filler) for step in steps]
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -82,11 +82,11 @@ def test_grouping_by_length_pads_less():
 
 def test_processes_get_rows_of_like_lengths():
     micro = list(sampler(2, 8, 1))[:2]
-    sums = [LENGTHS[[key.index for key in batch]].sum() for batch in micro]
+    sums = [LENGTHS[[key.row for key in batch]].sum() for batch in micro]
     assert max(sums) <= 1.3 * min(sums)
 
 
 def test_evaluation_sees_every_row_once():
     keys = list(SequentialKeys(LENGTHS))
-    assert sorted(key.index for key in keys) == list(range(len(LENGTHS)))
-    assert list(LENGTHS[[key.index for key in keys]]) == sorted(LENGTHS, reverse=True)
+    assert sorted(key.row for key in keys) == list(range(len(LENGTHS)))
+    assert list(LENGTHS[[key.row for key in keys]]) == sorted(LENGTHS, reverse=True)

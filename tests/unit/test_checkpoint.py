@@ -96,7 +96,8 @@ def test_a_failed_write_leaves_what_was_there(run):
         files_of(40)(folder)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"checkpoint-000040 \(No space left on device\).*untouched: free some space"):
+    told = r"checkpoint-000040 \(No space left on device\).*untouched: free some space"
+    with pytest.raises(CheckpointError, match=told):
         checkpoint.write(run, 40, fails)
     assert sorted(run.rglob("*")) == before
     assert checkpoint.latest(run).name == "checkpoint-000030"

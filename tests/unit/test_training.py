@@ -38,8 +38,11 @@ def gradient_of(trainer):
     batches = [batch for _, batch in zip(range(trainer.config.run.gradient_accumulation_steps), trainer.train_loader,
                                          strict=False)]
     taken = []
-    trainer.optimizer.register_step_pre_hook(
-        lambda *_: taken.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])))
+
+    def take(*_):
+        taken.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
+
+    trainer.optimizer.register_step_pre_hook(take)
     trainer.train_step(batches)
     return taken[0]
 
@@ -146,7 +149,8 @@ def test_the_best_weights_are_kept_and_early_stopping_ends_the_run(trainer_of):
 def test_checkpoints_beyond_the_limit_go(trainer_of):
     trainer = trainer_of(save_steps=1, save_total_limit=2)
     trainer.train()
-    assert [folder.name for folder in checkpoint.in_order(trainer.output_dir)] == [checkpoint.name(5), checkpoint.name(6)]
+    kept = [folder.name for folder in checkpoint.in_order(trainer.output_dir)]
+    assert kept == [checkpoint.name(5), checkpoint.name(6)]
 
 
 @pytest.mark.timeout(120)

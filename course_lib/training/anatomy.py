@@ -1,0 +1,157 @@
+"""What a training step holds: bytes by kind, moment by moment, and the share of its tokens that are padding.
+
+The figures are exact counts of tensors, not readings of the process's memory, so they are the
+same on every machine; what an allocator adds on top is not in them.
+"""
+
+import contextlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from course_lib.runtime.phases import Phases
+
+if TYPE_CHECKING:
+    from course_lib.training.basic import BasicTrainer
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+def bytes_by_kind(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """Bytes of ``parameters``, ``gradients`` and ``optimizer states`` that stand now; a tied weight counts once."""
+    parameters = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return {"parameters": sum(p.nbytes for p in parameters),
+            "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+            "optimizer states": sum(value.nbytes for value in states)}
+
+
+class _Kept:
+    """One saved tensor; autograd drops it when the backward of its operation is done."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+class SavedForBackward(saved_tensors_hooks):
+    """Counts what autograd keeps for backward, from operations that run while it is entered.
+
+    A storage that several operations save counts once, and parameters, which stand anyway, not at
+    all. What activation checkpointing computes again during backward is not seen.
+
+    Args:
+        model: whose parameters are left out.
+
+    Attributes:
+        bytes: kept now; falls while backward lets go.
+        shapes: how often a tensor of each shape and dtype was kept, a storage counted once.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.bytes, self.shapes = 0, Counter[Shape]()
+        self._left_out = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._holders = Counter[int]()
+        super().__init__(self._keep, lambda kept: kept.tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> _Kept:
+        kept, storage = _Kept(tensor), tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self._left_out:
+            if not self._holders[address]:
+                self.bytes += size
+                self.shapes[tuple(tensor.shape), tensor.dtype] += 1
+            self._holders[address] += 1
+            weakref.finalize(kept, self._let_go, address, size)
+        return kept
+
+    def _let_go(self, address: int, size: int) -> None:
+        self._holders[address] -= 1
+        if not self._holders[address]:
+            self.bytes -= size
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes by kind at one moment of a step."""
+
+    seconds: float
+    """Since the timeline began."""
+    phase: str
+    """`forward`, `backward` or `optimizer`."""
+    held: dict[str, int]
+    """Bytes of `parameters`, `optimizer states`, `gradients` and `activations`."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.held.values())
+
+
+class MemoryTimeline(Phases):
+    """Phases that also note the bytes held: around each phase, at each gradient, and after the update.
+
+    Args:
+        model: the bare model.
+        optimizer: steps it.
+
+    Attributes:
+        moments: in order of time.
+        saved: counts the activations.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer):
+        super().__init__()
+        self.model, self.optimizer = model, optimizer
+        self.saved, self.moments = SavedForBackward(model), list[Moment]()
+        self._phase, self._start = "", time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the block's time towards ``name``, and note what is held as it begins and as it ends."""
+        self._phase = name
+        self.note()
+        with super().__call__(name), self.saved if name == "forward" else contextlib.nullcontext():
+            yield
+        self.note()
+
+    def note(self, *_: object) -> None:
+        """Add a moment."""
+        held = bytes_by_kind(self.model, self.optimizer) | {"activations": self.saved.bytes}
+        self.moments.append(Moment(time.perf_counter() - self._start, self._phase, held))
+
+
+@contextlib.contextmanager
+def memory_timeline(trainer: "BasicTrainer") -> Iterator[MemoryTimeline]:
+    """Watch the memory of the steps that a trainer takes in the block; its own code runs unchanged."""
+    timeline, phases = MemoryTimeline(trainer.model, trainer.optimizer), trainer.phases
+    hooks = [p.register_post_accumulate_grad_hook(timeline.note) for p in trainer.model.parameters()]
+    hooks += [module.register_forward_hook(timeline.note) for module in trainer.model.modules()]
+    hooks.append(trainer.optimizer.register_step_post_hook(timeline.note))
+    trainer.phases = timeline
+    try:
+        yield timeline
+    finally:
+        trainer.phases = phases
+        for hook in hooks:
+            hook.remove()
+
+
+def padding_share(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
+    """Share of a loader's tokens that are padding, where each batch is padded to its longest row.
+
+    Args:
+        lengths: tokens of each row.
+        batches: row numbers of each batch.
+    """
+    lengths = np.asarray(lengths)
+    real = sum(lengths[rows].sum() for rows in batches)
+    return float(1 - real / sum(len(rows) * lengths[rows].max() for rows in batches))
