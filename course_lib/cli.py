@@ -83,14 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(line: str, code: int) -> int:
-    """Say what was wrong, once: rank 0 at once, another rank only if it is still alive a second later.
+    """Say what was wrong, once: rank 0 at once, another rank only if it is still alive three seconds later.
 
     Where every rank meets the same mistake, the launcher ends the others as soon as rank 0 has
-    spoken; where one rank alone does, that second is all it costs.
+    ended; where one rank alone does, those seconds are all it costs.
     """
     rank = int(os.environ.get("RANK", 0))
     if rank:
-        time.sleep(1.0)
+        time.sleep(3.0)
         line = f"rank {rank}: {line}"
     print(f"course: {line}", file=sys.stderr, flush=True)
     return code

@@ -68,7 +68,8 @@ class Collator:
             labels = np.where(real, input_ids, IGNORE)
         else:
             labels = np.full_like(input_ids, IGNORE)
-            seeds = [row.get("mask_seed", ids) for row, ids in zip(rows, tokens, strict=True)]
+            seeds = [row["mask_seed"] if "mask_seed" in row else list(map(int, ids))
+                     for row, ids in zip(rows, tokens, strict=True)]
             input_ids[real], labels[real] = self.mask(input_ids[real], lengths, seeds)
         labels[ignored] = IGNORE
         batch = {"input_ids": input_ids, "attention_mask": real.astype(np.int64), "labels": labels}

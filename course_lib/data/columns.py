@@ -11,7 +11,7 @@ from course_lib.data.cache import column, digest
 from course_lib.errors import DataError, nearest
 
 TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
-LABEL_NAMES = ("label", "labels", "sentiment", "class", "target", "category", "emotion", "coarse_label")
+LABEL_NAMES = ("label", "labels", "sentiment", "class", "target", "category", "emotion")
 MISSING_LABELS = ("", "-1")
 """What stands for no label, besides null: an empty field, and the Hub's number for a hidden one."""
 
@@ -50,7 +50,7 @@ def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset
     values = column(rows, name)
     kind = values.type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
-        raise DataError(f"column `{name}` of the {split} split holds {kind}, not text",
+        raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not text",
                         "name another with --text_column")
     texts = pc.fill_null(values.cast(pa.string()), "")
     return datasets.Dataset(pa.table({"text": texts}), fingerprint=digest(rows._fingerprint, name))
@@ -76,8 +76,9 @@ def label_column(rows: datasets.Dataset, name: str, split: str) -> pa.Array:
         names = _as_names(values, name, split)
     missing = pc.or_kleene(pc.is_null(names), pc.is_in(pc.utf8_trim_whitespace(names), pa.array(MISSING_LABELS)))
     if (row := pc.index(missing, True).as_py()) >= 0:
+        elsewhere = "" if split == "train" else f", or name another split with --{split}_split"
         raise DataError(f"row {row} (from 0) of the {split} split has no label in column `{name}`",
-                        "give every row a class, or leave such rows out")
+                        f"give every row a class{elsewhere}")
     return names
 
 
@@ -92,9 +93,14 @@ def _as_names(values: pa.Array, name: str, split: str) -> pa.Array:
         values = values.cast(pa.int64())
     elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
               or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"column `{name}` of the {split} split holds {kind}, not one class a row",
+        raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not one class a row",
                         "name another with --label_column")
     return values.cast(pa.string())
+
+
+def _shown(kind: pa.DataType) -> str:
+    """A type in words; readers of JSON have one of their own for values of several types."""
+    return "values of several types" if isinstance(kind, pa.BaseExtensionType) else str(kind)
 
 
 def name_classes(names: pa.Array, feature: object) -> tuple[str, ...]:
@@ -130,7 +136,7 @@ def cut(size: int, fraction: float, seed: int, labels: np.ndarray | None = None)
 
     Args:
         size: number of rows.
-        fraction: share to hold out; at least one row is.
+        fraction: share to hold out; at least one row is, where a class has two.
         seed: decides which rows.
         labels: int [size], the classes; None for no classes.
     """

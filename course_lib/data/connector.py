@@ -1,5 +1,6 @@
 """DataConnector: from a data set's name to clean text and numbered classes, in train, validation and test splits."""
 
+import itertools
 from dataclasses import dataclass
 
 import datasets
@@ -71,8 +72,7 @@ class DataConnector:
         source, notes = sources.find(self.config), list[str]()
         chosen = self._choose_splits(source, notes)
         rows = {split: self._read(source, own_name, split, notes) for split, own_name in chosen.items()}
-        label_names = columns.name_classes(rows["train"].names, rows["train"].feature) if self._classifies else None
-        splits = self._number(rows, label_names)
+        splits, label_names = self._number(rows)
         if "validation" not in splits:
             splits = self._cut_validation(splits, notes)
         if "test" not in splits:
@@ -98,6 +98,9 @@ class DataConnector:
             elif synonyms:
                 chosen[split] = synonyms[0]
                 notes.append(f"the split `{synonyms[0]}` is the {split} split")
+        for first, second in itertools.combinations(chosen, 2):
+            if chosen[first] == chosen[second]:
+                notes.append(f"{first} and {second} are the same split, `{chosen[first]}`")
         return chosen
 
     def _read(self, source: sources.Source, own_name: str, split: str, notes: list[str]) -> _Rows:
@@ -139,13 +142,17 @@ class DataConnector:
         key = digest(FORMAT, "clean", tidy, lowercase, column_digest(rows, "text"))
         return cached_map(rows, normalise, key=key, features=rows.features, describe=f"Cleaning {split}")
 
-    def _number(self, rows: dict[str, _Rows], label_names: tuple[str, ...] | None) -> dict[str, datasets.Dataset]:
-        """Each split with its classes as numbers."""
-        if label_names is None:
-            return {split: each.texts for split, each in rows.items()}
-        known = rows["train"].names.unique()
+    def _number(self, rows: dict[str, _Rows]) -> tuple[dict[str, datasets.Dataset], tuple[str, ...] | None]:
+        """Each split with its classes as numbers, and the names of the classes."""
+        if not self._classifies:
+            return {split: each.texts for split, each in rows.items()}, None
+        train = rows["train"]
+        known, label_names = train.names.unique(), columns.name_classes(train.names, train.feature)
+        if len(label_names) < 2:
+            raise DataError(f"every row of the training split has the label `{label_names[0]}`",
+                            "a classifier needs two classes: check --label_column")
         return {split: columns.with_labels(each.texts, columns.number_classes(each.names, label_names, known, split))
-                for split, each in rows.items()}
+                for split, each in rows.items()}, label_names
 
     def _cut_validation(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
         """Hold out a part of the training split as the validation split."""

@@ -16,6 +16,9 @@ KINDS = {".csv": "csv", ".tsv": "tsv", ".json": "json", ".jsonl": "json", ".ndjs
          ".txt": "text"}
 """How a file is read, by its suffix."""
 
+BAR_BYTES = 10_000_000
+"""Size above which reading is long enough for a progress bar."""
+
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -55,9 +58,10 @@ def read_split(files: Sequence[Path]) -> datasets.Dataset:
         DataError: a file is empty, not UTF-8, or cannot be read as its kind.
     """
     kind, shown = KINDS[files[0].suffix.lower()], ", ".join(map(str, files))
-    with _reading(shown, kind):
+    large = sum(file.stat().st_size for file in files) > BAR_BYTES
+    with _reading(shown, kind), progress_bars(large):
         if kind == "parquet":
-            return datasets.Dataset.from_parquet(list(map(str, files)))
+            return datasets.Dataset.from_parquet(list(map(str, files)), batch_size=1000)
         has_blank_line = [check_text(file) for file in files]
         paths = list(map(str, files))
         if kind == "json":
@@ -73,12 +77,11 @@ def read_split(files: Sequence[Path]) -> datasets.Dataset:
 
 @contextlib.contextmanager
 def _reading(shown: str, kind: str) -> Iterator[None]:
-    """Turn whatever a file makes of its reader into one clear line; no bars but on the main rank."""
+    """Turn whatever a file makes of its reader into one clear line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # `datasets` logs what it then raises
     try:
-        with progress_bars():
-            yield
+        yield
     except DataError:
         raise
     except Exception as error:
@@ -88,6 +91,8 @@ def _reading(shown: str, kind: str) -> Iterator[None]:
         if isinstance(cause, OSError) and cause.errno:
             raise DataError(f"cannot read {shown} into the cache of data sets ({cause})",
                             "set HF_DATASETS_CACHE to a folder that can be written and has room") from error
+        if "corresponds to no data" in str(cause):
+            raise DataError(f"{shown} has no rows", "give a file with at least one row") from error
         raise DataError(f"{shown} cannot be read as {kind} ({first_line(cause)})",
                         "mend the file, or give another kind") from error
     finally:

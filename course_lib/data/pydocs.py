@@ -26,11 +26,11 @@ def load_pydocs() -> datasets.Dataset:
 def documents() -> Iterator[str]:
     """Each topic of ``help()``, then the docstrings of each module of the standard library in the order of its source.
 
-    The order is that of the topics' and the modules' names. A docstring that occurred before is left out.
+    The order is that of the topics' and the modules' names. What occurred before is left out.
     """
     from pydoc_data import topics
 
-    yield from (text.strip() for _, text in sorted(topics.topics.items()))
+    yield from dict.fromkeys(text.strip() for _, text in sorted(topics.topics.items()))
     library, seen = Path(sysconfig.get_path("stdlib")), set[str]()
     for path in sorted(library.rglob("*.py")):
         if LEFT_OUT.isdisjoint(path.relative_to(library).parts):

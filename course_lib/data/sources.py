@@ -8,7 +8,7 @@ from pathlib import Path
 
 import datasets
 from datasets.utils import logging
-from huggingface_hub import HfApi, constants
+from huggingface_hub import DatasetInfo, HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -111,13 +111,14 @@ def _hub(name: str, configuration: str | None) -> Source:
     repository = known.repository if known else plain
     problem = machine.hub_problem(HUB_TIMEOUT)
     if problem:
-        where = "from the Hub's local cache"
+        where, licence = "from the Hub's local cache", None
         offline = f"{', '.join(OFFLINE_NAMES)} and local files work offline"
         if revision:
             raise DataError(f"revision `{revision}` of `{plain}` needs the Hub, which cannot be reached ({problem})",
                             offline)
     else:
-        where = f"at {_commit(plain, repository, revision)[:12]} from the Hub"
+        info = _look_up(plain, repository, revision)
+        where, licence = f"at {str(info.sha)[:12]} from the Hub", info.card_data.license if info.card_data else None
     try:
         with _quiet(offline=problem is not None), progress_bars():
             splits = datasets.load_dataset(repository, configuration, revision=revision or None)
@@ -131,16 +132,15 @@ def _hub(name: str, configuration: str | None) -> Source:
                             "choose one with --dataset_config") from error
         raise DataError(f"data set `{name}` cannot be loaded ({localfiles.first_line(error)})",
                         "give a data set of CSV, JSON or Parquet files, or a local copy") from error
-    licence = next(iter(splits.values())).info.license
     facts = [f"{repository} {where}", known.citation if known else "", f"licence {licence}" if licence else ""]
     return Source(plain, "; ".join(filter(None, facts)), splits, splits.__getitem__, known.text if known else None,
                   known.label if known else None)
 
 
-def _commit(name: str, repository: str, revision: str) -> str:
-    """The commit that a revision means; asked first, because load_dataset hides what is wrong behind its cache."""
+def _look_up(name: str, repository: str, revision: str) -> DatasetInfo:
+    """What the Hub knows of a data set; asked first, because load_dataset hides what is wrong behind its cache."""
     try:
-        return str(HfApi().dataset_info(repository, revision=revision or None, timeout=30).sha)
+        return HfApi().dataset_info(repository, revision=revision or None, timeout=30)
     except GatedRepoError as error:
         raise DataError(f"data set `{name}` is gated",
                         f"accept its terms at {constants.ENDPOINT}/datasets/{repository}, then run `hf auth login` or "

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -10,43 +11,119 @@ from matplotlib.ticker import MaxNLocator
 from course_lib.figures.style import COLOURS, PREDICTED, canvas, end_label
 from course_lib.training.anatomy import Moment, padding_share
 
+KINDS = ("parameters", "optimizer states", "gradients", "activations")
 MB = 1e6
 
 
 def memory_over_steps(moments: Sequence[Moment]) -> Figure:
-    """Bytes by kind, stacked, over the time of the steps that were watched."""
+    """Bytes by kind, stacked, over the time of two or more steps."""
     seconds = np.array([moment.seconds for moment in moments])
-    kinds = ("parameters", "optimizer states", "gradients", "activations")
-    held = {kind: np.array([moment.held[kind] for moment in moments]) / MB for kind in kinds}
-    total = sum(held.values())
-    peak = int(np.argmax(total))
-    first = next(i for i in range(1, len(moments)) if moments[i - 1].phase == "optimizer" != moments[i].phase)
-    title = f"Step 1 peaks at {total[:first].max():.0f} MB, step 2 at {total[first:].max():.0f} MB"
+    held = [np.array([moment.held[kind] for moment in moments]) / MB for kind in KINDS]
+    total = np.sum(held, axis=0)
+    begins = [0] + [i for i in range(1, len(moments)) if moments[i].phase != moments[i - 1].phase]
+    steps = [i for i in begins if moments[i].phase == "forward"]
+    peaks = [max(total[start:end]) for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)]
+    title = ", ".join(f"step {i + 1} peaks at {peak:.0f} MB" for i, peak in enumerate(peaks)).capitalize()
     with canvas(title) as (figure, axes):
-        axes.stackplot(seconds, *held.values(), colors=[COLOURS[kind] for kind in kinds], step="post", linewidth=0)
-        axes.set(xlabel="seconds", ylabel="MB held", xlim=(0, seconds[-1]), ylim=(0, total.max() * 1.22))
+        axes.stackplot(seconds, *held, colors=[COLOURS[kind] for kind in KINDS], step="post", linewidth=0)
+        top = total.max() * 1.2
+        axes.set(xlabel="seconds", ylabel="MB held", xlim=(0, seconds[-1]), ylim=(0, top))
         base = np.zeros(len(moments))
-        for kind in kinds:
-            _name_area(axes, seconds, base, held[kind], kind, total.max())
-            base += held[kind]
-        starts = [0] + [i for i in range(1, len(moments)) if moments[i].phase != moments[i - 1].phase]
-        for start, end in zip(starts, [*starts[1:], len(moments) - 1], strict=True):
-            if seconds[end] - seconds[start] > 0.08 * seconds[-1]:
-                axes.text((seconds[start] + seconds[end]) / 2, total.max() * 1.19, moments[start].phase, ha="center",
-                          va="top", color=COLOURS["neutral"], fontsize=9)
-            axes.axvline(seconds[start], color="white" if start else "none", linewidth=1)
-            axes.axvline(seconds[start], ymin=0.9, color=COLOURS["neutral"] if start else "none", linewidth=0.6)
-        axes.plot(seconds[peak], total[peak], "o", color="black", markersize=4)
-        axes.annotate("peak", (seconds[peak], total[peak]), xytext=(-6, 2), textcoords="offset points", ha="right")
+        for kind, height in zip(KINDS, held, strict=True):
+            _name_area(axes, seconds, base, height, kind)
+            base += height
+        for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
+            axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
+            if seconds[end] - seconds[begin] > 0.1 * seconds[-1]:
+                axes.text((seconds[begin] + seconds[end]) / 2, top, moments[begin].phase, ha="center", va="top",
+                          color=COLOURS["neutral"])
+        axes.plot(seconds[total.argmax()], total.max(), "o", color="black", markersize=5)
     return figure
 
 
-def _name_area(axes, seconds: np.ndarray, base: np.ndarray, height: np.ndarray, name: str, top: float) -> None:
-    """Write an area's name where it is tallest."""
-    if height.max() > 0.06 * top:
-        at = np.flatnonzero(height >= 0.85 * height.max())
-        widest = max(np.split(at, np.flatnonzero(np.diff(at) > 1) + 1), key=lambda run: seconds[run[-1]] - seconds[run[0]])
-        middle = (seconds[widest[0]] + seconds[widest[-1]]) / 2
-        where = widest[int(np.argmin(abs(seconds[widest] - middle)))]
-        axes.text(middle, base[where] + height[where] / 2, name, ha="center", va="center", color="white",
-                  fontweight="bold", fontsize=9)
+def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.ndarray, name: str) -> None:
+    """Write an area's name into its tallest part."""
+    tall = np.flatnonzero(height >= 0.8 * height.max())
+    parts = np.split(tall, np.flatnonzero(np.diff(tall) > 1) + 1)
+    part = max(parts, key=lambda part: seconds[part[-1]] - seconds[part[0]])
+    middle = part[np.argmin(abs(seconds[part] - seconds[part].mean()))]
+    axes.text(seconds[middle], base[middle] + height[middle] / 2, name, ha="center", va="center", color="white",
+              fontweight="bold")
+
+
+def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Figure:
+    """Milliseconds of a step by phase: measured solid, predicted hollow.
+
+    Args:
+        measured: ms by phase.
+        predicted: ms of those phases for which there is a prediction.
+    """
+    longest = max(measured, key=measured.__getitem__)
+    title = f"{longest.capitalize()} takes {measured[longest] / sum(measured.values()):.0%} of a step"
+    with canvas(title, height=2.8) as (figure, axes):
+        for row, (phase, ms) in enumerate(measured.items()):
+            axes.barh(row, ms, height=0.42, color=COLOURS[phase])
+            axes.text(ms, row, f" {ms:.3g} ms", va="center")
+            if phase in predicted:
+                axes.barh(row + 0.36, predicted[phase], height=0.22, edgecolor=COLOURS[phase], **PREDICTED)
+                axes.text(predicted[phase], row + 0.36, f" predicted {predicted[phase]:.3g} ms", va="center",
+                          color=COLOURS["neutral"], fontsize=9)
+        axes.set_yticks(range(len(measured)), list(measured))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x")
+        axes.set(xlabel="ms a step", xlim=(0, 1.25 * max([*measured.values(), *predicted.values()])))
+    return figure
+
+
+def padding_grids(lengths: Sequence[int], orders: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
+    """Batches as grids of tokens, a row of the data a line: tokens coloured, padding grey.
+
+    Args:
+        lengths: tokens of each row of the data.
+        orders: by name, the batches to draw, as row numbers.
+    """
+    lengths = np.asarray(lengths)
+    shares = {name: padding_share(lengths, batches) for name, batches in orders.items()}
+    title = "Padding: " + ", ".join(f"{share:.0%} of the tokens {name}" for name, share in shares.items())
+    columns = np.arange(max(lengths[rows].max() for batches in orders.values() for rows in batches))
+    colours = ListedColormap(["white", COLOURS["idle"], COLOURS["forward"]])
+    with canvas(title, ncols=len(orders), sharex=True, sharey=True) as (figure, panels):
+        for axes, (name, batches) in zip(panels, orders.items(), strict=True):
+            bands = [0 + (columns < lengths[rows].max()) + (columns < lengths[rows, None]) for rows in batches]
+            axes.imshow(np.concatenate(bands), cmap=colours, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
+            for edge in np.cumsum([len(rows) for rows in batches])[:-1]:
+                axes.axhline(edge - 0.5, color="black", linewidth=0.8)
+            axes.grid(visible=False)
+            axes.set(title=name, xlabel="tokens")
+        panels[0].set(ylabel="rows, a batch between two lines")
+        panels[0].yaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: Mapping[int, float],
+                   wrong_name: str) -> Figure:
+    """The losses of a run, and of the same run stopped and resumed.
+
+    Args:
+        whole: loss of each step, from step 1.
+        resumed: losses by step after the stop, from a whole checkpoint.
+        wrong: losses by step after the stop, from a part of the checkpoint.
+        wrong_name: which part.
+    """
+    apart = max(abs(whole[step - 1] - loss) for step, loss in resumed.items())
+    title = (f"The resumed run repeats all {len(resumed)} losses to the bit" if apart == 0
+             else f"The resumed run differs by up to {apart:.1e}")
+    with canvas(title) as (figure, axes):
+        axes.plot(range(1, len(whole) + 1), whole, color=COLOURS["idle"], linewidth=7, solid_capstyle="round")
+        axes.plot(list(wrong), list(wrong.values()), "o--", color=COLOURS["wrong"], markersize=4, linewidth=1.2)
+        axes.plot(list(resumed), list(resumed.values()), "o-", color=COLOURS["right"], markersize=4, linewidth=1.2)
+        axes.axvline(min(resumed) - 0.5, color=COLOURS["neutral"], linestyle=":", linewidth=1)
+        axes.text(min(resumed) - 0.6, min(whole), "stopped here ", ha="right", va="bottom", color=COLOURS["neutral"])
+        axes.annotate("the whole run", (2, whole[1]), xytext=(0, -16), textcoords="offset points", va="top",
+                      color=COLOURS["neutral"], fontweight="bold")
+        end_label(axes, max(resumed), resumed[max(resumed)], "resumed", COLOURS["right"])
+        end_label(axes, max(wrong), wrong[max(wrong)], wrong_name, COLOURS["wrong"])
+        axes.set(xlabel="optimizer step", ylabel="loss (nats a target)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure

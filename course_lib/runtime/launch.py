@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -141,19 +142,27 @@ def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
 
 def _start(job: Job, num_processes: int, start_method: str) -> None:
     """Start the ranks and wait until they have ended."""
-    if start_method == "fork" and num_processes > 1:
-        elastic = logging.getLogger("torch.distributed.elastic")
-        level = elastic.level
-        elastic.setLevel(logging.CRITICAL)  # it would report every failure again, without the cause
-        try:
+    # torch would report every failure once more, without its cause.
+    with _quiet("torch.distributed.elastic"), _quiet("torch.multiprocessing.spawn"):
+        if start_method == "fork" and num_processes > 1:
             with mock.patch.object(launchers, "print", create=True):  # "Launching training on 2 CUDAs", on a CPU
                 # It tells a process its rank by the environment.
                 notebook_launcher(lambda: job(int(os.environ["RANK"])), num_processes=num_processes,
                                   use_port=str(job.port))
-        finally:
-            elastic.setLevel(level)
-    else:
-        start_processes(job, nprocs=num_processes, start_method=start_method)
+        else:
+            start_processes(job, nprocs=num_processes, start_method=start_method)
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Let a logger say nothing but what is critical."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -195,7 +204,7 @@ class _Watch(threading.Thread):
         self.log_folders: set[Path] = set()
         self.outcomes: dict[int, Returned | Failure] = {}
         self.grace: float | None = None  # when the ranks are ended after a failure
-        self.hung = False
+        self.hung = self.ended = False
         self.selector = selectors.DefaultSelector()
         self.wake, self.waker = multiprocessing.Pipe(duplex=False)
 
@@ -222,7 +231,7 @@ class _Watch(threading.Thread):
             data = b""
         if not data:
             self.selector.unregister(end)
-            if kind == "control" and rank not in self.outcomes:
+            if kind == "control" and rank not in self.outcomes and not self.ended:
                 self._take(rank, Failure(self._how_it_died(rank), time.monotonic(), consequence=False))
         elif kind == "output":
             self.shown.feed(rank, data)
@@ -291,6 +300,7 @@ class _Watch(threading.Thread):
 
     def kill(self) -> None:
         """End every rank with the processes that it started: each leads a session of its own."""
+        self.ended = True
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -313,7 +323,11 @@ class _Watch(threading.Thread):
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         else:
             codes = {error.error_index: getattr(error, "exit_code", 1)}  # type: ignore[attr-defined]
-        self.exit_codes = codes
+        for rank, code in codes.items():
+            outcome = self.outcomes.get(rank)
+            if isinstance(outcome, Failure) and outcome.summary == "died":
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                self.outcomes[rank] = replace(outcome, summary=how)
 
     def end(self) -> None:
         """Called when the launcher is done, for better or worse: read what is left and clear up."""
@@ -344,7 +358,8 @@ class _Watch(threading.Thread):
         """The return values, or the error that tells what happened first."""
         failures = {rank: o for rank, o in self.outcomes.items() if isinstance(o, Failure)}
         if self.hung:
-            raise RanksHung(timeout, {rank: stack.decode(errors="replace") for rank, stack in self.stacks.items()})
+            raise RanksHung(timeout, {rank: _own_frames(stack.decode(errors="replace"))
+                                      for rank, stack in self.stacks.items()})
         if failures:
             rank = min(failures, key=lambda r: (failures[r].consequence, failures[r].at))
             said = {other: failure.summary for other, failure in failures.items() if other != rank}
@@ -355,3 +370,13 @@ class _Watch(threading.Thread):
         if len(self.outcomes) < len(self.own):
             raise LaunchError("the ranks ended before they started", "look at what they printed")
         return [pickle.loads(self.outcomes[rank].value) for rank in range(len(self.own))]  # type: ignore[union-attr]
+
+
+def _own_frames(stack: str) -> str:
+    """A stack as faulthandler writes it, less the frames below the function that was launched."""
+    threads = []
+    for thread in stack.split("\n\n"):
+        lines = thread.splitlines()
+        below = next((i for i, line in enumerate(lines) if "runtime/worker.py" in line), len(lines))
+        threads.append("\n".join(lines[:below]))
+    return "\n\n".join(threads)

@@ -49,16 +49,27 @@ def asked_of_accelerate() -> int | None:
         command = psutil.Process().parent().cmdline()  # type: ignore[union-attr]
     except (psutil.Error, AttributeError):
         return None
-    if "launch" not in command or not any("accelerate" in os.path.basename(part) for part in command[:4]):
+    arguments = _after_launch(command)
+    if arguments is None:
         return None
     from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    arguments = launch_command_parser().parse_args(command[command.index("launch") + 1 :])
-    if arguments.num_processes is not None:
-        return arguments.num_processes
-    if arguments.config_file or os.path.isfile(default_config_file):
-        return load_config_from_file(arguments.config_file).num_processes
+    launch = launch_command_parser().parse_args(arguments)
+    if launch.num_processes is not None:
+        return launch.num_processes
+    if launch.config_file or os.path.isfile(default_config_file):
+        return load_config_from_file(launch.config_file).num_processes
+    return None
+
+
+def _after_launch(command: list[str]) -> list[str] | None:
+    """What follows ``accelerate launch`` or ``-m accelerate.commands.launch`` in a command line, else None."""
+    for i, part in enumerate(command[:5]):
+        if part.endswith(("accelerate.commands.launch", "accelerate/commands/launch.py", "accelerate-launch")):
+            return command[i + 1 :]
+        if os.path.basename(part) == "accelerate" and command[i + 1 : i + 2] == ["launch"]:
+            return command[i + 2 :]
     return None
 
 

@@ -29,7 +29,7 @@ import joblib
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from torch.multiprocessing import _prctl_pr_set_pdeathsig
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from course_lib.errors import LaunchError
 
@@ -120,6 +120,8 @@ class Job:
         os.read(ends.control.fileno(), 1)
         atexit._run_exitfuncs()
         _flush()
+        if isinstance(self.call, bytes):
+            os._exit(0)  # a spawned interpreter would run its exit functions a second time
 
     def _run(self, rank: int) -> Returned | Failure:
         # Everything that a rank can raise is for the caller to see, SystemExit and KeyboardInterrupt too.
@@ -156,7 +158,7 @@ def _redirect_output(descriptor: int) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = (
-        open(standard, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        open(standard, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         for standard in (1, 2)
     )
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
@@ -187,11 +189,12 @@ def _set_up(rank: int, num_processes: int, port: int, device: str) -> None:
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where Accelerate imports it, warns of a guess
         _let_partial_state_read_the_environment()
 
 
 def _let_partial_state_read_the_environment() -> None:
-    """`PartialState()` finds the CPU ranks as `Accelerator()` does; Accelerate reads ACCELERATE_USE_CPU in one alone."""
+    """Let `PartialState()` find the CPU ranks as `Accelerator()` does, which alone reads ACCELERATE_USE_CPU."""
     original = PartialState.__init__
 
     @functools.wraps(original)
@@ -234,8 +237,9 @@ def _failure(error: BaseException) -> Failure:
     while frames and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     try:
-        cause: bytes | None = pickle.dumps(error)
-        pickle.loads(cause)
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+        cause: bytes | None = pickled
     except Exception:  # an exception's own reduction may raise anything; its text has been taken
         cause = None
     return Failure(

@@ -23,8 +23,6 @@ from course_lib.runtime.phases import Phases
 if TYPE_CHECKING:
     from course_lib.training.basic import BasicTrainer
 
-Shape = tuple[tuple[int, ...], torch.dtype]
-
 
 def bytes_by_kind(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Bytes of ``parameters``, ``gradients`` and ``optimizer states`` that stand now; a tied weight counts once."""
@@ -53,11 +51,12 @@ class SavedForBackward(saved_tensors_hooks):
 
     Attributes:
         bytes: kept now; falls while backward lets go.
-        shapes: how often a tensor of each shape and dtype was kept, a storage counted once.
+        kept: shape, dtype and bytes of each storage so far, in order; shape and dtype are those of the tensor that
+            was the first to save it.
     """
 
     def __init__(self, model: nn.Module):
-        self.bytes, self.shapes = 0, Counter[Shape]()
+        self.bytes, self.kept = 0, list[tuple[tuple[int, ...], torch.dtype, int]]()
         self._left_out = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self._holders = Counter[int]()
         super().__init__(self._keep, lambda kept: kept.tensor)
@@ -68,7 +67,7 @@ class SavedForBackward(saved_tensors_hooks):
         if address not in self._left_out:
             if not self._holders[address]:
                 self.bytes += size
-                self.shapes[tuple(tensor.shape), tensor.dtype] += 1
+                self.kept.append((tuple(tensor.shape), tensor.dtype, size))
             self._holders[address] += 1
             weakref.finalize(kept, self._let_go, address, size)
         return kept

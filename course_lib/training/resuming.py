@@ -54,12 +54,12 @@ def resume(trainer: TrainerFrame) -> None:
         checkpoint.verify(folder)
     trainer.barrier()
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    _load_model(trainer, tensorfile.load(folder / "model.safetensors"), folder)
     for name, value in identity(trainer).items():
         if saved["run"][name] != value:
             raise CheckpointError(f"checkpoint {folder} was saved with {name} {saved['run'][name]}, "
                                   f"and this run has {value}",
                                   "make them equal, so that its data position means the same rows")
-    _load_model(trainer, tensorfile.load(folder / "model.safetensors"), folder)
     _load_optimizer(trainer, tensorfile.load(folder / "optimizer.safetensors"), folder)
     engine = tensorfile.load(folder / "engine.safetensors")
     trainer.scheduler.load_state_dict(engine["scheduler"])

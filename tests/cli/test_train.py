@@ -67,7 +67,7 @@ def test_causal_and_masked_language_models(course, tmp_path):
 @pytest.mark.parametrize(("launcher", "options", "env"), [
     ((), ("--num_processes", "2"), {}),
     ((*ACCELERATE, "--cpu", "--num_processes", "2"), (), {}),
-    ((*TORCHRUN, "--nproc_per_node", "2", "--master_port", "0"), (), {"OMP_NUM_THREADS": "1"}),
+    ((*TORCHRUN, "--standalone", "--nproc_per_node", "2"), (), {"OMP_NUM_THREADS": "1"}),
 ], ids=["plainly", "accelerate-launch-that-starts-one", "torchrun"])
 def test_two_ranks_however_it_is_started(tmp_path, launcher, options, env):
     done = run("train", *QUICK, "--output_dir", tmp_path, *options, launcher=launcher, **env)
@@ -82,7 +82,7 @@ def test_two_ranks_however_it_is_started(tmp_path, launcher, options, env):
 @pytest.mark.timeout(120)
 def test_fewer_ranks_than_asked_for_are_refused(tmp_path):
     done = run("train", *QUICK, "--output_dir", tmp_path, "--num_processes", "3",
-               launcher=(*TORCHRUN, "--nproc_per_node", "2", "--master_port", "0"), OMP_NUM_THREADS="1")
+               launcher=(*TORCHRUN, "--standalone", "--nproc_per_node", "2"), OMP_NUM_THREADS="1")
     assert done.returncode != 0 and "num_processes is 3, and the launcher started 2" in done.stderr
     assert not (tmp_path / "summary.json").exists()
 

@@ -104,7 +104,7 @@ def test_every_switch_trains(trainer_of, options):
     trainer = trainer_of(**({"max_steps": 20, "max_train_samples": 8, "batch_size": rows} | options))
     trainer.train()
     losses = losses_of(trainer)
-    assert len(losses) == 20 and sum(losses[-3:]) < 0.8 * sum(losses[:3]), losses  # the same 8 rows, learnt by heart
+    assert len(losses) == 20 and sum(losses[-3:]) / 3 < 0.9 * losses[0], losses  # the same 8 rows, learnt by heart
 
 
 @pytest.mark.timeout(120)

@@ -1,0 +1,203 @@
+"""The launcher: real ranks, labelled output, first causes, stacks of hung ranks, and nothing left running."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import nbformat
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+
+from course_lib.errors import ConfigError, LaunchError
+from course_lib.runtime.launch import RankError, RanksHung, launch
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """No process, descriptor or environment variable outlives a launch."""
+    before = environment(), len(os.listdir("/proc/self/fd"))
+    yield
+    # Python's resource tracker is one process for all spawned ones, and stays.
+    below = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    assert not psutil.wait_procs(below, timeout=5)[1]
+    assert environment() == before[0]
+    assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
+
+
+def environment():
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def add_up(value):
+    dist.init_process_group("gloo")
+    tensor = torch.full((3,), float(rank() + value))
+    dist.all_reduce(tensor)
+    return {"rank": rank(), "sum": tensor, "world": dist.get_world_size()}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
+def test_values_come_back_by_rank(num_processes):
+    results = launch(add_up, 10, num_processes=num_processes, timeout=60)
+    expected = sum(10.0 + r for r in range(num_processes))
+    assert [result["rank"] for result in results] == list(range(num_processes))
+    assert all(torch.equal(result["sum"], torch.full((3,), expected)) for result in results)
+    assert results[0]["world"] == num_processes
+
+
+def test_a_closure_and_the_callers_memory_after_it_used_its_cores():
+    torch.randn(400, 400) @ torch.randn(400, 400)
+    big = torch.arange(160_000).view(400, 400)
+    assert launch(lambda scale: int(big.sum()) * scale, scale=2) == [int(big.sum()) * 2] * 2
+
+
+def test_accelerate_finds_the_ranks():
+    def look():
+        state, accelerator = PartialState(), Accelerator()
+        return state.num_processes, accelerator.num_processes, accelerator.process_index, str(accelerator.device.type)
+
+    Accelerator()  # one in the notebook itself does not stand in the way
+    assert launch(look) == [(2, 2, 0, "cpu"), (2, 2, 1, "cpu")]
+
+
+def test_cores_are_shared_out(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch(torch.get_num_threads) == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+
+
+def talk():
+    for i in range(20):
+        print("line", i, "of", rank(), flush=True)
+        time.sleep(0.002)
+    sys.stderr.write("a warning\n")
+    os.system("echo from a shell")
+    print("no newline", end="")
+
+
+def test_output_is_labelled_line_by_line(capsys):
+    launch(talk)
+    lines = capsys.readouterr().out.splitlines()
+    for r in (0, 1):
+        mine = [line.removeprefix(f"[rank {r}] ") for line in lines if line.startswith(f"[rank {r}] ")]
+        assert [line for line in mine if line.startswith("line")] == [f"line {i} of {r}" for i in range(20)]
+        assert {"a warning", "from a shell", "no newline"} <= set(mine)
+    assert all(re.match(r"\[rank [01]\] ", line) for line in lines), "something came without its label"
+
+
+def test_output_can_be_dropped(capsys):
+    launch(talk, stream=False)
+    assert capsys.readouterr().out == ""
+
+
+def fail_on_one():
+    dist.init_process_group("gloo")
+    if rank() == 1:
+        raise ValueError("bad luck on this rank")
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_the_first_cause_is_raised_at_once_with_its_traceback():
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        launch(fail_on_one, timeout=60)
+    assert time.monotonic() - start < 15
+    assert error.value.rank == 1 and isinstance(error.value.cause, ValueError)
+    assert "rank 1 raised ValueError: bad luck on this rank" in str(error.value)
+    assert "in fail_on_one" in str(error.value)
+
+
+def test_a_users_mistake_is_raised_as_it_was():
+    def wrong():
+        raise ConfigError("batch_size is 0", "use 1")
+
+    with pytest.raises(ConfigError, match="batch_size is 0: use 1"):
+        launch(wrong)
+
+
+@pytest.mark.parametrize(("end", "told"), [
+    (lambda: os._exit(7), "rank 1 exited with code 7"),
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL"),
+])
+def test_a_rank_that_dies_is_named(end, told):
+    def die():
+        if rank() == 1:
+            end()
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=told):
+        launch(die, timeout=60)
+    assert time.monotonic() - start < 15
+
+
+def wait_for_the_other():
+    dist.init_process_group("gloo")
+    subprocess.Popen(["sleep", "300"])  # a child of the rank, which has to go with it
+    if rank() == 0:
+        dist.all_reduce(torch.zeros(1))
+    time.sleep(300)
+
+
+def test_a_hang_ends_with_every_ranks_stack():
+    with pytest.raises(RanksHung) as error:
+        launch(wait_for_the_other, timeout=4)
+    assert set(error.value.stacks) == {0, 1}
+    assert all("wait_for_the_other" in stack for stack in error.value.stacks.values())
+    assert "all_reduce" in error.value.stacks[0] and "all_reduce" not in error.value.stacks[1]
+    assert "worker.py" not in str(error.value)
+
+
+def test_what_cannot_be_returned_is_named():
+    with pytest.raises(LaunchError, match=r"rank \d returned a generator"):
+        launch(lambda: (i for i in range(3)))
+
+
+def test_it_serves_again_after_failures():
+    for _ in range(3):
+        with pytest.raises(RankError):
+            launch(lambda: 1 / 0)
+        assert launch(rank) == [0, 1]
+
+
+def test_what_cannot_be_started_is_refused(monkeypatch):
+    with pytest.raises(LaunchError, match="num_processes is 0"):
+        launch(rank, num_processes=0)
+    with pytest.raises(LaunchError, match="asked for 2 ranks on GPUs, and there are 0"):
+        launch(rank, device="cuda")
+    with pytest.raises(LaunchError, match="this process is rank 0 of a launch already"):
+        launch(lambda: launch(rank))
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(LaunchError, match="WSL"):
+        launch(rank)
+
+
+def test_spawned_ranks():
+    assert [result["rank"] for result in launch(add_up, 1, start_method="spawn", timeout=80)] == [0, 1]
+
+
+def test_from_a_notebook_cell(tmp_path):
+    cells = ["import os\nfrom course_lib.runtime.launch import launch\nimport torch",
+             "factor = 3\ndef work(x):\n    print('working')\n    return int(os.environ['RANK']) + factor * x",
+             "print(launch(work, 2))",
+             "def bad():\n    raise KeyError('missing')\ntry:\n    launch(bad)\nexcept Exception as error:\n"
+             "    print(type(error).__name__, error)"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    subprocess.run([sys.executable, "-m", "papermill", tmp_path / "in.ipynb", tmp_path / "out.ipynb"], check=True)
+    cells = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells
+    text = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    assert "[rank 0] working\n" in text and "[rank 1] working\n" in text and "[6, 7]" in text
+    assert "RankError rank" in text and "KeyError: 'missing'" in text
+    assert "CUDA" not in text and "Launching" not in text

@@ -1,0 +1,323 @@
+"""Every kind of local data, every way to cut and name its splits, and every way in which it can be wrong."""
+
+import ast
+import json
+from collections import Counter
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+
+from course_lib.config import DataConfig
+from course_lib.data import DataConnector, columns, pydocs
+from course_lib.data.cleaning import clean
+from course_lib.errors import DataError
+
+
+def load(path, seed=42, **options):
+    return DataConnector(DataConfig(dataset=str(path), **options), seed).load()
+
+
+def table(size=40, classes=2, texts="text", labels="label"):
+    return pd.DataFrame({texts: [f"words of row {row}" for row in range(size)],
+                         labels: [row % classes for row in range(size)]})
+
+
+def rows_of(data):
+    return {split: list(zip(rows["text"], rows["label"], strict=True)) for split, rows in data.splits.items()}
+
+
+def test_cleaning():
+    assert clean("  so &amp; &lt;b&gt;\n\tCafe\u0301 ") == "so & <b> Café"
+    assert clean("ÀB  c", lowercase=True) == "àb c"
+
+
+WRITERS = {
+    "csv": lambda frame, path: frame.to_csv(path, index=False),
+    "tsv": lambda frame, path: frame.to_csv(path, index=False, sep="\t"),
+    "jsonl": lambda frame, path: frame.to_json(path, orient="records", lines=True),
+    "json": lambda frame, path: frame.to_json(path, orient="records"),
+    "parquet": lambda frame, path: frame.to_parquet(path),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_each_kind_of_file_gives_the_same_data(kind, tmp_path):
+    WRITERS[kind](table(), tmp_path / f"rows.{kind}")
+    data = load(tmp_path / f"rows.{kind}")
+    wanted = [(f"words of row {row}", row % 2) for row in range(40)]
+    got = rows_of(data)
+    assert sorted(got["train"] + got["validation"]) == sorted(wanted) and len(got["validation"]) == 4
+    assert data.label_names == ("0", "1") and data.name == f"rows.{kind}"
+    assert data.splits["train"].features == {"text": datasets.Value("string"), "label": datasets.Value("int64")}
+
+
+# The shapes of data sets on the Hub: columns, number of classes, whether the classes have names.
+SHAPES = {"dair-ai/emotion": (6, ["sadness", "joy", "love", "anger", "fear", "surprise"], "validation"),
+          "imdb": (2, ["neg", "pos"], None),
+          "ag_news": (4, ["World", "Sports", "Business", "Sci/Tech"], None),
+          "yelp_polarity": (2, ["1", "2"], None)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shapes_of_the_hub_as_a_folder_of_parquet(name, tmp_path):
+    classes, names, validation = SHAPES[name]
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    splits = ["train", "test"] + ([validation] if validation else [])
+    for split in splits:
+        rows = datasets.Dataset.from_pandas(table(60, classes), features=features)
+        rows.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    data = load(tmp_path)
+    assert data.label_names == tuple(names)
+    assert list(data.splits) == ["train", "validation", "test"] if validation else ["train", "test", "validation"]
+    assert set(data.splits["train"]["label"]) == set(range(classes))
+    assert len(data.splits["test"]) == 60
+    assert any("no validation split" in note for note in data.notes) == (validation is None)
+    assert not any("no test split" in note for note in data.notes)
+
+
+def test_shards_of_a_split_are_joined_in_order(tmp_path):
+    table(10).to_parquet(tmp_path / "train-00001-of-00002.parquet")
+    table(30).to_parquet(tmp_path / "train-00000-of-00002.parquet")
+    table(10).to_parquet(tmp_path / "valid.parquet")
+    data = load(tmp_path)
+    assert list(data.splits["train"]["text"][:]) == [*table(30)["text"], *table(10)["text"]]
+    assert data.notes == ("the split `valid` is the validation split",
+                          "no test split: the validation split stands in for it")
+
+
+def test_csv_columns_are_text_whatever_they_look_like(tmp_path):
+    frame = pd.DataFrame({"text": ["1", "NA", "null", "2020-01-01", "007", "None"] * 4, "label": list("aabbab") * 4})
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    data = load(tmp_path / "rows.csv")
+    texts = [text for rows in data.splits.values() for text in rows["text"]]
+    assert sorted(texts) == sorted(frame["text"])
+
+
+@pytest.mark.parametrize(("labels", "names"), [
+    (["pos", "neg"], ("neg", "pos")),
+    ([10, 9], ("9", "10")),
+    (["10", "9"], ("9", "10")),
+    ([1.0, 0.0], ("0", "1")),
+    ([True, False], ("false", "true")),
+    (pd.Categorical(["b", "a"]), ("a", "b")),
+])
+def test_classes_are_named_and_numbered_in_order(labels, names, tmp_path):
+    frame = pd.DataFrame({"text": ["first", "second"], "label": labels})
+    frame.to_parquet(tmp_path / "train.parquet")
+    frame.to_parquet(tmp_path / "validation.parquet")
+    data = load(tmp_path)
+    assert data.label_names == names and rows_of(data)["train"] == [("first", 1), ("second", 0)]
+
+
+def test_columns_are_found_by_usual_names_and_taken_by_given_ones(tmp_path):
+    table(texts="Review", labels="sentiment").to_csv(tmp_path / "usual.csv", index=False)
+    assert load(tmp_path / "usual.csv").label_names == ("0", "1")
+    table(texts="body", labels="stars").to_csv(tmp_path / "own.csv", index=False)
+    assert load(tmp_path / "own.csv", text_column="body", label_column="stars").label_names == ("0", "1")
+
+
+def test_plain_text_is_lines_or_paragraphs(tmp_path):
+    (tmp_path / "lines.txt").write_text("\ufefffirst line\nsecond line\nthird line\n\n", encoding="utf-8")
+    (tmp_path / "paragraphs.txt").write_text("first\nparagraph\n\nsecond one\r\n\r\nthird\n", encoding="utf-8")
+    lines = load(tmp_path / "lines.txt", task="causal_lm", validation_fraction=0.4)
+    paragraphs = load(tmp_path / "paragraphs.txt", task="masked_lm", validation_fraction=0.4)
+    for data, wanted in ((lines, ["first line", "second line", "third line"]),
+                         (paragraphs, ["first paragraph", "second one", "third"])):
+        assert sorted([*data.splits["train"]["text"], *data.splits["validation"]["text"]]) == wanted
+        assert data.label_names is None and data.splits["train"].column_names == ["text"]
+    assert "without text are left out" in lines.notes[0]
+
+
+def test_cleaning_is_done_and_can_be_left(tmp_path):
+    table(20).assign(text="A &amp;  b").to_csv(tmp_path / "rows.csv", index=False)
+    assert load(tmp_path / "rows.csv").splits["train"]["text"][0] == "A & b"
+    assert load(tmp_path / "rows.csv", lowercase=True).splits["train"]["text"][0] == "a & b"
+    assert load(tmp_path / "rows.csv", clean_text=False).splits["train"]["text"][0] == "A &amp;  b"
+    assert load(tmp_path / "rows.csv", clean_text=False, lowercase=True).splits["train"]["text"][0] == "a &amp;  b"
+
+
+# Splits
+
+
+def test_a_cut_is_stratified_and_depends_on_the_seed_alone():
+    labels = np.array([0] * 700 + [1] * 250 + [2] * 49 + [3])
+    kept, held_out = columns.cut(1000, 0.1, seed=1, labels=labels)
+    assert np.array_equal(np.sort(np.concatenate([kept, held_out])), np.arange(1000))
+    assert np.bincount(labels[held_out]).tolist() == [70, 25, 5] and 999 in kept
+    again, other = columns.cut(1000, 0.1, seed=1, labels=labels)[1], columns.cut(1000, 0.1, seed=2, labels=labels)[1]
+    assert np.array_equal(held_out, again) and not np.array_equal(held_out, other)
+    assert len(columns.cut(5, 0.1, seed=0)[1]) == 1
+    assert len(columns.cut(3, 0.9, seed=0, labels=np.array([0, 1, 2]))[1]) == 0
+
+
+def test_a_missing_validation_split_is_cut_and_said(tmp_path):
+    table(100).to_csv(tmp_path / "rows.csv", index=False)
+    data, again, other = (load(tmp_path / "rows.csv", seed, validation_fraction=0.2) for seed in (1, 1, 2))
+    assert Counter(data.splits["validation"]["label"]) == {0: 10, 1: 10}
+    assert not set(data.splits["train"]["text"]) & set(data.splits["validation"]["text"])
+    assert rows_of(data) == rows_of(again) != rows_of(other)
+    assert data.fingerprint == again.fingerprint != other.fingerprint
+    assert data.notes == ("no validation split: 20 rows (20% in each class, seed 1) are cut from the training split",
+                          "no test split: the validation split stands in for it")
+
+
+def test_samples_are_limited_to_the_first_rows_of_each_split(tmp_path):
+    for split in ("train", "validation", "test"):
+        table(50).sort_values("label", kind="stable").to_csv(tmp_path / f"{split}.csv", index=False)
+    data = load(tmp_path, max_train_samples=10, max_eval_samples=5)
+    assert {split: len(rows) for split, rows in data.splits.items()} == {"train": 10, "validation": 5, "test": 5}
+    assert list(data.splits["train"]["text"][:3]) == ["words of row 0", "words of row 2", "words of row 4"]
+    assert data.notes == ("the training rows have 1 of the 2 classes",)
+
+
+def test_splits_go_by_the_names_that_are_given(tmp_path):
+    for split in ("learn", "check"):
+        table(50).to_csv(tmp_path / f"{split}.csv", index=False)
+    data = load(tmp_path, train_split="learn", validation_split="check", test_split="check")
+    assert list(data.splits) == ["train", "validation", "test"]
+    assert data.notes == ("validation and test are the same split, `check`",)
+
+
+def test_the_fingerprint_names_texts_labels_and_order(tmp_path):
+    prints = set()
+    frame = table(40)
+    for number, each in enumerate([frame, frame[::-1], frame.assign(label=1 - frame["label"]),
+                                   frame.assign(text=frame["text"] + "!")]):
+        each.to_csv(tmp_path / f"{number}.csv", index=False)
+        prints.add(load(tmp_path / f"{number}.csv").fingerprint)
+    assert len(prints) == 4
+    frame.to_parquet(tmp_path / "same.parquet")
+    assert load(tmp_path / "same.parquet").fingerprint in prints
+
+
+# The machine's own Python
+
+
+def test_docstrings_stand_in_the_order_of_the_source():
+    source = ['"top"', "def a():", ' "in a"', "try:", " pass", "except E:", " class B:", '  "in B"']
+    assert list(pydocs.docstrings(ast.parse("\n".join(source)))) == ["top", "in a", "in B"]
+
+
+def test_pydocs(monkeypatch):
+    monkeypatch.setattr(pydocs, "documents", lambda: (f"topic {number}\n\nis   this" for number in range(30)))
+    monkeypatch.setattr(pydocs.sysconfig, "get_path", lambda _: "of this test")
+    data = load("pydocs", task="causal_lm")
+    assert len(data.splits["train"]) == 27 and len(data.splits["validation"]) == 3
+    assert "PSF licence" in data.source and data.splits["train"]["text"][0] == "topic 0 is this"
+
+
+@pytest.mark.slow
+def test_the_documents_of_this_python():
+    documents = list(pydocs.documents())
+    assert len(documents) > 400 and sum(map(len, documents)) > 1_500_000
+    assert documents[0].startswith('The "assert" statement')
+    assert len(set(documents)) == len(documents)
+
+
+# What can be wrong
+
+
+def write(folder, files):
+    """Write files, given as data frames, objects or bytes, by name."""
+    for name, content in files.items():
+        if isinstance(content, pd.DataFrame):
+            WRITERS[name.rpartition(".")[2]](content, folder / name)
+        else:
+            (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def changed(row, column, value):
+    frame = table().astype(object)
+    frame.loc[row, column] = value
+    return frame
+
+
+WRONG = {
+    "latin-1": ({"train.csv": "text,label\nwell,0\ncaf\xe9,1\n".encode("latin-1")}, {},
+                r"train\.csv is not UTF-8 \(byte 21\): save it as UTF-8"),
+    "utf-16": ({"train.txt": "words".encode("utf-16")}, {"task": "causal_lm"}, r"train\.txt is not UTF-8 \(byte 0\)"),
+    "empty file": ({"train.csv": b""}, {}, r"train\.csv is empty"),
+    "header only": ({"train.csv": b"text,label\n"}, {}, r"train\.csv has no rows"),
+    "empty parquet": ({"train.parquet": table(0)}, {}, r"train\.parquet has no rows"),
+    "empty validation": ({"train.csv": table(), "validation.csv": table(0)}, {}, r"validation\.csv has no rows"),
+    "broken json": ({"train.jsonl": b'{"text": "a", "label": \n'}, {}, r"train\.jsonl cannot be read as json"),
+    "broken parquet": ({"train.parquet": b"PAR?"}, {}, r"train\.parquet cannot be read as parquet"),
+    "open quote": ({"train.csv": b'text,label\n"a,0\n'}, {}, r"cannot be read as csv \(.*EOF inside string"),
+    "one long row": ({"train.csv": b"text,label\na,0\nb,c,1\n"}, {}, "Expected 2 fields in line 3, saw 3"),
+    "long rows": ({"train.csv": b"text,label\na,z,0\nb,c,1\n"}, {}, "more fields than the header names: put texts"),
+    "no column text": ({"train.csv": table(texts="body")}, {},
+                       "has the columns body, label, and none is known to be the text: name it with --text_column"),
+    "two columns text": ({"train.csv": table().assign(Review="again")}, {},
+                         "text and Review could each be the text: name it with --text_column"),
+    "no column label": ({"train.csv": table(labels="stars")}, {},
+                        "none is known to be the label: name it with --label_column"),
+    "column misspelt": ({"train.csv": table(texts="body")}, {"text_column": "bodi"},
+                        "has no column `bodi`, only body, label: did you mean `body`"),
+    "label column misspelt": ({"train.csv": table()}, {"label_column": "lable"}, "no column `lable`.*you mean `label`"),
+    "text of numbers": ({"train.parquet": table().assign(text=1.5)}, {}, "column `text` .* holds double, not text"),
+    "labels of lists": ({"train.jsonl": b'{"text": "a", "label": [1]}\n'}, {}, "column `label` .* not one class a row"),
+    "labels of two types": ({"train.jsonl": b'{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n'}, {},
+                            "column `label` of the train split holds values of several types"),
+    "fractional labels": ({"train.parquet": table().assign(label=0.5)}, {}, r"holds 0\.5 in row 0 \(from 0\)"),
+    "label missing": ({"train.csv": changed(7, "label", None)}, {},
+                      r"row 7 \(from 0\) of the train split has no label in column `label`: give every row a class$"),
+    "label NaN": ({"train.parquet": table().assign(label=[0.0] * 39 + [float("nan")])}, {}, "row 39 .* has no label"),
+    "label null": ({"train.jsonl": changed(3, "label", None)}, {}, "row 3 .* has no label"),
+    "label blank": ({"train.csv": table().assign(label=["a"] * 38 + [" ", "b"])}, {}, "row 38 .* has no label"),
+    "label hidden": ({"train.csv": table(), "test.parquet": changed(5, "label", -1).astype({"label": int})}, {},
+                     "row 5 .* of the test split has no label .*name another split with --test_split"),
+    "label unseen": ({"train.csv": table(), "test.csv": table(classes=3)}, {},
+                     r"label `2` in row 2 \(from 0\) of the test split does not occur in the training split"),
+    "one class": ({"train.csv": table(classes=1)}, {}, "every row of the training split has the label `0`"),
+    "text missing": ({"train.csv": changed(11, "text", None)}, {}, r"row 11 \(from 0\) of the train split has no text"),
+    "text blank": ({"train.jsonl": changed(12, "text", " &nbsp; ")}, {}, "row 12 .* has no text in column `text`"),
+    "all text blank": ({"train.csv": table().assign(text=" ")}, {"task": "causal_lm"}, "has no text in column `text`"),
+    "text without classes": ({"train.txt": b"a\nb\n"}, {}, "no column but `text`, so no classes: use --task causal_lm"),
+    "split misspelt": ({"train.csv": table(), "dev.csv": table()}, {"validation_split": "dew"},
+                       "has no split `dew`: did you mean `dev`"),
+    "no train split": ({"test.csv": table()}, {}, "has no split `train`: choose from `test`"),
+    "too few to cut": ({"train.csv": table(2)}, {}, "has 2 rows, too few to cut a validation split from"),
+    "two kinds": ({"train.csv": table(), "train.jsonl": table()}, {},
+                  r"holds the split `train` more than once \(train\.csv, train\.jsonl\): keep one of them"),
+    "no data": ({"notes.md": b"words"}, {}, "holds no data: it needs train, validation and test files"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_in_one_line(case, tmp_path):
+    files, options, said = WRONG[case]
+    write(tmp_path, files)
+    with pytest.raises(DataError, match=said) as caught:
+        load(tmp_path, **options)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_the_row_that_is_named_is_the_one_in_the_file(tmp_path):
+    changed(33, "text", "").to_csv(tmp_path / "rows.csv", index=False)
+    with pytest.raises(DataError, match="row 33 "):
+        load(tmp_path / "rows.csv", max_train_samples=5)
+
+
+@pytest.mark.parametrize(("name", "options", "said"), [
+    ("nowhere/deep/down.csv", {}, r"no file or folder nowhere/deep/down\.csv"),
+    ("./rows.csw", {}, r"no file or folder \./rows\.csw: did you mean `rows\.csv`"),
+    ("picture.png", {}, r"picture\.png is of an unknown kind: give \.csv, \.tsv"),
+    ("pydocs", {}, "pydocs has no classes: use --task causal_lm or masked_lm"),
+    ("tweets", {"dataset_config": "plain"}, "dataset_config `plain` has no meaning for `tweets`"),
+    ("tweets", {"train_split": "trian"}, "tweets has no split `trian`: did you mean `train`"),
+])
+def test_names_that_mean_nothing_here(name, options, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "picture.png").write_bytes(b"png")
+    table().to_csv("rows.csv", index=False)
+    with pytest.raises(DataError, match=said):
+        load(name, **options)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"cannot write .*/file/course/.*: set HF_DATASETS_CACHE to a folder"):
+        load("tweets")

