@@ -89,8 +89,8 @@ class ModelConfig(_Strict):
     """Recompute activations in backward rather than keep them."""
     torch_compile: bool = False
     """Compile the model with torch.compile before training."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention implementation; auto is sdpa where the model has it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         group_by_length: sort windows of the shuffled order by length, then shuffle the batches.
 
     Attributes:
-        batches: row numbers of each global batch of the epoch that was set.
+        batches: row numbers of each global batch of the epoch chosen.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, num_processes: int = 1, accumulation: int = 1,
@@ -53,7 +53,7 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         self.seed = seed
         self.group_by_length = group_by_length
         self.drop_last = False  # Accelerate asks
-        self.set_epoch(0)
+        self.start_at(0)
 
     @property
     def global_batch_size(self) -> int:
@@ -65,8 +65,11 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         """Optimizer steps in a whole epoch; the last may have fewer rows."""
         return -(-len(self.lengths) // self.global_batch_size)
 
-    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Choose the epoch, and the global batch to begin at (to resume in its middle)."""
+    def start_at(self, epoch: int, first_step: int = 0) -> None:
+        """Choose the epoch, and the global batch to begin at (to resume in its middle).
+
+        Not named set_epoch: on one process Accelerate's loader would call that with a count of its own.
+        """
         self.epoch, self.first_step = epoch, first_step
         self.batches = self.global_batches(epoch)
 
@@ -149,7 +152,7 @@ def training_loader(dataset: datasets.Dataset, sampler: GlobalBatchSampler, coll
 def evaluation_loader(dataset: datasets.Dataset, batch_size: int, collator: Collator, seed: int,
                       num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
     """A loader that gives every row once; masks for masked language modelling are those of epoch 0."""
-    return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(dataset["length"]),
+    return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(dataset["length"][:]),
                       collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator())
 
 

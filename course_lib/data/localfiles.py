@@ -57,7 +57,9 @@ def read_split(files: Sequence[Path]) -> datasets.Dataset:
     Raises:
         DataError: a file is empty, not UTF-8, or cannot be read as its kind.
     """
-    kind, shown = KINDS[files[0].suffix.lower()], ", ".join(map(str, files))
+    kind, shown = KINDS[files[0].suffix.lower()], str(files[0])
+    if len(files) > 1:
+        shown += f" (or one of {len(files) - 1} beside it)"
     large = sum(file.stat().st_size for file in files) > BAR_BYTES
     with _reading(shown, kind), progress_bars(large):
         if kind == "parquet":

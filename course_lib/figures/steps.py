@@ -23,7 +23,7 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
     begins = [0] + [i for i in range(1, len(moments)) if moments[i].phase != moments[i - 1].phase]
     steps = [i for i in begins if moments[i].phase == "forward"]
     peaks = [max(total[start:end]) for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)]
-    title = ", ".join(f"step {i + 1} peaks at {peak:.0f} MB" for i, peak in enumerate(peaks)).capitalize()
+    title = "Held at most: " + ", ".join(f"{peak:.0f} MB in step {i}" for i, peak in enumerate(peaks, start=1))
     with canvas(title) as (figure, axes):
         axes.stackplot(seconds, *held, colors=[COLOURS[kind] for kind in KINDS], step="post", linewidth=0)
         top = total.max() * 1.2
@@ -34,21 +34,25 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
             base += height
         for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
             axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
-            if seconds[end] - seconds[begin] > 0.1 * seconds[-1]:
+            if seconds[end] - seconds[begin] > 0.07 * seconds[-1]:
                 axes.text((seconds[begin] + seconds[end]) / 2, top, moments[begin].phase, ha="center", va="top",
-                          color=COLOURS["neutral"])
+                          color=COLOURS["neutral"], fontsize=9)
         axes.plot(seconds[total.argmax()], total.max(), "o", color="black", markersize=5)
     return figure
 
 
 def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.ndarray, name: str) -> None:
-    """Write an area's name into its tallest part."""
+    """Write an area's name into its tallest part, or above it where that is narrow."""
     tall = np.flatnonzero(height >= 0.8 * height.max())
     parts = np.split(tall, np.flatnonzero(np.diff(tall) > 1) + 1)
     part = max(parts, key=lambda part: seconds[part[-1]] - seconds[part[0]])
     middle = part[np.argmin(abs(seconds[part] - seconds[part].mean()))]
-    axes.text(seconds[middle], base[middle] + height[middle] / 2, name, ha="center", va="center", color="white",
-              fontweight="bold")
+    if seconds[part[-1]] - seconds[part[0]] > 0.17 * seconds[-1]:
+        axes.text(seconds[middle], base[middle] + height[middle] / 2, name, ha="center", va="center", color="white",
+                  fontweight="bold")
+    else:
+        axes.text(seconds[middle], base[middle] + height[middle], name, ha="center", va="bottom", color=COLOURS[name],
+                  fontweight="bold")
 
 
 def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Figure:
@@ -85,19 +89,18 @@ def padding_grids(lengths: Sequence[int], orders: Mapping[str, Sequence[Sequence
     """
     lengths = np.asarray(lengths)
     shares = {name: padding_share(lengths, batches) for name, batches in orders.items()}
-    title = "Padding: " + ", ".join(f"{share:.0%} of the tokens {name}" for name, share in shares.items())
+    title = "Padding: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     columns = np.arange(max(lengths[rows].max() for batches in orders.values() for rows in batches))
     colours = ListedColormap(["white", COLOURS["idle"], COLOURS["forward"]])
-    with canvas(title, ncols=len(orders), sharex=True, sharey=True) as (figure, panels):
+    with canvas(title, height=4.2, ncols=len(orders), sharex=True, sharey=True) as (figure, panels):
         for axes, (name, batches) in zip(panels, orders.items(), strict=True):
             bands = [0 + (columns < lengths[rows].max()) + (columns < lengths[rows, None]) for rows in batches]
             axes.imshow(np.concatenate(bands), cmap=colours, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
             for edge in np.cumsum([len(rows) for rows in batches])[:-1]:
-                axes.axhline(edge - 0.5, color="black", linewidth=0.8)
+                axes.axhline(edge - 0.5, color="black", linewidth=0.5)
             axes.grid(visible=False)
-            axes.set(title=name, xlabel="tokens")
-        panels[0].set(ylabel="rows, a batch between two lines")
-        panels[0].yaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set(title=name, xlabel="tokens in the row", xlim=(-0.5, columns[-1] + 0.5))
+        panels[0].set(ylabel="row (a line ends a batch)")
     return figure
 
 
@@ -120,8 +123,9 @@ def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: 
         axes.plot(list(resumed), list(resumed.values()), "o-", color=COLOURS["right"], markersize=4, linewidth=1.2)
         axes.axvline(min(resumed) - 0.5, color=COLOURS["neutral"], linestyle=":", linewidth=1)
         axes.text(min(resumed) - 0.6, min(whole), "stopped here ", ha="right", va="bottom", color=COLOURS["neutral"])
-        axes.annotate("the whole run", (2, whole[1]), xytext=(0, -16), textcoords="offset points", va="top",
+        axes.annotate("the whole run", (1, max(whole[:4])), xytext=(0, 8), textcoords="offset points", va="bottom",
                       color=COLOURS["neutral"], fontweight="bold")
+        axes.margins(y=0.14)
         end_label(axes, max(resumed), resumed[max(resumed)], "resumed", COLOURS["right"])
         end_label(axes, max(wrong), wrong[max(wrong)], wrong_name, COLOURS["wrong"])
         axes.set(xlabel="optimizer step", ylabel="loss (nats a target)")

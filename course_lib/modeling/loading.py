@@ -72,7 +72,7 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
             origins.refuse_revision(config, "a preset")
             architecture, tokenizer = presets.build(config.model, texts, max_length)
             auto = _prepare_head(architecture, task, label_names, config.model)
-            model = auto.from_config(architecture, dtype=torch.float32, attn_implementation=config.attention)
+            model = auto.from_config(architecture, dtype=torch.float32, attn_implementation=_implementation(config.attention))
             source = f"{config.model}, new weights from seed {seed}, tokenizer trained on the data"
         else:
             origin = origins.locate(config)
@@ -89,13 +89,13 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
     return loaded
 
 
-def load_trained(folder: str | Path, task: str, *, attention: str = "sdpa") -> LoadedModel:
+def load_trained(folder: str | Path, task: str, *, attention: str = "auto") -> LoadedModel:
     """A model that a run left in Hugging Face form, with its own head and labels.
 
     Args:
         folder: holds config.json, weights and a tokenizer.
         task: `classification`, `causal_lm` or `masked_lm`; the model must have been trained for it.
-        attention: implementation, `sdpa` or `eager`.
+        attention: implementation, `auto`, `sdpa` or `eager`.
     Raises:
         ModelError: no such folder, or the model in it is damaged or not trained for the task.
     """
@@ -172,7 +172,7 @@ def _read_model(origin: origins.Origin, auto: Any, architecture: PreTrainedConfi
     name = origin.path
     try:
         model, report = auto.from_pretrained(
-            name, config=architecture, dtype=torch.float32, attn_implementation=attention,
+            name, config=architecture, dtype=torch.float32, attn_implementation=_implementation(attention),
             ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False,
             **origin.options)
     except (SafetensorError, EOFError) as error:
@@ -191,6 +191,11 @@ def _read_model(origin: origins.Origin, auto: Any, architecture: PreTrainedConfi
     return model, sorted({key.rpartition(".")[0] if ".pooler." in key else key.partition(".")[0] for key in new})
 
 
+def _implementation(attention: str) -> str | None:
+    """What transformers calls it; None lets it take sdpa where the model has it."""
+    return None if attention == "auto" else attention
+
+
 def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> LoadedModel:
     """Make model and tokenizer agree on padding and on the size of the vocabulary."""
     if tokenizer.pad_token is None:
@@ -201,6 +206,8 @@ def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str
         tokenizer.padding_side = "right"
     # Sequence classification with a decoder reads the logits at the last token that is not this one.
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     if vocabulary > model.config.get_text_config().vocab_size:
         model.resize_token_embeddings(vocabulary)

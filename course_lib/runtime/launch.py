@@ -205,10 +205,19 @@ class _Watch(threading.Thread):
         self.outcomes: dict[int, Returned | Failure] = {}
         self.grace: float | None = None  # when the ranks are ended after a failure
         self.hung = self.ended = False
+        self.error: BaseException | None = None
         self.selector = selectors.DefaultSelector()
         self.wake, self.waker = multiprocessing.Pipe(duplex=False)
 
     def run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:  # for the caller: the reader of our output may have gone, as `head` does
+            self.error = error
+            self.kill()
+
+    def _watch(self) -> None:
+        """Until every pipe has ended, or the caller says so."""
         self.selector.register(self.wake, selectors.EVENT_READ, None)
         for rank, ends in enumerate(self.own):
             for kind, end in zip(RankEnds._fields, ends, strict=True):
@@ -339,7 +348,8 @@ class _Watch(threading.Thread):
             self.waker.send_bytes(b"end")
             self.join()
         self.kill()  # what a rank left running
-        self.shown.finish()
+        if self.error is None:
+            self.shown.finish()
         self.selector.close()
         self._close(self.own)
         self.wake.close()
@@ -356,6 +366,8 @@ class _Watch(threading.Thread):
 
     def results(self, timeout: float) -> list[Any]:
         """The return values, or the error that tells what happened first."""
+        if self.error:
+            raise self.error
         failures = {rank: o for rank, o in self.outcomes.items() if isinstance(o, Failure)}
         if self.hung:
             raise RanksHung(timeout, {rank: _own_frames(stack.decode(errors="replace"))

@@ -29,7 +29,7 @@ class BasicTrainer(TrainerFrame):
 
     def train_epoch(self) -> None:
         state = self.state
-        self.sampler.set_epoch(state.epoch, state.step_in_epoch)
+        self.sampler.start_at(state.epoch, state.step_in_epoch)
         self.wrapped.train()
         batches = iter(self.train_loader)
         tick = time.perf_counter()

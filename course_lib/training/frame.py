@@ -95,7 +95,7 @@ class TrainerFrame:
         if rest or not rows:
             raise ConfigError(f"batch_size {run.batch_size} cannot be split over {self.num_processes} processes",
                               f"use a multiple of {self.num_processes}")
-        return GlobalBatchSampler(self.data.splits["train"]["length"], rows, self.num_processes,
+        return GlobalBatchSampler(self.data.splits["train"]["length"][:], rows, self.num_processes,
                                   run.gradient_accumulation_steps, run.seed, self.config.data.group_by_length)
 
     # What each trainer says for itself.

@@ -9,6 +9,7 @@ from typing import Any
 from course_lib import modeling
 from course_lib.config import Config
 from course_lib.data import DataConnector, DataProcessor, TextData
+from course_lib.data.cache import progress_bars
 from course_lib.errors import DataError
 from course_lib.runtime import machine, ranks
 from course_lib.runtime.seeding import seed_everything
@@ -125,6 +126,6 @@ def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:
         raise DataError(f"class `{unknown[0]}` of {text.name} is none of the model's ({', '.join(label2id)})",
                         "evaluate on data with the model's classes")
     numbers = [label2id[name] for name in text.label_names]
-    splits = text.splits.map(lambda columns: {"label": [numbers[label] for label in columns["label"]]},
-                             batched=True, features=None)
+    with progress_bars(False):
+        splits = text.splits.map(lambda columns: {"label": [numbers[label] for label in columns["label"]]}, batched=True)
     return dataclasses.replace(text, splits=splits, label_names=tuple(sorted(label2id, key=label2id.__getitem__)))

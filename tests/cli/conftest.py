@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from course_lib import cli
@@ -33,6 +34,13 @@ def command(*arguments, launcher=()):
 
 
 def run(*arguments, launcher=(), timeout=240, **env):
-    """Run a real process to its end."""
-    return subprocess.run(command(*arguments, launcher=launcher), capture_output=True, text=True, timeout=timeout,
-                          env=os.environ | env, check=False)
+    """Run a real process to its end; a time-out ends all that it started."""
+    process = subprocess.Popen(command(*arguments, launcher=launcher), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=os.environ | env)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        for below in [*psutil.Process(process.pid).children(recursive=True), process]:
+            below.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

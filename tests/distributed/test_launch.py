@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -161,6 +162,17 @@ def test_a_hang_ends_with_every_ranks_stack():
 def test_what_cannot_be_returned_is_named():
     with pytest.raises(LaunchError, match=r"rank \d returned a generator"):
         launch(lambda: (i for i in range(3)))
+
+
+def test_a_reader_that_goes_away_ends_the_ranks():
+    code = ("from course_lib.runtime.launch import launch\n"
+            "def talk():\n"
+            "    while True: print('x' * 1000)\n"
+            "launch(talk, timeout=60)")
+    shell = f"{sys.executable} -c {shlex.quote(code)} | head -n 3"
+    start = time.monotonic()
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=50, check=False)
+    assert done.stdout.count("\n") == 3 and "BrokenPipeError" in done.stderr and time.monotonic() - start < 45
 
 
 def test_it_serves_again_after_failures():

@@ -16,7 +16,7 @@ def sampler(processes=1, rows=16, accumulation=1, **options):
 
 def rows_of_steps(each, epoch=0, first_step=0):
     """Rows of each global batch, put together from the micro-batches as the processes would get them."""
-    each.set_epoch(epoch, first_step)
+    each.start_at(epoch, first_step)
     micro = list(each)
     per_step = each.num_processes * each.accumulation
     assert len(micro) == len(each) and len(micro) % per_step == 0

@@ -290,6 +290,7 @@ def test_training_keeps_no_keys_and_values_and_generation_does(tmp_path):
     again = load_trained(save(loaded, tmp_path), "causal_lm").model
     answer = again.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, return_dict_in_generate=True)
     assert answer.past_key_values is not None
+    assert again.generation_config.pad_token_id == loaded.tokenizer.pad_token_id
 
 
 def test_nothing_is_written_to_the_terminal(bert, capfd):
