@@ -34,9 +34,9 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
             base += height
         for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
             axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
-            if seconds[end] - seconds[begin] > 0.07 * seconds[-1]:
+            if seconds[end] - seconds[begin] > 0.075 * seconds[-1]:
                 axes.text((seconds[begin] + seconds[end]) / 2, top, moments[begin].phase, ha="center", va="top",
-                          color=COLOURS["neutral"], fontsize=9)
+                          color=COLOURS["neutral"], fontsize=8)
         axes.plot(seconds[total.argmax()], total.max(), "o", color="black", markersize=5)
     return figure
 
@@ -47,7 +47,7 @@ def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.nda
     parts = np.split(tall, np.flatnonzero(np.diff(tall) > 1) + 1)
     part = max(parts, key=lambda part: seconds[part[-1]] - seconds[part[0]])
     middle = part[np.argmin(abs(seconds[part] - seconds[part].mean()))]
-    if seconds[part[-1]] - seconds[part[0]] > 0.17 * seconds[-1]:
+    if seconds[part[-1]] - seconds[part[0]] > 0.11 * seconds[-1]:
         axes.text(seconds[middle], base[middle] + height[middle] / 2, name, ha="center", va="center", color="white",
                   fontweight="bold")
     else:
@@ -101,7 +101,18 @@ def padding_grids(lengths: Sequence[int], orders: Mapping[str, Sequence[Sequence
             axes.grid(visible=False)
             axes.set(title=name, xlabel="tokens in the row", xlim=(-0.5, columns[-1] + 0.5))
         panels[0].set(ylabel="row (a line ends a batch)")
+        _name_colours(panels[0], lengths, next(iter(orders.values())))
     return figure
+
+
+def _name_colours(axes: Axes, lengths: np.ndarray, batches: Sequence[Sequence[int]]) -> None:
+    """Write what the colours mean into the widest batch."""
+    widest = int(np.argmax([lengths[rows].max() for rows in batches]))
+    middle = sum(map(len, batches[:widest])) + (len(batches[widest]) - 1) / 2
+    right = lengths[batches[widest]].max()
+    axes.text(0.5, middle, "tokens", va="center", color="white", fontsize=8, fontweight="bold")
+    axes.text(right - 1.5, middle, "padding", va="center", ha="right", color=COLOURS["neutral"], fontsize=8,
+              fontweight="bold")
 
 
 def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: Mapping[int, float],

@@ -72,7 +72,8 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
             origins.refuse_revision(config, "a preset")
             architecture, tokenizer = presets.build(config.model, texts, max_length)
             auto = _prepare_head(architecture, task, label_names, config.model)
-            model = auto.from_config(architecture, dtype=torch.float32, attn_implementation=_implementation(config.attention))
+            model = auto.from_config(architecture, dtype=torch.float32,
+                                     attn_implementation=_implementation(config.attention))
             source = f"{config.model}, new weights from seed {seed}, tokenizer trained on the data"
         else:
             origin = origins.locate(config)

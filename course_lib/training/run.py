@@ -127,5 +127,5 @@ def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:
                         "evaluate on data with the model's classes")
     numbers = [label2id[name] for name in text.label_names]
     with progress_bars(False):
-        splits = text.splits.map(lambda columns: {"label": [numbers[label] for label in columns["label"]]}, batched=True)
+        splits = text.splits.map(lambda rows: {"label": [numbers[label] for label in rows["label"]]}, batched=True)
     return dataclasses.replace(text, splits=splits, label_names=tuple(sorted(label2id, key=label2id.__getitem__)))
