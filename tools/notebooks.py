@@ -2,9 +2,11 @@
 
     python tools/notebooks.py [notebooks/01_basic_loop.ipynb …]
 
+The figure of the cell tagged `picture`, or the first, also becomes docs/pictures/NAME.png for the README.
 A notebook that fails is left as it was. Paths of this machine, timings and widget state are left out.
 """
 
+import base64
 import os
 import sys
 import tempfile
@@ -15,6 +17,7 @@ import nbformat
 import papermill
 
 ROOT = Path(__file__).resolve().parents[1]
+PICTURES = ROOT / "docs" / "pictures"
 LIMIT_BYTES = 300_000
 
 
@@ -32,7 +35,19 @@ def refresh(path: Path) -> None:
     beside = path.with_name(f".{path.name}.writing")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
+    (PICTURES / f"{path.stem}.png").write_bytes(picture(path))
     print(f"{path.name}: {time.perf_counter() - started:.0f} s, {size / 1000:.0f} kB", flush=True)
+
+
+def picture(path: Path) -> bytes:
+    """The PNG that stands for a lesson."""
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    cells.sort(key=lambda cell: "picture" not in cell.metadata.get("tags", []))
+    figures = [output.data["image/png"] for cell in cells for output in cell.outputs
+               if "image/png" in output.get("data", {})]
+    if not figures:
+        raise SystemExit(f"{path} has no PNG figure")
+    return base64.b64decode(figures[0])
 
 
 def clean(path: Path) -> str:
@@ -52,6 +67,7 @@ def clean(path: Path) -> str:
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    PICTURES.mkdir(parents=True, exist_ok=True)
     chosen = [Path(name).resolve() for name in sys.argv[1:]] or sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     for each in chosen:
         refresh(each)

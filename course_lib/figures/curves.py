@@ -23,11 +23,11 @@ def world_sizes(curves: Mapping[int, Sequence[float]], predicted: Sequence[float
     Args:
         curves: loss of each step, in nats, by world size; the others are compared with the first. Three at most.
         predicted: difference that was expected at each step, in nats.
-        other: loss of each step of the run with another global batch.
+        other: loss of each step of the run with another global batch; it may have fewer steps.
         other_name: what to call that run, in a word or two.
     """
-    title = f"{_listed(list(curves))} ranks, one global batch: one curve, to within {worst_difference(curves):.0e} nats"
-    with canvas(title, height=3.6, ncols=2, width_ratios=(1.35, 1)) as (figure, (losses, gaps)):
+    title = f"{_listed(list(curves))} ranks on the same global batches: losses within {worst_difference(curves):.0e} nats"
+    with canvas(title, ncols=2, width_ratios=(1.35, 1)) as (figure, (losses, gaps)):
         _draw_losses(losses, curves, other, other_name)
         _draw_differences(gaps, curves, predicted, other, other_name)
     return figure
@@ -40,40 +40,45 @@ def worst_difference(curves: Mapping[int, Sequence[float]]) -> float:
 
 
 def _draw_losses(axes: Axes, curves: Mapping[int, Sequence[float]], other: Sequence[float], other_name: str) -> None:
-    steps = range(1, len(other) + 1)
-    axes.plot(steps, other, color=COLOURS["wrong"], linewidth=1.4)
-    ends = [(other_name, COLOURS["wrong"], other[-1])]
+    ends = []
     for (ranks, curve), colour, width in zip(curves.items(), SERIES, WIDTHS, strict=False):
-        axes.plot(steps, curve, color=colour, linewidth=width, solid_capstyle="round")
-        ends.append((_name(ranks), colour, curve[-1]))
+        axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=width, solid_capstyle="round")
+        ends.append((_name(ranks), colour, len(curve), curve[-1]))
+    axes.plot(range(1, len(other) + 1), other, color=COLOURS["wrong"], linewidth=1.4)
+    axes.annotate(other_name, (len(other), other[-1]), xytext=(0, -6), textcoords="offset points", ha="right", va="top",
+                  color=COLOURS["wrong"], fontweight="bold")
     axes.set(xlabel="optimizer step", ylabel="training loss (nats)")
-    _label_ends(axes, steps[-1], ends)
+    _label_ends(axes, ends)
 
 
 def _draw_differences(axes: Axes, curves: Mapping[int, Sequence[float]], predicted: Sequence[float],
                       other: Sequence[float], other_name: str) -> None:
     (reference, first), *rest = curves.items()
-    steps = range(1, len(predicted) + 1)
-    drawn = [(_name(ranks), colour, curve) for (ranks, curve), colour in zip(rest, SERIES[1:], strict=False)]
-    ends = [("predicted", COLOURS["neutral"], predicted[-1])]
-    for name, colour, curve in [(other_name, COLOURS["wrong"], other), *drawn]:
-        apart = np.maximum(np.abs(np.asarray(curve) - np.asarray(first)), EQUAL)
-        axes.plot(steps, apart, color=colour, linewidth=1.2, marker="o", markersize=2.5)
-        ends.append((name, colour, apart[-1]))
-    axes.plot(steps, predicted, color=COLOURS["neutral"], linewidth=1.2, linestyle="--")
+    drawn = [(other_name, COLOURS["wrong"], 3.0, other)]
+    drawn += [(_name(ranks), colour, width, curve)
+              for (ranks, curve), colour, width in zip(rest, SERIES[1:], WIDTHS, strict=False)]
+    ends = [("predicted", COLOURS["neutral"], len(predicted), predicted[-1])]
+    for name, colour, size, curve in drawn:
+        apart = np.maximum(np.abs(np.asarray(curve) - np.asarray(first)[: len(curve)]), EQUAL)
+        axes.plot(range(1, len(curve) + 1), apart, color=colour, linestyle="", marker="o", markersize=size)
+        ends.append((name, colour, len(curve), apart[-1]))
+    axes.plot(range(1, len(predicted) + 1), predicted, color=COLOURS["neutral"], linewidth=1.2, linestyle="--")
     axes.set(yscale="log", xlabel="optimizer step", ylabel=f"difference from {_name(reference)} (nats)")
-    _label_ends(axes, steps[-1], ends)
+    powers = range(-7, 2, 2)
+    axes.set_yticks([EQUAL, *(10.0**power for power in powers)], ["equal", *(f"$10^{{{power}}}$" for power in powers)])
+    axes.minorticks_off()
+    _label_ends(axes, ends)
 
 
-def _label_ends(axes: Axes, x: float, ends: Sequence[tuple[str, str, float]], gap: float = 0.07) -> None:
-    """Name lines at their right ends, pushed apart to ``gap`` of the axis's height where they end together."""
+def _label_ends(axes: Axes, ends: Sequence[tuple[str, str, int, float]], gap: float = 0.07) -> None:
+    """Name lines (name, colour, x, y) at their ends, pushed apart to ``gap`` of the axis's height where they meet."""
     axes.autoscale_view()  # the limits are to be final
     to_axes = axes.transData + axes.transAxes.inverted()
-    ends = sorted(ends, key=lambda end: end[2])
-    heights = [float(to_axes.transform((x, y))[1]) for _, _, y in ends]
+    ends = sorted(ends, key=lambda end: end[3])
+    heights = [float(to_axes.transform((x, y))[1]) for _, _, x, y in ends]
     upwards = _apart(heights, gap)
     downwards = [-height for height in _apart([-height for height in reversed(heights)], gap)][::-1]
-    for (name, colour, _), up, down in zip(ends, upwards, downwards, strict=True):
+    for (name, colour, x, _), up, down in zip(ends, upwards, downwards, strict=True):
         end_label(axes, x, float(to_axes.inverted().transform((0, (up + down) / 2))[1]), name, colour)
 
 

@@ -14,44 +14,52 @@ STATES = {
     "slow": {"color": COLOURS["gradients"], "marker": "D"},
     "cannot": {"color": COLOURS["wrong"], "marker": "X"},
 }
-"""How a check's state is drawn, in the order of the columns."""
+"""How a check's state is drawn, from the best to the worst."""
 
-TEXT_WIDTH = 77
-"""Characters of the remarks in a line."""
-LINE_HEIGHT = 0.14
+COLUMNS = 4
+"""Of the checks that found nothing to mention."""
+TEXT_WIDTH = 80
+"""Characters in a line of what was found and what to do."""
+LINE_HEIGHT = 0.16
 """Inches."""
 
 
 def capabilities(findings: Mapping[str, tuple[str, str, str]]) -> Figure:
-    """A row a check: its state by place, colour and shape, and what was found or what to do.
+    """What this machine can run: the checks by state, and beside those that are not `ok` what to do.
 
     Args:
         findings: state (`ok`, `slow` or `cannot`), detail and advice, by the name of the check.
     """
-    order = list(STATES)
-    rows = sorted(findings.items(), key=lambda row: order.index(row[1][0]))
-    remarks = [_remark(*found[1:]) for _, found in rows]
-    lines = [remark.count("\n") + 1.6 for remark in remarks]
-    counts = [f"{sum(found[0] == state for found in findings.values())} {word}"
-              for state, word in zip(order, ("run well", "slowly", "not at all"), strict=True)]
-    with canvas(f"Of {len(rows)} things on this machine: {', '.join(counts)}",
-                height=0.6 + LINE_HEIGHT * sum(lines)) as (figure, axes):
-        axes.set(xlim=(-0.5, 22), ylim=(sum(lines), -1.4))
+    names = {state: [name for name, found in findings.items() if found[0] == state] for state in STATES}
+    counts = ", ".join(f"{len(names[state])} {word}"
+                       for state, word in zip(STATES, ("run well", "slowly", "not at all"), strict=True))
+    remarks = {name: _remark(detail, advice) for name, (state, detail, advice) in findings.items() if state != "ok"}
+    grid_rows = -(-len(names["ok"]) // COLUMNS)
+    total = 1.7 * grid_rows + sum(remark.count("\n") + 1.9 for remark in remarks.values())
+    with canvas(f"Of {len(findings)} things on this machine: {counts}",
+                height=0.55 + LINE_HEIGHT * total) as (figure, axes):
+        axes.set(xlim=(0, 7), ylim=(total, 0))
         axes.axis("off")
-        places = {state: 1.4 * column for column, state in enumerate(STATES)}
-        for state, look in STATES.items():
-            axes.text(places[state], -0.7, state, ha="center", va="center", fontsize=8, fontweight="bold",
-                      color=look["color"])
-        top = 0.0
-        for (name, (state, *_)), remark, height in zip(rows, remarks, lines, strict=True):
-            middle = top + height / 2
-            axes.axhline(top, color="#e3e3e3", linewidth=0.8)
-            axes.plot(places[state], middle, markersize=7, **STATES[state])
-            axes.text(3.5, middle, name, va="center", fontsize=8, fontweight="bold")
-            axes.text(7.6, middle, remark, va="center", fontsize=7, linespacing=1.2,
-                      color=COLOURS["neutral"] if state == "ok" else "black")
-            top += height
+        for i, name in enumerate(names["ok"]):
+            _item(axes, 0.8 + 1.55 * (i % COLUMNS), 1.7 * (i // COLUMNS) + 0.85, name, "ok")
+        axes.text(0, 0.85, "ok", va="center", fontsize=9, fontweight="bold", color=STATES["ok"]["color"])
+        top = 1.7 * grid_rows
+        for state in ("slow", "cannot"):
+            for name in names[state]:
+                height = remarks[name].count("\n") + 1.9
+                axes.axhline(top, color="#e3e3e3", linewidth=0.8)
+                axes.text(0, top + height / 2, state, va="center", fontsize=9, fontweight="bold",
+                          color=STATES[state]["color"])
+                _item(axes, 0.8, top + height / 2, name, state)
+                axes.text(2.35, top + height / 2, remarks[name], va="center", fontsize=7.5, linespacing=1.25)
+                top += height
     return figure
+
+
+def _item(axes: Axes, x: float, y: float, name: str, state: str) -> None:
+    """A check's mark and name."""
+    axes.plot(x, y, markersize=7, clip_on=False, **STATES[state])
+    axes.text(x + 0.13, y, name, va="center", fontsize=8.5)
 
 
 def _remark(detail: str, advice: str) -> str:
@@ -69,7 +77,8 @@ def start_times(predicted: Mapping[int, float], measured: Mapping[int, Sequence[
     most = max(measured)
     ratio = predicted[most] / median(measured[most])
     compared = f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
-    with canvas(f"{most} processes have run {compared} than {most} new interpreters would") as (figure, axes):
+    title = f"{most} processes have run {compared} than {most} new interpreters would"
+    with canvas(title, height=2.9) as (figure, axes):
         for place, (count, seconds) in enumerate(measured.items()):
             _pair(axes, place, predicted[count], seconds, COLOURS["communication"], "{:.2f} s")
         axes.set_xticks(range(len(measured)), [f"{count} process{'es' * (count > 1)}" for count in measured])
@@ -87,7 +96,7 @@ def throughput(predicted: float, measured: Mapping[str, float]) -> Figure:
     first, *_, last = measured
     title = (f"{last}: {measured[last] / measured[first]:.2f} times the speed of {first}, "
              f"predicted {predicted / measured[first]:.0f}")
-    with canvas(title) as (figure, axes):
+    with canvas(title, height=2.9) as (figure, axes):
         for place, (setting, rate) in enumerate(measured.items()):
             _pair(axes, place, predicted if setting == last else None, [rate], COLOURS["forward"], "{:.0f}")
         axes.set_xticks(range(len(measured)), list(measured))

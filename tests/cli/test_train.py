@@ -1,9 +1,9 @@
 """`train` and `evaluate` from end to end: what they leave behind, and which ranks they run on."""
 
 import json
-import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -117,16 +117,10 @@ def wait_for_lines(path, count, process):
         time.sleep(0.1)
 
 
-def test_help_answers_at_once():
-    fastest = min(timed("--help") for _ in range(3))
-    assert "batch_size" in subprocess.run(command("train", "--help"), capture_output=True, text=True, check=True).stdout
-    assert fastest < 1.0, f"{fastest:.2f} s"  # a guard against a heavy import; benchmarks hold the real figure
-
-
-def timed(*arguments):
-    start = time.perf_counter()
-    code = "import sys; from course_lib import cli; cli.parse(['train']); sys.exit('torch' in sys.modules)"
-    subprocess.run(command(*arguments), capture_output=True, check=True)
-    seconds = time.perf_counter() - start
-    subprocess.run([command()[0], "-c", code], check=True, env=os.environ)
-    return seconds
+def test_help_imports_nothing_heavy():
+    """What keeps it under 0.3 s; benchmarks/startup.py measures it."""
+    code = ("import sys; from course_lib import cli\n"
+            "try: cli.parse(['train', '--help'])\n"
+            "except SystemExit: print(*{'torch', 'numpy', 'transformers', 'pydantic', 'yaml'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--batch_size" in done.stdout and done.stdout.splitlines()[-1] == ""

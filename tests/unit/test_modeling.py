@@ -277,8 +277,9 @@ def old_gpt(tmp_path_factory):
 
 
 def test_what_an_architecture_cannot_do_is_said(old_gpt):
+    assert load(old_gpt).model.config._attn_implementation == "eager"
     with pytest.raises(ModelError, match="has no sdpa attention: use --attention eager"):
-        load(old_gpt)
+        load(old_gpt, attention="sdpa")
     assert load(old_gpt, attention="eager").model.config.num_labels == 3
     with pytest.raises(ModelError, match="has no activation checkpointing"):
         load(old_gpt, attention="eager", activation_checkpointing=True)

@@ -7,6 +7,7 @@ import torch
 
 from course_lib.config import OptimConfig, build
 from course_lib.errors import ConfigError
+from course_lib.modeling import presets
 from course_lib.training import checkpoint, tensorfile
 from course_lib.training.callbacks import Callback, FunctionCallback
 from course_lib.training.optimization import learning_rate_factor, make_optimizer
@@ -119,7 +120,9 @@ def test_activation_checkpointing_and_padding_change_no_loss(trainer_of, tmp_pat
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path):
+def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path, monkeypatch):
+    """One layer, because the compiler takes its time."""
+    monkeypatch.setitem(presets.TINY["tiny-bert"].sizes, "num_hidden_layers", 1)
     options = {"max_steps": 2, "max_length": 16, "dynamic_padding": False}
     plain = trainer_of(**options)
     plain.model.eval()
