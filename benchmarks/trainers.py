@@ -52,7 +52,8 @@ def ours(kind: str, steps: int, seed: int, **options) -> float:
     """Samples/s of one of our trainers."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        config = build(COMMON | options | {"training_type": kind, "max_steps": steps, "seed": seed, "output_dir": folder})
+        run = {"training_type": kind, "max_steps": steps, "seed": seed, "output_dir": folder}
+        config = build(COMMON | options | run)
         trainer, _ = build_trainer(config, [clock])
         trainer.eval_loaders.clear()
         trainer.train()
@@ -132,7 +133,8 @@ def speed(repeats: int, steps: int) -> str:
              "|---|---|---|"]
     for name, values in rates.items():
         ratio = statistics.median(v / p for v, p in zip(values, peer, strict=True))
-        lines.append(f"| {name} | {statistics.median(values):.1f} ({min(values):.1f}–{max(values):.1f}) | {ratio:.2f} |")
+        spread = f"{statistics.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+        lines.append(f"| {name} | {spread} | {ratio:.2f} |")
     rate, per_token = machine.matmul_rate(torch.float32, seconds=1.0), flops_a_sample()
     best = max(statistics.median(values) for values in rates.values())
     config = build(COMMON)
@@ -153,7 +155,8 @@ def accuracy(seeds: int, epochs: int) -> str:
     for seed in range(seeds):
         _, theirs = hugging_face(-1, seed, epochs)
         with tempfile.TemporaryDirectory() as folder:
-            config = build(COMMON | {"training_type": "basic", "num_epochs": epochs, "seed": seed, "output_dir": folder})
+            run = {"training_type": "basic", "num_epochs": epochs, "seed": seed, "output_dir": folder}
+            config = build(COMMON | run)
             trainer, _ = build_trainer(config)
             trainer.train()
             mine = trainer.evaluate("test")["accuracy"]

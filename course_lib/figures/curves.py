@@ -26,7 +26,8 @@ def world_sizes(curves: Mapping[int, Sequence[float]], predicted: Sequence[float
         other: loss of each step of the run with another global batch; it may have fewer steps.
         other_name: what to call that run, in a word or two.
     """
-    title = f"{_listed(list(curves))} ranks on the same global batches: losses within {worst_difference(curves):.0e} nats"
+    apart = worst_difference(curves)
+    title = f"{_listed(list(curves))} ranks on the same global batches: losses within {apart:.0e} nats"
     with canvas(title, ncols=2, width_ratios=(1.35, 1)) as (figure, (losses, gaps)):
         _draw_losses(losses, curves, other, other_name)
         _draw_differences(gaps, curves, predicted, other, other_name)

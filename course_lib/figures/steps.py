@@ -24,7 +24,7 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
     steps = [i for i in begins if moments[i].phase == "forward"]
     peaks = [max(total[start:end]) for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)]
     title = "Held at most: " + ", ".join(f"{peak:.0f} MB in step {i}" for i, peak in enumerate(peaks, start=1))
-    with canvas(title, height=3.2) as (figure, axes):
+    with canvas(title, width=6.6, height=3.1) as (figure, axes):
         axes.stackplot(seconds, *held, colors=[COLOURS[kind] for kind in KINDS], step="post", linewidth=0)
         top = total.max() * 1.2
         axes.set(xlabel="seconds", ylabel="MB held", xlim=(0, seconds[-1]), ylim=(0, top))
@@ -64,7 +64,7 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
     """
     longest = max(measured, key=measured.__getitem__)
     title = f"{longest.capitalize()} takes {measured[longest] / sum(measured.values()):.0%} of a step"
-    with canvas(title, height=2.6) as (figure, axes):
+    with canvas(title, width=6.6, height=2.4) as (figure, axes):
         for row, (phase, ms) in enumerate(measured.items()):
             axes.barh(row, ms, height=0.42, color=COLOURS[phase])
             axes.text(ms, row, f" {ms:.3g} ms", va="center")
@@ -80,19 +80,18 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
     return figure
 
 
-def padding_grids(lengths: Sequence[int], orders: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
+def padding_grids(lengths: np.ndarray, orders: Mapping[str, Sequence[np.ndarray]]) -> Figure:
     """Batches as grids of tokens, a row of the data a line: tokens coloured, padding grey.
 
     Args:
-        lengths: tokens of each row of the data.
+        lengths: int [rows], tokens of each row of the data.
         orders: by name, the batches to draw, as row numbers.
     """
-    lengths = np.asarray(lengths)
     shares = {name: padding_share(lengths, batches) for name, batches in orders.items()}
     title = "Padding: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     columns = np.arange(max(lengths[rows].max() for batches in orders.values() for rows in batches))
     colours = ListedColormap(["white", COLOURS["idle"], COLOURS["forward"]])
-    with canvas(title, height=3.6, ncols=len(orders), sharex=True, sharey=True) as (figure, panels):
+    with canvas(title, width=6.6, height=3.4, ncols=len(orders), sharex=True, sharey=True) as (figure, panels):
         for axes, (name, batches) in zip(panels, orders.items(), strict=True):
             bands = [0 + (columns < lengths[rows].max()) + (columns < lengths[rows, None]) for rows in batches]
             axes.imshow(np.concatenate(bands), cmap=colours, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
@@ -105,7 +104,7 @@ def padding_grids(lengths: Sequence[int], orders: Mapping[str, Sequence[Sequence
     return figure
 
 
-def _name_colours(axes: Axes, lengths: np.ndarray, batches: Sequence[Sequence[int]]) -> None:
+def _name_colours(axes: Axes, lengths: np.ndarray, batches: Sequence[np.ndarray]) -> None:
     """Write what the colours mean into the widest batch."""
     widest = int(np.argmax([lengths[rows].max() for rows in batches]))
     middle = sum(map(len, batches[:widest])) + (len(batches[widest]) - 1) / 2
@@ -128,7 +127,7 @@ def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: 
     apart = max(abs(whole[step - 1] - loss) for step, loss in resumed.items())
     title = (f"The resumed run repeats all {len(resumed)} losses to the bit" if apart == 0
              else f"The resumed run differs by up to {apart:.1e}")
-    with canvas(title, height=3.0) as (figure, axes):
+    with canvas(title, width=6.6, height=2.9) as (figure, axes):
         axes.plot(range(1, len(whole) + 1), whole, color=COLOURS["idle"], linewidth=7, solid_capstyle="round")
         axes.plot(list(wrong), list(wrong.values()), "o--", color=COLOURS["wrong"], markersize=4, linewidth=1.2)
         axes.plot(list(resumed), list(resumed.values()), "o-", color=COLOURS["right"], markersize=4, linewidth=1.2)

@@ -6,6 +6,7 @@ what they print, takes their return values, finds the first cause of a failure, 
 """
 
 import contextlib
+import ctypes
 import functools
 import logging
 import multiprocessing
@@ -142,6 +143,8 @@ def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
 
 def _start(job: Job, num_processes: int, start_method: str) -> None:
     """Start the ranks and wait until they have ended."""
+    if start_method == "fork":
+        _end_openmp_threads()
     # torch would report every failure once more, without its cause.
     with _quiet("torch.distributed.elastic"), _quiet("torch.multiprocessing.spawn"):
         if start_method == "fork" and num_processes > 1:
@@ -151,6 +154,19 @@ def _start(job: Job, num_processes: int, start_method: str) -> None:
                                   use_port=str(job.port))
         else:
             start_processes(job, nprocs=num_processes, start_method=start_method)
+
+
+def _end_openmp_threads() -> None:
+    """End this thread's OpenMP workers; they are started again when they are next needed.
+
+    A forked process inherits GNU OpenMP's belief that its workers are there, and waits for them
+    for ever in its first parallel region (gcc.gnu.org/bugzilla, 58378).
+    """
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        libraries = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+        for library in libraries:
+            ctypes.CDLL(library).omp_pause_resource_all(2)  # omp_pause_hard (OpenMP 5.0, section 3.2.44)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,14 @@
-"""What a training step holds: bytes by kind, moment by moment, and the share of its tokens that are padding.
+"""A training step taken apart: bytes by kind and by moment, seconds by turns, padding, the gradient itself.
 
-The figures are exact counts of tensors, not readings of the process's memory, so they are the
-same on every machine; what an allocator adds on top is not in them.
+Bytes are exact counts of tensors, not readings of the process's memory, so they are the same on
+every machine; what an allocator adds on top is not in them.
 """
 
 import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from course_lib.runtime.phases import Phases
+from course_lib.training.evaluation import evaluating
 
 if TYPE_CHECKING:
     from course_lib.training.basic import BasicTrainer
+
+Batch = dict[str, torch.Tensor]
 
 
 def bytes_by_kind(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
@@ -128,29 +131,81 @@ class MemoryTimeline(Phases):
         self.moments.append(Moment(time.perf_counter() - self._start, self._phase, held))
 
 
-@contextlib.contextmanager
-def memory_timeline(trainer: "BasicTrainer") -> Iterator[MemoryTimeline]:
-    """Watch the memory of the steps that a trainer takes in the block; its own code runs unchanged."""
+def watch_memory(trainer: "BasicTrainer", batches: Iterable[Batch]) -> tuple[list[Moment], list[float]]:
+    """Take one training step a batch, by the trainer's own unchanged code, and note what is held as it goes.
+
+    Returns:
+        The moments in order of time, and the loss of each step.
+    """
     timeline, phases = MemoryTimeline(trainer.model, trainer.optimizer), trainer.phases
     hooks = [p.register_post_accumulate_grad_hook(timeline.note) for p in trainer.model.parameters()]
     hooks += [module.register_forward_hook(timeline.note) for module in trainer.model.modules()]
     hooks.append(trainer.optimizer.register_step_post_hook(timeline.note))
     trainer.phases = timeline
+    trainer.wrapped.train()
     try:
-        yield timeline
+        return timeline.moments, [trainer.train_step([batch])[0].item() for batch in batches]
     finally:
         trainer.phases = phases
         for hook in hooks:
             hook.remove()
 
 
-def padding_share(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
-    """Share of a loader's tokens that are padding, where each batch is padded to its longest row.
+def seconds_by_turns(trainer: "BasicTrainer", ways: Mapping[str, Sequence[Batch]],
+                     prepare: Callable[[str], object] = lambda name: None) -> dict[str, dict[str, float]]:
+    """Train in several ways by turns, a step each, so that what else the machine does falls on all alike.
 
     Args:
-        lengths: tokens of each row.
+        trainer: takes the steps, in training mode.
+        ways: batches by the name of the way, as many for each.
+        prepare: called with the name before each step.
+    Returns:
+        Seconds by phase, for each way.
+    """
+    phases, before = {name: Phases() for name in ways}, trainer.phases
+    trainer.wrapped.train()
+    for turn in zip(*ways.values(), strict=True):
+        for name, batch in zip(ways, turn, strict=True):
+            prepare(name)
+            trainer.phases = phases[name]
+            trainer.train_step([batch])
+    trainer.phases = before
+    return {name: dict(each.seconds) for name, each in phases.items()}
+
+
+def gradient(trainer: "BasicTrainer", micro_batches: Sequence[Batch], loss_weighting: str = "token") -> torch.Tensor:
+    """The gradient that a trainer accumulates over the micro-batches of one global batch, without dropout.
+
+    Args:
+        trainer: keeps its weights; its gradients are left cleared.
+        micro_batches: parts of the global batch.
+        loss_weighting: see :class:`course_lib.config.RunConfig`.
+    Returns:
+        float32 [P], the parameters one after the other.
+    """
+    config, trainer.config = trainer.config, trainer.config.replace(loss_weighting=loss_weighting)
+    with evaluating(trainer.wrapped):
+        trainer.optimizer.zero_grad()
+        targets = trainer.count_targets(micro_batches)
+        for batch in micro_batches:
+            trainer.loss(batch, targets, len(micro_batches)).backward()
+    taken = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    trainer.optimizer.zero_grad()
+    trainer.config = config
+    return taken
+
+
+def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """L2 norm of the difference over the L2 norm of ``other``."""
+    return ((one - other).norm() / other.norm()).item()
+
+
+def padding_share(lengths: np.ndarray, batches: Sequence[np.ndarray]) -> float:
+    """Share of the tokens of some batches that are padding, where each batch is padded to its longest row.
+
+    Args:
+        lengths: int [rows], tokens of each row of the data.
         batches: row numbers of each batch.
     """
-    lengths = np.asarray(lengths)
     real = sum(lengths[rows].sum() for rows in batches)
     return float(1 - real / sum(len(rows) * lengths[rows].max() for rows in batches))

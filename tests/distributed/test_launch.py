@@ -63,6 +63,26 @@ def test_a_closure_and_the_callers_memory_after_it_used_its_cores():
     assert launch(lambda scale: int(big.sum()) * scale, scale=2) == [int(big.sum()) * 2] * 2
 
 
+def work_on_all_cores():
+    torch.set_num_threads(2)
+    return float((torch.ones(600, 600) @ torch.ones(600, 600)).mean())
+
+
+def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
+    """Without ending OpenMP's workers first, a forked rank waits for workers that it does not have."""
+    threads = torch.get_num_threads()
+    try:
+        work_on_all_cores()
+        assert launch(work_on_all_cores, num_processes=1, timeout=30) == [600.0]
+        assert launch(work_on_all_cores, num_processes=2, timeout=30) == [600.0, 600.0]
+        work_on_all_cores()
+        monkeypatch.setattr("course_lib.runtime.launch._end_openmp_threads", lambda: None)
+        with pytest.raises(RanksHung):
+            launch(work_on_all_cores, num_processes=1, timeout=4)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_accelerate_finds_the_ranks():
     def look():
         state, accelerator = PartialState(), Accelerator()

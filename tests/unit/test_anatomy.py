@@ -1,12 +1,21 @@
 """The meters of a step: exact on small modules whose tensors can be counted by hand, and silent about the result."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import build
-from course_lib.training.anatomy import SavedForBackward, bytes_by_kind, memory_timeline, padding_share
+from course_lib.training.anatomy import (
+    SavedForBackward,
+    bytes_by_kind,
+    gradient,
+    padding_share,
+    relative_difference,
+    seconds_by_turns,
+    watch_memory,
+)
 from course_lib.training.run import build_trainer
 
 ROWS, WIDTH = 8, 16
@@ -85,20 +94,16 @@ def trainer(tmp_path_factory):
         "output_dir": str(folder)}))[0]
 
 
-def losses_of_two_steps(trainer):
-    torch.manual_seed(0)
-    trainer.model.train()
-    batches = [batch for batch, _ in zip(trainer.train_loader, range(2), strict=False)]
-    return [trainer.train_step([batch])[0].item() for batch in batches]
+def two_batches(trainer):
+    return [batch for batch, _ in zip(trainer.train_loader, range(2), strict=False)]
 
 
 @pytest.mark.timeout(60)
 def test_the_timeline_of_two_steps(trainer):
     before, phases = {name: value.clone() for name, value in trainer.model.state_dict().items()}, trainer.phases
-    with memory_timeline(trainer) as timeline:
-        losses = losses_of_two_steps(trainer)
+    torch.manual_seed(0)
+    moments, losses = watch_memory(trainer, two_batches(trainer))
     assert trainer.phases is phases
-    moments = timeline.moments
     assert list(dict.fromkeys(m.phase for m in moments)) == ["forward", "backward", "optimizer"]
     assert [m.seconds for m in moments] == sorted(m.seconds for m in moments)
     weights = sum(p.nbytes for p in trainer.model.parameters())
@@ -109,18 +114,43 @@ def test_the_timeline_of_two_steps(trainer):
     assert backward["gradients"] == weights and backward["activations"] == 0
     assert optimizer["gradients"] == 0 and optimizer["optimizer states"] >= 2 * weights
     assert second_forward["optimizer states"] == second_backward["optimizer states"] == optimizer["optimizer states"]
-    assert timeline.seconds["forward"] > 0
 
     # The meter changes nothing: the same two steps again, unwatched, from the same start.
     seen = len(moments)
     trainer.model.load_state_dict(before)
     trainer.optimizer.state.clear()
-    assert losses_of_two_steps(trainer) == losses
-    assert len(timeline.moments) == seen
+    torch.manual_seed(0)
+    assert [trainer.train_step([batch])[0].item() for batch in two_batches(trainer)] == losses
+    assert len(moments) == seen
+
+
+@pytest.mark.timeout(60)
+def test_turns_are_taken_one_after_the_other(trainer):
+    order, phases = [], trainer.phases
+    first, second = two_batches(trainer)
+    seconds = seconds_by_turns(trainer, {"one": [first, second], "other": [first, second]}, prepare=order.append)
+    assert order == ["one", "other"] * 2 and trainer.phases is phases
+    assert list(seconds) == ["one", "other"]
+    for each in seconds.values():
+        assert set(each) == {"forward", "backward", "optimizer"} and min(each.values()) > 0
+
+
+@pytest.mark.timeout(60)
+def test_the_gradient_over_micro_batches(trainer):
+    """Filler rows have no targets, so three rows and one are unlike micro-batches; two and two are alike."""
+    batch = two_batches(trainer)[0]
+    uneven = batch | {"labels": torch.tensor([0, 1, 2, -100])}
+    halves = [{name: tensor[part] for name, tensor in uneven.items()} for part in (slice(0, 2), slice(2, 4))]
+    large = gradient(trainer, [uneven])
+    assert relative_difference(gradient(trainer, halves), large) < 1e-5
+    assert relative_difference(gradient(trainer, halves, "micro_batch"), large) > 1e-2
+    alike = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(0, 2), slice(2, 4))]
+    assert relative_difference(gradient(trainer, alike, "micro_batch"), gradient(trainer, [batch])) < 1e-5
+    assert trainer.config.run.loss_weighting == "token" and all(p.grad is None for p in trainer.model.parameters())
 
 
 def test_padding_share_by_hand():
-    lengths = [2, 4, 3, 3]
+    lengths = np.array([2, 4, 3, 3])
     assert padding_share(lengths, [[0, 1], [2, 3]]) == pytest.approx(1 - 12 / 14)
     assert padding_share(lengths, [[0, 1, 2, 3]]) == pytest.approx(1 - 12 / 16)
     assert padding_share(lengths, [[2, 3]]) == 0
