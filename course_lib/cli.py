@@ -83,16 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(line: str, code: int) -> int:
-    """Say what was wrong, once: rank 0 at once, another rank only if it is still alive three seconds later.
+    """Say what was wrong, once: rank 0 at once, another rank only if it is still alive five seconds later.
 
     Where every rank meets the same mistake, the launcher ends the others as soon as rank 0 has
     ended; where one rank alone does, those seconds are all it costs.
     """
     rank = int(os.environ.get("RANK", 0))
     if rank:
-        time.sleep(3.0)
+        time.sleep(5.0)
         line = f"rank {rank}: {line}"
     print(f"course: {line}", file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        os._exit(code)  # Python would take its time to end, and the other ranks would speak up
     return code
 
 

@@ -3,13 +3,14 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
 
-STATES = {
+STATES: dict[str, dict[str, Any]] = {
     "ok": {"color": COLOURS["right"], "marker": "o"},
     "slow": {"color": COLOURS["gradients"], "marker": "D"},
     "cannot": {"color": COLOURS["wrong"], "marker": "X"},
@@ -108,7 +109,8 @@ def _pair(axes: Axes, place: float, predicted: float | None, measured: Sequence[
           number: str) -> None:
     """A hollow bar for a prediction, a solid one for the median of the measurements, and a dot for each of them."""
     apart = 0.0 if predicted is None else 0.2
-    bars = [(place + apart, median(measured), max(measured), "measured", {"color": colour})]
+    bars: list[tuple[float, float, float, str, dict[str, Any]]] = [
+        (place + apart, median(measured), max(measured), "measured", {"color": colour})]
     if predicted is not None:
         bars.append((place - apart, predicted, predicted, "predicted", {**PREDICTED, "edgecolor": colour}))
     for x, height, top, name, look in bars:

@@ -24,13 +24,13 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
     steps = [i for i in begins if moments[i].phase == "forward"]
     peaks = [max(total[start:end]) for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)]
     title = "Held at most: " + ", ".join(f"{peak:.0f} MB in step {i}" for i, peak in enumerate(peaks, start=1))
-    with canvas(title, width=6.6, height=3.1) as (figure, axes):
+    with canvas(title, width=6.4, height=2.9) as (figure, axes):
         axes.stackplot(seconds, *held, colors=[COLOURS[kind] for kind in KINDS], step="post", linewidth=0)
         top = total.max() * 1.2
         axes.set(xlabel="seconds", ylabel="MB held", xlim=(0, seconds[-1]), ylim=(0, top))
         base = np.zeros(len(moments))
         for kind, height in zip(KINDS, held, strict=True):
-            _name_area(axes, seconds, base, height, kind)
+            _name_area(axes, seconds, base, height, total, kind)
             base += height
         for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
             axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
@@ -41,18 +41,20 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
     return figure
 
 
-def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.ndarray, name: str) -> None:
-    """Write an area's name into its tallest part, or above it where that is narrow."""
-    tall = np.flatnonzero(height >= 0.8 * height.max())
+def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.ndarray, total: np.ndarray,
+               name: str) -> None:
+    """Write an area's name into its tallest part, or above it where that is too narrow."""
+    tall = np.flatnonzero(height >= 0.6 * height.max())
     parts = np.split(tall, np.flatnonzero(np.diff(tall) > 1) + 1)
     part = max(parts, key=lambda part: seconds[part[-1]] - seconds[part[0]])
-    middle = part[np.argmin(abs(seconds[part] - seconds[part].mean()))]
-    if seconds[part[-1]] - seconds[part[0]] > 0.11 * seconds[-1]:
+    left, right = seconds[part[0]], seconds[part[-1]]
+    if right - left > 0.15 * seconds[-1]:
+        middle = part[np.argmin(abs(seconds[part] - (left + right) / 2))]
         axes.text(seconds[middle], base[middle] + height[middle] / 2, name, ha="center", va="center", color="white",
                   fontweight="bold")
     else:
-        axes.text(seconds[middle], base[middle] + height[middle], name, ha="center", va="bottom", color=COLOURS[name],
-                  fontweight="bold")
+        under = (seconds >= right - 0.15 * seconds[-1]) & (seconds < right)
+        axes.text(right, total[under].max(), name, ha="right", va="bottom", color=COLOURS[name], fontweight="bold")
 
 
 def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Figure:
@@ -64,7 +66,7 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
     """
     longest = max(measured, key=measured.__getitem__)
     title = f"{longest.capitalize()} takes {measured[longest] / sum(measured.values()):.0%} of a step"
-    with canvas(title, width=6.6, height=2.4) as (figure, axes):
+    with canvas(title, width=6.4, height=2.2) as (figure, axes):
         for row, (phase, ms) in enumerate(measured.items()):
             axes.barh(row, ms, height=0.42, color=COLOURS[phase])
             axes.text(ms, row, f" {ms:.3g} ms", va="center")
@@ -81,7 +83,7 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
 
 
 def padding_grids(lengths: np.ndarray, orders: Mapping[str, Sequence[np.ndarray]]) -> Figure:
-    """Batches as grids of tokens, a row of the data a line: tokens coloured, padding grey.
+    """Batches as grids of tokens, longest row first in each: tokens coloured, padding grey.
 
     Args:
         lengths: int [rows], tokens of each row of the data.
@@ -91,26 +93,29 @@ def padding_grids(lengths: np.ndarray, orders: Mapping[str, Sequence[np.ndarray]
     title = "Padding: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     columns = np.arange(max(lengths[rows].max() for batches in orders.values() for rows in batches))
     colours = ListedColormap(["white", COLOURS["idle"], COLOURS["forward"]])
-    with canvas(title, width=6.6, height=3.4, ncols=len(orders), sharex=True, sharey=True) as (figure, panels):
+    with canvas(title, width=6.4, height=3.2, ncols=len(orders), sharex=True, sharey=True) as (figure, panels):
         for axes, (name, batches) in zip(panels, orders.items(), strict=True):
-            bands = [0 + (columns < lengths[rows].max()) + (columns < lengths[rows, None]) for rows in batches]
+            tokens = [-np.sort(-lengths[rows])[:, None] for rows in batches]
+            bands = [0 + (columns < long.max()) + (columns < long) for long in tokens]
             axes.imshow(np.concatenate(bands), cmap=colours, vmin=0, vmax=2, aspect="auto", interpolation="nearest")
             for edge in np.cumsum([len(rows) for rows in batches])[:-1]:
                 axes.axhline(edge - 0.5, color="black", linewidth=0.5)
             axes.grid(visible=False)
             axes.set(title=name, xlabel="tokens in the row", xlim=(-0.5, columns[-1] + 0.5))
         panels[0].set(ylabel="row (a line ends a batch)")
-        _name_colours(panels[0], lengths, next(iter(orders.values())))
+        *_, last = orders.values()
+        _write_into_widest(panels[0], lengths, next(iter(orders.values())), "padding", COLOURS["neutral"], right=True)
+        _write_into_widest(panels[-1], lengths, last, "tokens", "white", right=False)
     return figure
 
 
-def _name_colours(axes: Axes, lengths: np.ndarray, batches: Sequence[np.ndarray]) -> None:
-    """Write what the colours mean into the widest batch."""
+def _write_into_widest(axes: Axes, lengths: np.ndarray, batches: Sequence[np.ndarray], text: str, colour: str,
+                       right: bool) -> None:
+    """Write into the batch that takes the most tokens, at its right or left end."""
     widest = int(np.argmax([lengths[rows].max() for rows in batches]))
     middle = sum(map(len, batches[:widest])) + (len(batches[widest]) - 1) / 2
-    right = lengths[batches[widest]].max()
-    axes.text(0.5, middle, "tokens", va="center", color="white", fontsize=8, fontweight="bold")
-    axes.text(right - 1.5, middle, "padding", va="center", ha="right", color=COLOURS["neutral"], fontsize=8,
+    x = lengths[batches[widest]].max() - 1.5 if right else 0.5
+    axes.text(x, middle, text, ha="right" if right else "left", va="center", color=colour, fontsize=8,
               fontweight="bold")
 
 
@@ -127,7 +132,7 @@ def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: 
     apart = max(abs(whole[step - 1] - loss) for step, loss in resumed.items())
     title = (f"The resumed run repeats all {len(resumed)} losses to the bit" if apart == 0
              else f"The resumed run differs by up to {apart:.1e}")
-    with canvas(title, width=6.6, height=2.9) as (figure, axes):
+    with canvas(title, width=6.4, height=2.6) as (figure, axes):
         axes.plot(range(1, len(whole) + 1), whole, color=COLOURS["idle"], linewidth=7, solid_capstyle="round")
         axes.plot(list(wrong), list(wrong.values()), "o--", color=COLOURS["wrong"], markersize=4, linewidth=1.2)
         axes.plot(list(resumed), list(resumed.values()), "o-", color=COLOURS["right"], markersize=4, linewidth=1.2)

@@ -56,13 +56,13 @@ def test_time_by_phase(found):
     """Wide bounds: a busy machine moves the times; what dropout costs, it costs in forward."""
     assert found["forward_ms"] > 0 and found["matmul_rate"] > 1
     assert 0.4 < found["backward_over_forward"] < 4
-    assert found["backward_over_forward_without_dropout"] > 0.9 * found["backward_over_forward_with_dropout"]
+    assert found["backward_over_forward_without_dropout"] > 0.8 * found["backward_over_forward_with_dropout"]
 
 
 @pytest.mark.timeout(300)
 def test_padding_costs_more_than_the_optimizer(found):
     assert found["padding in random batches"] > 0.4 > 0.25 > found["padding grouped by length"]
-    assert found["random_over_grouped_seconds"] > 1.1
+    assert found["random_over_grouped_seconds"] > 1
     assert found["padding_seconds_that_grouping_saves"] > found["optimizer_seconds"] > 0
 
 
