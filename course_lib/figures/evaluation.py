@@ -25,13 +25,14 @@ def metric_by_ranks(ranks: Sequence[int], right: float, wrong: Mapping[str, Sequ
         axes.axhline(right, color=COLOURS["right"], linewidth=3)
         low, high = min([*values, right]), max([*values, right])
         room = (high - low or 0.01) * 0.09
+        coloured = list(zip(wrong.items(), SERIES[1:], strict=False))
         ends = sorted([(right, "right, at any number", COLOURS["right"])]
-                      + [(series[-1], name, colour) for (name, series), colour in zip(wrong.items(), SERIES[1:], strict=False)])
+                      + [(series[-1], name, colour) for (name, series), colour in coloured])
         shown = -1.0
         for value, name, colour in ends:
             shown = max(value, shown + room)  # labels of lines that end close together step aside
             end_label(axes, ranks[-1], shown, name, colour)
-        for (_, series), colour in zip(wrong.items(), SERIES[1:], strict=False):
+        for (_, series), colour in coloured:
             axes.plot(ranks, series, "o--", color=colour)
         axes.set(xlabel="ranks", ylabel=metric, xticks=list(ranks))
         axes.set_xlim(ranks[0] - 0.2, ranks[-1] + 0.1)
