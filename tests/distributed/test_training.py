@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from course_lib.runtime.launch import launch
 
 from course_lib.config import build
+from course_lib.runtime.launch import launch
 from course_lib.training import checkpoint
 from course_lib.training.run import build_trainer
 
