@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, validated as a whole.
 
-A run is five sections of plain fields. Leaf names are unique over the sections, so that
+A run is six sections of plain fields. Leaf names are unique over the sections, so that
 ``learning_rate`` means one thing in a YAML file, flat or sectioned, and on the command line
 (``config_files`` reads both). This module imports no torch.
 """
@@ -121,6 +121,39 @@ class OptimConfig(_Strict):
     """Steps of warm-up; overrides warmup_ratio where above 0."""
 
 
+ENGINES = {
+    "ddp": ("torch", "scratch"),
+    "zero1": ("deepspeed", "torch", "scratch"),
+    "zero2": ("deepspeed", "torch", "scratch"),
+    "zero3": ("deepspeed", "torch", "scratch"),
+    "fsdp": ("torch", "scratch", "accelerate"),
+}
+"""Engines that carry each strategy out, the default one first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(_Strict):
+    """How the ranks share one model's state and work."""
+
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "ddp"
+    """Every rank holds all state (ddp), or each a part: of optimizer states (zero1), gradients too (zero2), \
+parameters too (zero3, fsdp)."""
+    engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
+    """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
+deepspeed for zero, else torch."""
+    bucket_mb: Annotated[float, Gt(0)] = 25.0
+    """Gradients that travel together, in MiB."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """State kept in the host's memory rather than the GPU's (deepspeed and torch)."""
+    shard_group_size: Positive | None = None
+    """Ranks over which fsdp shards, the groups replicating each other (HSDP); default: all."""
+
+    @property
+    def chosen_engine(self) -> str:
+        """The engine named, or the strategy's default."""
+        return self.engine or ENGINES[self.strategy][0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(_Strict):
     """How long, on what, and when to look."""
@@ -179,6 +212,8 @@ class OutputConfig(_Strict):
     """Checkpoints to keep; the best one is kept besides."""
     resume_from_checkpoint: str | None = None
     """Checkpoint folder to go on from, or `latest` for the newest whole one in output_dir."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written (strategies that shard state)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +223,7 @@ class Config(_Strict):
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
@@ -301,6 +337,7 @@ def _check_together(config: Config) -> Config:
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
                           "use --training_type accelerated")
+    _check_parallel(config)
     if run.device == "cpu" and run.mixed_precision == "fp16":
         raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
     if run.best_metric in ("accuracy", "macro_f1") and data.task != "classification":
@@ -314,3 +351,28 @@ def _check_together(config: Config) -> Config:
     if out.resume_from_checkpoint and out.overwrite_output_dir:
         raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
     return config
+
+
+def _check_parallel(config: Config) -> None:
+    """Whether an engine carries the strategy out, with these options."""
+    parallel, run = config.parallel, config.run
+    strategy, engine, known = parallel.strategy, parallel.chosen_engine, ENGINES[parallel.strategy]
+    shards = strategy != "ddp"
+    if engine not in known:
+        raise ConfigError(f"engine {engine} has no {strategy}", f"for {strategy} use {', '.join(known)}")
+    if run.training_type == "basic" and shards:
+        raise ConfigError(f"training_type basic runs one process, and {strategy} shares state among several",
+                          "use --training_type accelerated")
+    if shards and config.optim.optimizer == "adafactor":
+        raise ConfigError(f"{strategy} cannot shard adafactor: its update of an element needs whole rows and columns",
+                          "use --optimizer adamw or sgd, or --strategy ddp")
+    if parallel.offload != "none" and engine not in ("deepspeed", "accelerate") and strategy != "fsdp":
+        raise ConfigError(f"offload {parallel.offload} is not in engine {engine} with {strategy}",
+                          "use --engine deepspeed, or --strategy fsdp --engine torch")
+    if parallel.offload == "parameters" and strategy in ("zero1", "zero2"):
+        raise ConfigError(f"{strategy} keeps whole parameters, so they cannot be offloaded",
+                          "use --offload optimizer, or --strategy zero3")
+    if parallel.shard_group_size and (strategy, engine) != ("fsdp", "torch"):
+        raise ConfigError("shard_group_size is for --strategy fsdp --engine torch", "leave it out")
+    if config.output.async_save and not shards:
+        raise ConfigError("async_save is for strategies that shard state", "leave it out, or use zero1 … fsdp")

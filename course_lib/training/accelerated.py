@@ -1,35 +1,36 @@
 """The same loop through Accelerate: CPU processes, one GPU, many GPUs, many machines."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 
 from course_lib.errors import LaunchError
+from course_lib.parallel.shards import Piece, scatter_whole
+from course_lib.training import sharded, stored, tensorfile
+from course_lib.training.background import BackgroundSaver
 from course_lib.training.basic import BasicTrainer, Batch
-from course_lib.training.precision import pick_device, pick_precision
+from course_lib.training.engines import build_engine
 
 
 class AcceleratedTrainer(BasicTrainer):
     """Trains a model on every process that was launched; see :class:`TrainerFrame` for its arguments.
 
-    What differs from the plain loop: the targets are counted over all processes, DDP averages the
-    gradients of the processes while backward runs, and evaluation gathers every process's rows.
+    What differs from the plain loop: the targets are counted over all processes, an engine carries
+    the gradients and holds the state (DDP, ZeRO or FSDP), and evaluation gathers every process's rows.
     """
 
     def connect(self) -> None:
         run = self.config.run
-        device = pick_device(run.device)
-        self.accelerator = Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision=pick_precision(run.mixed_precision, device),
-            dataloader_config=DataLoaderConfiguration(non_blocking=True),
-        )
+        self.engine = build_engine(self.config)
+        self.engine.connect()
+        self.accelerator = self.engine.accelerator
         self.device = self.accelerator.device
         self.rank, self.is_main = self.accelerator.process_index, self.accelerator.is_main_process
         self.num_processes = self.accelerator.num_processes
@@ -39,35 +40,30 @@ class AcceleratedTrainer(BasicTrainer):
                               "start with `course train --num_processes N`, which starts the ranks itself")
 
     def prepare(self) -> None:
-        self.wrapped, self.optimizer, self.train_loader = self.accelerator.prepare(
-            self.model, self.optimizer, self.train_loader)
-        self.eval_loaders = {split: self.accelerator.prepare(loader) for split, loader in self.eval_loaders.items()}
+        self.engine.wrap(self.model, self.optimizer)
+        self.model, self.wrapped, self.optimizer = self.engine.model, self.engine.wrapped, self.engine.optimizer
+        self.train_loader = self.accelerator.prepare_data_loader(self.train_loader)
+        self.eval_loaders = {split: self.accelerator.prepare_data_loader(loader)
+                             for split, loader in self.eval_loaders.items()}
 
     def train_step(self, micro_batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         targets = self.count_targets(micro_batches)
         total = torch.zeros((), device=self.device)
         for i, batch in enumerate(micro_batches):
-            with self.gradients_stay_here(unless=i == len(micro_batches) - 1):
+            last = i == len(micro_batches) - 1
+            with self.engine.accumulating(last):
                 with self.phases("forward"):
                     loss = self.loss(batch, targets, len(micro_batches))
                 with self.phases("backward"):
-                    # DDP takes the mean over processes; the loss is already a share of their sum.
+                    # Engines take the mean over processes; the loss is already a share of their sum.
                     weight = self.num_processes if self.config.run.loss_weighting == "token" else 1
-                    self.accelerator.backward(loss * weight)
+                    self.engine.backward(loss * weight, last)
             total += loss.detach() * weight / self.num_processes
         with self.phases("optimizer"):
-            norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.max_grad_norm)
-            self.optimizer.step()
-            if not self.accelerator.optimizer_step_was_skipped:
+            norm = self.engine.step(self.max_grad_norm)
+            if not self.engine.step_was_skipped:
                 self.scheduler.step()
-            self.optimizer.zero_grad()
         return total, norm
-
-    @contextlib.contextmanager
-    def gradients_stay_here(self, unless: bool) -> Iterator[None]:
-        """Accumulate without telling the other processes, unless this is the last micro-batch."""
-        with contextlib.nullcontext() if unless else self.accelerator.no_sync(self.wrapped):
-            yield
 
     def count_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         mine = super().count_targets(micro_batches)
@@ -91,8 +87,17 @@ class AcceleratedTrainer(BasicTrainer):
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_object([value])
 
+    def autocast(self) -> AbstractContextManager:
+        return self.engine.autocast(self.precision)
+
     def bare_model(self) -> nn.Module:
-        return self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
+        return self.engine.bare_model()
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        return self.engine.whole_weights()
+
+    def load_whole_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.engine.load_whole_weights(weights)
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -101,10 +106,70 @@ class AcceleratedTrainer(BasicTrainer):
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.engine.shapes()
+
+    def tensors(self) -> dict[str, Piece]:
+        """This rank's pieces of all that a checkpoint stores in pieces."""
+        return ({f"model/{name}": piece for name, piece in self.engine.pieces().items()}
+                | {f"optimizer/{name}": piece for name, piece in self.engine.optimizer_pieces().items()})
+
+    def write_whole_tensors(self, folder: Path) -> None:
+        if self.engine.shards_state:
+            tensorfile.save(self.engine.buffers(), folder / stored.BUFFERS)
+        else:
+            super().write_whole_tensors(folder)
+
+    def put_checkpoint(self, write_files: Callable[[Path], None]) -> None:
+        if not self.engine.shards_state:
+            return super().put_checkpoint(write_files)
+        if self.config.output.async_save:
+            return self.saver.start(self.state.step, write_files, self.tensors())
+
+        def write_all(folder: Path) -> None:
+            write_files(folder)
+            self.barrier()
+            sharded.save(self.tensors(), folder)
+
+        super().put_checkpoint(write_all)
+
+    @cached_property
+    def saver(self) -> BackgroundSaver:
+        """Writes checkpoints while training goes on."""
+        return BackgroundSaver(self.output_dir, self.config.output.save_total_limit, self.barrier)
+
+    def checkpoints_written(self) -> None:
+        if self.config.output.async_save:
+            self.saver.wait()
+
+    def check_tensors(self, folder: Path) -> None:
+        if not self.engine.shards_state:
+            super().check_tensors(folder)
+        elif not stored.is_sharded(folder):
+            stored.check_model(tensorfile.load(folder / stored.MODEL), self.shapes(), folder)
+
+    def read_tensors(self, folder: Path) -> None:
+        engine = self.engine
+        if not engine.shards_state:
+            return super().read_tensors(folder)
+        if stored.is_sharded(folder):
+            states = sharded.sizes(folder, "optimizer/")
+            room = engine.prepare_optimizer_pieces(states)
+            sharded.load({f"model/{name}": piece for name, piece in engine.pieces().items()}
+                         | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
+            engine.load_buffers(tensorfile.load(folder / stored.BUFFERS))
+            engine.refresh()
+        else:
+            engine.load_whole_weights(tensorfile.load(folder / stored.MODEL))
+            whole = stored.whole_optimizer_state(folder, engine.trained_names)
+            scatter_whole(whole, engine.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
+
+    @property
+    def engine_name(self) -> str:
+        return self.config.parallel.chosen_engine
+
     def engine_state(self) -> dict[str, Any]:
-        scaler = self.accelerator.scaler
-        return {"scaler": scaler.state_dict() if scaler else {}}
+        return self.engine.state()
 
     def load_engine_state(self, state: dict[str, Any]) -> None:
-        if self.accelerator.scaler:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.engine.load_state(state)

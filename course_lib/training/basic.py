@@ -10,7 +10,7 @@ from torch import nn
 
 from course_lib.training.frame import TrainerFrame
 from course_lib.training.loss import count_targets, summed_loss
-from course_lib.training.precision import autocast, pick_device
+from course_lib.training.precision import pick_device
 
 Batch = dict[str, torch.Tensor]
 
@@ -80,7 +80,7 @@ class BasicTrainer(TrainerFrame):
         With ``loss_weighting: micro_batch`` it is the naive share, the micro-batch's own mean over
         their number, which gives a target in a short micro-batch more weight than one in a long.
         """
-        with autocast(self.precision, self.device):
+        with self.autocast():
             logits = self.wrapped(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         total = summed_loss(logits, batch["labels"], self.task)
         if self.config.run.loss_weighting == "token":
@@ -119,7 +119,7 @@ class BasicTrainer(TrainerFrame):
         return [value]
 
     def bare_model(self) -> nn.Module:
-        """The model without what an engine wrapped around it."""
+        """The model without what an engine wrapped around it; its weights may be elsewhere."""
         return self.model
 
     def barrier(self) -> None:

@@ -59,27 +59,42 @@ def write(run_dir: Path, step: int, write_files: Callable[[Path], None], *, is_m
     Raises:
         CheckpointError: a file could not be written; no checkpoint of this step is left.
     """
-    final, beside = run_dir / name(step), run_dir / f".{name(step)}.writing"
-    with saving(f"{final}"):
+    with saving(f"{run_dir / name(step)}"):
         try:
             if is_main:
-                shutil.rmtree(beside, ignore_errors=True)
-                beside.mkdir(parents=True)
+                begin(run_dir, step)
             barrier()
-            write_files(beside)
+            write_files(beside(run_dir, step))
             barrier()
             if is_main:
-                seal(beside)
-                if final.exists():
-                    shutil.rmtree(final)  # a damaged one, or the same step of an earlier attempt
-                os.replace(beside, final)
-                _flush(run_dir)
+                finish(run_dir, step)
         except BaseException:
             if is_main:
-                shutil.rmtree(beside, ignore_errors=True)
+                shutil.rmtree(beside(run_dir, step), ignore_errors=True)
             raise
     barrier()
-    return final
+    return run_dir / name(step)
+
+
+def beside(run_dir: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is put in its place."""
+    return run_dir / f".{name(step)}.writing"
+
+
+def begin(run_dir: Path, step: int) -> None:
+    """Make the empty folder to write into."""
+    shutil.rmtree(beside(run_dir, step), ignore_errors=True)
+    beside(run_dir, step).mkdir(parents=True)
+
+
+def finish(run_dir: Path, step: int) -> None:
+    """Sum and flush what was written, and put it in its place."""
+    seal(beside(run_dir, step))
+    final = run_dir / name(step)
+    if final.exists():
+        shutil.rmtree(final)  # a damaged one, or the same step of an earlier attempt
+    os.replace(beside(run_dir, step), final)
+    _flush(run_dir)
 
 
 def seal(folder: Path) -> None:

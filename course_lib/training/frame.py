@@ -5,7 +5,8 @@ and those built on it for several); this frame does the rest, alike for all.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from course_lib.modeling.loading import LoadedModel
 from course_lib.runtime.interrupts import StopRequest, stop_requests
 from course_lib.runtime.phases import Phases
 from course_lib.runtime.seeding import seed_everything
-from course_lib.training import checkpoint, resuming, tensorfile
+from course_lib.training import checkpoint, resuming, stored, tensorfile
 from course_lib.training.callbacks import Callback, EarlyStopping, JsonLinesLog, ProgressBar
 from course_lib.training.evaluation import evaluate_split, evaluating, larger_is_better
 from course_lib.training.optimization import make_optimizer, make_scheduler
@@ -74,9 +75,9 @@ class TrainerFrame:
                                 max_steps=config.run.max_steps or max(1, round(config.run.num_epochs * steps)))
         self.model.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
-        self.scheduler = make_scheduler(self.optimizer, config.optim, self.state.max_steps)
         self.wrapped: nn.Module = self.model
         self.prepare()
+        self.scheduler = make_scheduler(self.optimizer, config.optim, self.state.max_steps)
         if config.model.torch_compile:
             self.wrapped.compile(dynamic=True)
         self.phases, self.stop_request = Phases(), StopRequest()
@@ -124,6 +125,42 @@ class TrainerFrame:
         """Wait for all processes."""
         raise NotImplementedError
 
+    def autocast(self) -> AbstractContextManager:
+        """What a forward pass runs under."""
+        return autocast(self.precision, self.device)
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """The model's state dict, whole, on the main rank; elsewhere perhaps nothing. A collective call."""
+        return self.model.state_dict()
+
+    def load_whole_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Put whole weights in, the same on every rank. A collective call."""
+        self.model.load_state_dict(weights)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of every tensor of the model's state dict."""
+        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    def write_whole_tensors(self, folder: Path) -> None:
+        """Store what every rank holds alike; called on the main rank."""
+        tensorfile.save(self.model.state_dict(), folder / stored.MODEL)
+        tensorfile.save(self.optimizer.state_dict(), folder / stored.OPTIMIZER)
+
+    def check_tensors(self, folder: Path) -> None:
+        """Refuse a checkpoint of another model or optimizer before anything is changed."""
+        if not stored.is_sharded(folder):
+            stored.check_model(tensorfile.load(folder / stored.MODEL), self.shapes(), folder)
+            stored.check_optimizer(tensorfile.load(folder / stored.OPTIMIZER), self.optimizer, folder)
+
+    def read_tensors(self, folder: Path) -> None:
+        """Fill model and optimizer from a checkpoint. A collective call."""
+        stored.read_into_whole(self.model, self.optimizer, folder, self.shapes())
+
+    @property
+    def engine_name(self) -> str:
+        """Whose state :meth:`engine_state` is."""
+        return "torch"
+
     def engine_state(self) -> dict[str, Any]:
         """What the engine has to remember in a checkpoint."""
         raise NotImplementedError
@@ -156,6 +193,7 @@ class TrainerFrame:
                 self.validate()
             self.load_best()
         finally:
+            self.checkpoints_written()
             self.tell("on_train_end")
         return self.state
 
@@ -225,8 +263,7 @@ class TrainerFrame:
         """Metrics over every row of a split, the same on every process."""
         with evaluating(self.wrapped):
             return evaluate_split(self.wrapped, self.eval_loaders[split], self.task, self.num_labels,
-                                  device=self.device, precision=autocast(self.precision, self.device),
-                                  gather=self.gather)
+                                  device=self.device, precision=self.autocast(), gather=self.gather)
 
     def validate(self) -> None:
         """Evaluate on the validation split, and keep the weights where they are the best so far."""
@@ -250,11 +287,12 @@ class TrainerFrame:
 
     def save_best(self) -> None:
         """Write the weights beside their place and rename."""
+        weights = self.whole_weights()
         if self.is_main:
             beside = self.best_file.with_name(f".{self.best_file.name}.writing")
             with checkpoint.saving(str(self.best_file)):
                 try:
-                    tensorfile.save(self.model.state_dict(), beside)
+                    tensorfile.save(weights, beside)
                     os.replace(beside, self.best_file)
                 finally:
                     beside.unlink(missing_ok=True)
@@ -263,16 +301,22 @@ class TrainerFrame:
     def load_best(self) -> None:
         """Put back the weights of the best evaluation, where they are not those that stand."""
         if self.config.run.keep_best and self.state.best_step not in (None, self.state.step):
-            self.model.load_state_dict(tensorfile.load(self.best_file))
+            self.load_whole_weights(tensorfile.load(self.best_file))
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step, and delete those beyond save_total_limit."""
         self.collect_losses()
-        folder = checkpoint.write(self.output_dir, self.state.step, lambda folder: resuming.write_files(self, folder),
-                                  is_main=self.is_main, barrier=self.barrier)
+        self.put_checkpoint(lambda folder: resuming.write_files(self, folder))
+        self.tell("on_save", self.output_dir / checkpoint.name(self.state.step))
+
+    def put_checkpoint(self, write_files: Callable[[Path], None]) -> None:
+        """Write the checkpoint of this step. A collective call."""
+        checkpoint.write(self.output_dir, self.state.step, write_files, is_main=self.is_main, barrier=self.barrier)
         if self.is_main:
             checkpoint.prune(self.output_dir, self.config.output.save_total_limit)
-        self.tell("on_save", folder)
+
+    def checkpoints_written(self) -> None:
+        """Wait for checkpoints that are still being written."""
 
     def say(self, line: str) -> None:
         """Print one line, on the main rank."""

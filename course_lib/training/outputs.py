@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -65,8 +66,11 @@ def claim(config: Config) -> None:
         write_text(folder / CONFIG, to_yaml(config))
 
 
-def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
+def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, torch.Tensor],
+                tokenizer: PreTrainedTokenizerBase, card: str) -> None:
     """Write model, tokenizer and card in Hugging Face form, beside their place, and rename.
+
+    The weights are given whole, since a sharded model's own are in pieces.
 
     ``transformers.pipeline`` and ``from_pretrained`` load the folder.
     """
@@ -76,7 +80,7 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
             logging.disable_progress_bar()  # one file, one line of noise
-            model.save_pretrained(beside)
+            model.save_pretrained(beside, state_dict=weights)
             tokenizer.save_pretrained(beside)
             write_text(beside / "README.md", card)
             shutil.rmtree(folder, ignore_errors=True)

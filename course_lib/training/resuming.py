@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from course_lib.config_files import to_yaml, write_text
 from course_lib.errors import CheckpointError
 from course_lib.runtime.seeding import rng_state, seed_everything, set_rng_state
@@ -20,15 +18,14 @@ if TYPE_CHECKING:
 
 
 def write_files(trainer: TrainerFrame, folder: Path) -> None:
-    """Write this rank's share of a checkpoint: random streams on every rank, the rest on the main one."""
+    """Write this rank's share of a checkpoint but for sharded tensors: random streams everywhere, the rest once."""
     tensorfile.save(rng_state(), folder / f"random-{trainer.rank}.safetensors")
     if not trainer.is_main:
         return
-    tensorfile.save(trainer.model.state_dict(), folder / "model.safetensors")
-    tensorfile.save(trainer.optimizer.state_dict(), folder / "optimizer.safetensors")
+    trainer.write_whole_tensors(folder)
     tensorfile.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state()},
                     folder / "engine.safetensors")
-    progress = {"state": trainer.state.as_dict(), "run": identity(trainer)}
+    progress = {"state": trainer.state.as_dict(), "run": identity(trainer), "engine": trainer.engine_name}
     write_text(folder / "state.json", json.dumps(progress, indent=1))
     write_text(folder / "config.yaml", to_yaml(trainer.config))
 
@@ -54,16 +51,19 @@ def resume(trainer: TrainerFrame) -> None:
         checkpoint.verify(folder)
     trainer.barrier()
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    _load_model(trainer, tensorfile.load(folder / "model.safetensors"), folder)
+    trainer.check_tensors(folder)
     for name, value in identity(trainer).items():
         if saved["run"][name] != value:
             raise CheckpointError(f"checkpoint {folder} was saved with {name} {saved['run'][name]}, "
                                   f"and this run has {value}",
                                   "make them equal, so that its data position means the same rows")
-    _load_optimizer(trainer, tensorfile.load(folder / "optimizer.safetensors"), folder)
+    trainer.read_tensors(folder)
     engine = tensorfile.load(folder / "engine.safetensors")
     trainer.scheduler.load_state_dict(engine["scheduler"])
-    trainer.load_engine_state(engine["engine"])
+    for group, rate in zip(trainer.optimizer.param_groups, trainer.scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    if saved["engine"] == trainer.engine_name:
+        trainer.load_engine_state(engine["engine"])
     planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
     known = {f.name for f in dataclasses.fields(TrainState)}
     trainer.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
@@ -76,23 +76,3 @@ def resume(trainer: TrainerFrame) -> None:
         # More ranks than saved it: a stream of its own, other than the one this rank began with.
         seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)
     trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
-
-
-def _load_model(trainer: TrainerFrame, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Load weights of the same names and shapes, and no others."""
-    mine = {name: tuple(tensor.shape) for name, tensor in trainer.model.state_dict().items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if mine != theirs:
-        name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
-        raise CheckpointError(f"checkpoint {folder} is from another model: {name} is {theirs.get(name, 'absent')} "
-                              f"there and {mine.get(name, 'absent')} here", "give the --model it was trained from")
-    trainer.model.load_state_dict(weights)
-
-
-def _load_optimizer(trainer: TrainerFrame, state: dict[str, Any], folder: Path) -> None:
-    """Load optimizer state of the same algorithm."""
-    mine, theirs = (set(s["param_groups"][0]) for s in (trainer.optimizer.state_dict(), state))
-    if mine != theirs:
-        raise CheckpointError(f"checkpoint {folder} holds the state of another optimizer",
-                              "give the --optimizer it was trained with")
-    trainer.optimizer.load_state_dict(state)

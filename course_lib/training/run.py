@@ -55,8 +55,8 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
     memory = trainer.gather_objects(machine.peak_memory_bytes(trainer.device))
     summary = {
         "training_type": config.run.training_type,
-        "strategy": "ddp" if trainer.num_processes > 1 else "single",
-        "engine": "torch",
+        "strategy": strategy_of(config, trainer.num_processes),
+        "engine": config.parallel.chosen_engine,
         "world_size": trainer.num_processes,
         "device": str(trainer.device.type),
         "mixed_precision": trainer.precision,
@@ -76,12 +76,19 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
         "git_revision": outputs.git_revision(),
         "model_dir": str(config.output_dir / outputs.MODEL),
     }
+    weights = trainer.whole_weights()
     if is_main:
         card = outputs.model_card(config, summary, trainer.source)
-        outputs.write_model(config.output_dir / outputs.MODEL, trainer.bare_model(), trainer.tokenizer, card)
+        outputs.write_model(config.output_dir / outputs.MODEL, trainer.bare_model(), weights, trainer.tokenizer, card)
         outputs.write_summary(config, summary)
     trainer.close()
     return summary
+
+
+def strategy_of(config: Config, num_processes: int) -> str:
+    """The strategy, or ``single`` where one process ran without any."""
+    strategy = config.parallel.strategy
+    return "single" if num_processes == 1 and strategy == "ddp" else strategy
 
 
 def score_baselines(config: Config, text: TextData, split: str) -> dict[str, dict[str, float]]:

@@ -123,6 +123,7 @@ def test_activation_checkpointing_and_padding_change_no_loss(trainer_of, tmp_pat
 def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path, monkeypatch):
     """One layer, because the compiler takes its time."""
     monkeypatch.setitem(presets.TINY["tiny-bert"].sizes, "num_hidden_layers", 1)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # not what a killed run left half-written
     options = {"max_steps": 2, "max_length": 16, "dynamic_padding": False}
     plain = trainer_of(**options)
     plain.model.eval()

@@ -1,0 +1,67 @@
+"""Checkpoints written while training goes on."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from course_lib.parallel.shards import Piece
+from course_lib.training import checkpoint, sharded
+
+
+class BackgroundSaver:
+    """Copies a step's pieces to the host's memory, then writes them on a thread, one checkpoint at a time.
+
+    The thread's collectives have a group of their own, so that they never meet those of training.
+    Every rank makes one, and calls its methods at the same steps.
+
+    Args:
+        run_dir: the run's folder.
+        keep: checkpoints to keep.
+        barrier: waits for all ranks.
+    """
+
+    def __init__(self, run_dir: Path, keep: int | None, barrier: Callable[[], None]):
+        self.run_dir, self.keep, self.barrier = run_dir, keep, barrier
+        self.is_main = dist.get_rank() == 0
+        self.group = dist.new_group(backend="gloo")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.writing: Future[None] | None = None
+
+    def start(self, step: int, write_files: Callable[[Path], None], pieces: Mapping[str, Piece]) -> None:
+        """Write the small files, copy the pieces, and go on while they are written."""
+        self.wait()
+        with checkpoint.saving(str(self.run_dir / checkpoint.name(step))):
+            if self.is_main:
+                checkpoint.begin(self.run_dir, step)
+            self.barrier()
+            write_files(checkpoint.beside(self.run_dir, step))
+        copies = {name: replace(piece, data=piece.data.detach().to("cpu", copy=True)) for name, piece in pieces.items()}
+        self.writing = self.thread.submit(self._write, step, copies)
+
+    def _write(self, step: int, copies: dict[str, Piece]) -> None:
+        folder = checkpoint.beside(self.run_dir, step)
+        with checkpoint.saving(str(self.run_dir / checkpoint.name(step))):
+            try:
+                sharded.save(copies, folder, self.group)  # ends on the main rank when every rank has written
+                if self.is_main:
+                    checkpoint.finish(self.run_dir, step)
+                    checkpoint.prune(self.run_dir, self.keep)
+            except BaseException:
+                if self.is_main:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+
+    def wait(self) -> None:
+        """Wait until the checkpoint begun last stands on every rank.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self.writing is not None:
+            writing, self.writing = self.writing, None
+            writing.result()
+            self.barrier()

@@ -1,0 +1,37 @@
+"""The ways in which an accelerated run holds and moves its state: one class an engine.
+
+An engine is what stands between the trainer's loop and the ranks. The trainer computes losses; the
+engine wraps the model and the optimizer, carries the gradients, clips, updates, and says which
+piece of every tensor lies on this rank, so that a checkpoint can be written and read by any number
+of ranks.
+"""
+
+from course_lib.config import Config
+from course_lib.training.engines.base import Engine
+
+
+def build_engine(config: Config) -> Engine:
+    """The engine that a config names; what it cannot do here it refuses when it connects."""
+    strategy, engine = config.parallel.strategy, config.parallel.chosen_engine
+    # Each module is imported where it is used: DeepSpeed alone takes seconds.
+    if engine == "deepspeed":
+        from course_lib.training.engines.with_deepspeed import DeepSpeedZero
+
+        return DeepSpeedZero(config)
+    if engine == "accelerate":
+        from course_lib.training.engines.with_torch import AccelerateFSDP
+
+        return AccelerateFSDP(config)
+    if engine == "scratch":
+        from course_lib.training.engines.from_scratch import SCRATCH
+
+        return SCRATCH[strategy](config)
+    if strategy == "zero1":
+        from course_lib.training.engines.with_torch import TorchZero1
+
+        return TorchZero1(config)
+    if strategy != "ddp":
+        from course_lib.training.engines.with_torch import TorchFSDP
+
+        return TorchFSDP(config)
+    return Engine(config)

@@ -1,0 +1,160 @@
+"""What every engine does, and the plain one: DDP through Accelerate."""
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.optim import Optimizer
+
+from course_lib.config import Config
+from course_lib.errors import ConfigError
+from course_lib.parallel.shards import Piece
+from course_lib.training.precision import autocast, pick_device, pick_precision
+
+
+class Engine:
+    """Distributed data parallel through Accelerate, and the face of every other engine.
+
+    Attributes:
+        accelerator: joins the ranks; made by :meth:`connect`.
+        model: the bare model.
+        wrapped: what the forward pass calls.
+        optimizer: the torch optimizer whose groups the learning-rate schedule moves.
+        shards_state: whether a rank holds only a part, so that checkpoints are written in pieces.
+    """
+
+    shards_state = False
+    accelerator: Accelerator
+    model: nn.Module
+    wrapped: nn.Module
+    optimizer: Optimizer
+
+    def __init__(self, config: Config):
+        self.config, self.strategy = config, config.parallel.strategy
+
+    def connect(self) -> None:
+        """Join the ranks.
+
+        Raises:
+            ConfigError: this machine cannot run the engine; the reason, and what to do.
+        """
+        device = pick_device(self.config.run.device)
+        precision = pick_precision(self.config.run.mixed_precision, device)
+        self.refuse(device, precision)
+        with self.environment():
+            options = {"cpu": device.type == "cpu"} | self.plugins(device, precision)
+            self.accelerator = Accelerator(mixed_precision=precision, **options,
+                                           dataloader_config=DataLoaderConfiguration(non_blocking=True))
+
+    def refuse(self, device: torch.device, precision: str) -> None:
+        """Raise ConfigError for what the engine cannot do on that device."""
+        if self.config.parallel.offload != "none" and device.type == "cpu":
+            raise ConfigError("offload moves state off a GPU, and this run is on the CPU", "use --offload none")
+        if self.shards_state and precision == "fp16" and self.config.parallel.chosen_engine != "deepspeed":
+            raise ConfigError(f"fp16 needs a scaler that knows the shards of {self.strategy}",
+                              "use --mixed_precision bf16, or --engine deepspeed")
+
+    def environment(self) -> AbstractContextManager[None]:
+        """Environment variables that the accelerator is made under."""
+        return contextlib.nullcontext()
+
+    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
+        """Further arguments of the accelerator."""
+        return {}
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take the model, on its device, and its optimizer, which has made no step."""
+        self.model, self.optimizer = model, optimizer
+        self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
+
+    def autocast(self, precision: str) -> AbstractContextManager:
+        """What the forward pass runs under."""
+        return autocast(precision, self.accelerator.device)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; gradients travel with the last alone."""
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add the gradients of a micro-batch's loss; the mean over the ranks counts."""
+        self.accelerator.backward(loss)
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        """Clip to a global L2 norm, update, and clear the gradients; gives the norm before clipping."""
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
+        self.scaled_optimizer.step()
+        self.scaled_optimizer.zero_grad()
+        return norm
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step found an overflow under fp16 and left the weights alone."""
+        return self.accelerator.optimizer_step_was_skipped
+
+    def bare_model(self) -> nn.Module:
+        """The model without what was wrapped around it; its weights may be elsewhere."""
+        return self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """The model's state dict, whole, on the main rank; elsewhere nothing. A collective call."""
+        return self.model.state_dict() if self.accelerator.is_main_process else {}
+
+    def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put whole weights in, the same on every rank. A collective call."""
+        self.model.load_state_dict(weights)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of every tensor of the model's state dict."""
+        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+
+    # What follows is for engines that shard state.
+
+    trained_names: list[str]
+    """Names of the trained parameters, in the order of the optimizer's groups."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that a state dict holds, the same on every rank."""
+        raise NotImplementedError
+
+    def load_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Put :meth:`buffers` back."""
+        raise NotImplementedError
+
+    def pieces(self) -> dict[str, Piece]:
+        """This rank's piece of every parameter, by name, whose data may be overwritten."""
+        raise NotImplementedError
+
+    def optimizer_pieces(self) -> dict[str, Piece]:
+        """This rank's piece of every tensor of optimizer state, by ``parameter/state``."""
+        raise NotImplementedError
+
+    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Piece]:
+        """Room for the optimizer's state before its first step.
+
+        Args:
+            states: number of elements by ``parameter/state``, as a checkpoint holds them.
+        """
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Bring the new contents of the pieces to where the forward pass reads them. A collective call."""
+        raise NotImplementedError
+
+    def resident(self) -> dict[str, list[torch.Tensor]] | None:
+        """Tensors of model state now on this rank, by kind; None where module and optimizer show them."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What else a checkpoint has to hold."""
+        scaler = self.accelerator.scaler
+        return {"scaler": scaler.state_dict() if scaler else {}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put :meth:`state` back."""
+        if self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,126 @@
+"""The course's own data parallel, ZeRO and FSDP in the trainer."""
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from course_lib.config import Config
+from course_lib.parallel.ddp import DataParallel
+from course_lib.parallel.fsdp import FullyShardedDataParallel
+from course_lib.parallel.shards import Piece
+from course_lib.parallel.zero import Zero1, Zero2
+from course_lib.parallel.zero3 import Zero3
+from course_lib.training.engines.base import Engine
+from course_lib.training.engines.pieces import PieceEngine
+
+
+class ScratchDDP(Engine):
+    """:class:`~course_lib.parallel.ddp.DataParallel`; the optimizer is torch's own."""
+
+    def refuse(self, device: torch.device, precision: str) -> None:
+        super().refuse(device, precision)
+        _refuse_fp16(precision)
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.wrapped = DataParallel(model, bucket_bytes=_bucket_bytes(self.config))
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[operator]
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        loss.backward()
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return False
+
+    def bare_model(self) -> nn.Module:
+        return self.model
+
+
+class ScratchSharded(PieceEngine):
+    """One of ZeRO's stages, or FSDP: they share a face."""
+
+    wrapped: Any
+
+    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        """The engine around the model."""
+        raise NotImplementedError
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.remember()
+        self.wrapped = self.make(model, optimizer)
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        norm = self.wrapped.clip_grad_norm_(max_norm)
+        self.wrapped.step()
+        self.wrapped.zero_grad()
+        return norm
+
+    def bare_model(self) -> nn.Module:
+        return self.model
+
+    def pieces(self) -> dict[str, Piece]:
+        return self.wrapped.pieces()
+
+    def refresh(self) -> None:
+        self.wrapped.refresh()
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        return self.wrapped.resident()
+
+
+class ScratchZero1(ScratchSharded):
+    """Optimizer states split."""
+
+    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        return Zero1(model, optimizer, bucket_bytes=_bucket_bytes(self.config))
+
+
+class ScratchZero2(ScratchSharded):
+    """Gradients split as well."""
+
+    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        return Zero2(model, optimizer, bucket_bytes=_bucket_bytes(self.config))
+
+
+class ScratchZero3(ScratchSharded):
+    """Parameters split as well."""
+
+    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        return Zero3(model, optimizer)
+
+
+class ScratchFSDP(ScratchSharded):
+    """A unit a block."""
+
+    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        return FullyShardedDataParallel(model, optimizer)
+
+
+SCRATCH: dict[str, type[Engine]] = {"ddp": ScratchDDP, "zero1": ScratchZero1, "zero2": ScratchZero2,
+                                    "zero3": ScratchZero3, "fsdp": ScratchFSDP}
+
+
+def _bucket_bytes(config: Config) -> int:
+    return round(config.parallel.bucket_mb * 2**20)
+
+
+def _refuse_fp16(precision: str) -> None:
+    from course_lib.errors import ConfigError
+
+    if precision == "fp16":
+        raise ConfigError("engine scratch does not scale losses, which fp16 needs",
+                          "use --mixed_precision bf16, or --engine torch")

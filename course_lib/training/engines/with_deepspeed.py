@@ -1,0 +1,241 @@
+"""DeepSpeed's ZeRO through Accelerate, on GPUs and on CPU processes over gloo."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.cpp_extension import get_default_build_root
+
+from course_lib.config import Config
+from course_lib.errors import ConfigError, LaunchError
+from course_lib.parallel.shards import Piece
+from course_lib.training.engines.pieces import PieceEngine
+
+
+def deepspeed_config(config: Config, precision: str) -> dict[str, Any]:
+    """DeepSpeed's JSON for a run, complete: `deepspeed` and Accelerate take it as it is.
+
+    Args:
+        config: strategy zero1, zero2 or zero3.
+        precision: ``no``, ``fp16`` or ``bf16``.
+    """
+    parallel, run = config.parallel, config.run
+    bucket = round(parallel.bucket_mb * 2**20 / 4)  # counted in elements
+    zero: dict[str, Any] = {"stage": int(parallel.strategy[-1]), "reduce_bucket_size": bucket,
+                            "allgather_bucket_size": bucket, "contiguous_gradients": True}
+    if parallel.strategy == "zero3":
+        # No parameter is small enough to stay whole on every rank: a rank holds 1/N of everything.
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket,
+                 "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 0}
+    if parallel.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.data.pin_memory}
+    if parallel.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": config.data.pin_memory}
+    return {
+        "train_micro_batch_size_per_gpu": run.batch_size,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "gradient_clipping": config.optim.max_grad_norm,
+        "zero_optimization": zero,
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": parallel.offload != "none",
+        "steps_per_print": 2**31 - 1,
+    }
+
+
+class _Home(NamedTuple):
+    """Where DeepSpeed keeps this rank's run of a parameter: the flat master, and the run's place in it."""
+
+    flat: torch.Tensor
+    offset: int
+    piece: Piece
+
+
+class DeepSpeedZero(PieceEngine):
+    """ZeRO-1, 2 or 3 by DeepSpeed.
+
+    ``backward`` of the last micro-batch also clips, updates and clears, as DeepSpeed's own engine does.
+    """
+
+    wrapped: Any
+
+    def refuse(self, device: torch.device, precision: str) -> None:
+        super().refuse(device, precision)
+        if device.type == "cpu" and torch.cuda.is_available():
+            raise ConfigError("DeepSpeed takes the GPUs that it sees, and device is cpu",
+                              "hide them with CUDA_VISIBLE_DEVICES= in the environment, or leave out --device")
+        if device.type == "mps":
+            raise ConfigError("DeepSpeed does not run on this GPU", "use --engine torch or --device cpu")
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        # With this variable Accelerate would drop the plugin and run DDP in silence.
+        kept = os.environ.pop("ACCELERATE_USE_CPU", None)
+        announce_compilation()
+        _quiet_deepspeed()
+        try:
+            yield
+        finally:
+            if kept is not None:
+                os.environ["ACCELERATE_USE_CPU"] = kept
+
+    def connect(self) -> None:
+        super().connect()
+        if self.accelerator.distributed_type != "DEEPSPEED":
+            raise LaunchError(f"Accelerate chose {self.accelerator.distributed_type.value} over DeepSpeed",
+                              "start with `course train --num_processes N`, which sets the environment")
+
+    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
+        on_cpu = [InitProcessGroupKwargs(backend="gloo")] if device.type == "cpu" else []
+        plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(self.config, precision))
+        return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": on_cpu}
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.remember()
+        self.wrapped, wrapper = self.accelerator.prepare(model, optimizer)
+        self.zero = wrapper.optimizer
+        self.optimizer = self.zero.optimizer
+        self.stage = self.config.parallel.strategy
+
+    def autocast(self, precision: str) -> AbstractContextManager:
+        return contextlib.nullcontext()  # the parameters themselves are in the low precision
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # DeepSpeed counts the micro-batches
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        self.wrapped.set_gradient_accumulation_boundary(is_boundary=last)
+        self.wrapped.backward(loss, scale_wrt_gas=False)  # the loss is already a share of the global batch's
+        if last:
+            self.wrapped.step()
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.accelerator.device)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(self.zero.overflow)
+
+    def bare_model(self) -> nn.Module:
+        return self.model
+
+    def homes(self) -> dict[str, _Home]:
+        """Where each trained parameter's run is kept on this rank, for those that have one here."""
+        rank, found = dist.get_rank(), {}
+        parameter: Any
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if self.stage == "zero3":
+                group, offset, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
+                flat, start = self.zero.fp32_partitioned_groups_flat[group], rank * length
+                length = max(0, min(length, self.state_shapes[name].numel() - start))
+            elif parameter._hp_mapping is None:
+                continue
+            else:
+                mapping = parameter._hp_mapping
+                flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
+                offset, length = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+                start = mapping.lp_fragment_address.start
+            if length:
+                data = flat.detach().narrow(0, offset, length)
+                found[name] = _Home(flat, offset, Piece(self.state_shapes[name], start, data))
+        return found
+
+    def pieces(self) -> dict[str, Piece]:
+        homes, found = self.homes(), {}
+        for name, parameter in self.model.named_parameters():
+            if name in homes:
+                found[name] = homes[name].piece
+            elif parameter.requires_grad:
+                found[name] = Piece(self.state_shapes[name], 0, torch.empty(0, device=self.accelerator.device))
+            else:
+                found[name] = self.frozen_piece(name, parameter)
+        return found
+
+    def frozen_piece(self, name: str, parameter: Any) -> Piece:
+        """A parameter without gradient: whole, or under stage 3 this rank's run of it."""
+        if self.stage != "zero3":
+            return Piece(self.state_shapes[name], 0, parameter.detach().view(-1))
+        length = parameter.ds_tensor.numel()
+        start = dist.get_rank() * length
+        kept = max(0, min(length, self.state_shapes[name].numel() - start))
+        return Piece(self.state_shapes[name], start if kept else 0, parameter.ds_tensor.detach()[:kept])
+
+    def optimizer_pieces(self) -> dict[str, Piece]:
+        found = {}
+        for name, (flat, offset, piece) in self.homes().items():
+            for state, value in sorted(self.optimizer.state.get(flat, {}).items()):
+                found[f"{name}/{state}"] = self._state_run(value, offset, piece)
+        return found
+
+    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Piece]:
+        homes, room = self.homes(), {}
+        for key in states:
+            name, state = key.rsplit("/", 1)
+            if name not in homes:
+                continue
+            flat, offset, piece = homes[name]
+            kept = self.optimizer.state[flat]
+            if state not in kept:
+                kept[state] = torch.zeros(()) if state == "step" else torch.zeros_like(flat)
+            room[key] = self._state_run(kept[state], offset, piece)
+        return room
+
+    @staticmethod
+    def _state_run(value: torch.Tensor, offset: int, piece: Piece) -> Piece:
+        if not value.ndim:
+            return Piece(torch.Size([1]), 0, value.view(1))
+        return Piece(piece.shape, piece.start, value.narrow(0, offset, piece.data.numel()))
+
+    def refresh(self) -> None:
+        if self.stage == "zero3":
+            for group in range(len(self.zero.fp16_groups)):
+                self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        else:
+            self.zero.update_lp_params()
+
+    def state(self) -> dict[str, Any]:
+        scaler = self.zero.loss_scaler
+        return {"loss_scale": float(self.zero.loss_scale), "last_overflow": getattr(scaler, "last_overflow_iter", -1)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self.zero.dynamic_loss_scale:
+            self.zero.loss_scaler.cur_scale = state["loss_scale"]
+            self.zero.loss_scaler.last_overflow_iter = state["last_overflow"]
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        held: list[Any] = list(self.model.parameters())
+        parameters = [p.ds_tensor if self.stage == "zero3" else p for p in held]
+        states = [value for kept in self.optimizer.state.values() for value in kept.values()]
+        flats = (self.zero.fp32_partitioned_groups_flat if self.stage == "zero3"
+                 else self.zero.single_partition_of_fp32_groups)
+        return {"parameters": [p.data for p in parameters],
+                "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+                "optimizer states": states + [flat.data for flat in flats if flat.dtype != parameters[0].dtype],
+                "communication buffers": []}
+
+
+def announce_compilation() -> None:
+    """Say, on the main rank, that DeepSpeed is about to compile an operator, where it has not done so before."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
+    built = list(folder.rglob("deepspeed_shm_comm/*.so"))
+    if not torch.cuda.is_available() and not built and os.environ.get("RANK", "0") == "0":
+        print("DeepSpeed compiles its shared-memory operator for the CPU, once: about half a minute", flush=True)
+
+
+def _quiet_deepspeed() -> None:
+    """Warnings alone: DeepSpeed tells of every step of its set-up on every rank."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

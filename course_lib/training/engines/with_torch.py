@@ -1,0 +1,145 @@
+"""torch's own: ZeroRedundancyOptimizer for zero1, FSDP2 for the rest; and Accelerate's FSDP plugin."""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from course_lib.errors import ConfigError
+from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
+from course_lib.parallel.shards import Piece
+from course_lib.parallel.units import blocks
+from course_lib.training.engines.pieces import PieceEngine
+
+
+class TorchZero1(PieceEngine):
+    """DDP, and an optimizer that keeps the state of its share of the parameters (whole tensors, dealt out)."""
+
+    optimizer: ZeroRedundancyOptimizer
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer  # type: ignore[assignment]
+        self.remember()
+        groups = [{key: value for key, value in group.items() if key != "initial_lr"}
+                  for group in optimizer.param_groups]
+        known = inspect.signature(type(optimizer)).parameters  # defaults hold more than the class takes
+        options = {key: value for key, value in optimizer.defaults.items() if key in known}
+        self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
+        self.wrapped = self.accelerator.prepare(model)
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def pieces(self) -> dict[str, Piece]:
+        return {name: Piece(parameter.shape, 0, parameter.detach().view(-1))
+                for name, parameter in self.model.named_parameters()}
+
+    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
+        mine = {id(parameter) for group in self.optimizer.optim.param_groups for parameter in group["params"]}
+        return {name: (piece, parameter) for (name, piece), parameter
+                in zip(self.pieces().items(), self.model.parameters(), strict=True) if id(parameter) in mine}
+
+    @property
+    def state_owner(self) -> Optimizer:
+        return self.optimizer.optim
+
+    def refresh(self) -> None:
+        pass  # the pieces are the parameters
+
+
+class TorchFSDP(PieceEngine):
+    """``fully_shard`` (FSDP2), a unit a block; zero2 keeps a unit gathered until its backward, zero3 and fsdp do not."""
+
+    wrapped: Any
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.remember()
+        group_size, mesh = self.config.parallel.shard_group_size, None
+        if group_size:
+            if dist.get_world_size() % group_size:
+                raise ConfigError(f"shard_group_size {group_size} does not divide {dist.get_world_size()} ranks",
+                                  "use a divisor")
+            mesh = hybrid_mesh(self.accelerator.device.type, dist.get_world_size() // group_size, group_size)
+        low = self.accelerator.mixed_precision == "bf16"
+        self.wrapped = shard_with_torch(
+            model, optimizer, mesh=mesh, reshard_after_forward=self.strategy != "zero2",
+            param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None,
+            cpu_offload=self.config.parallel.offload != "none")
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        norm = self.wrapped.clip_grad_norm_(max_norm)
+        self.wrapped.step()
+        self.wrapped.zero_grad()
+        return norm
+
+    def bare_model(self) -> nn.Module:
+        return self.model
+
+    def pieces(self) -> dict[str, Piece]:
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # after a forward pass without backward the root is still gathered
+        found = {}
+        parameter: Any
+        for name, parameter in self.model.named_parameters():
+            _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh,
+                                                              parameter.placements)
+            row = parameter.shape[1:].numel()
+            found[name] = Piece(parameter.shape, offset[0] * row if offset else 0,
+                                parameter.detach().to_local().view(-1))
+        return found
+
+    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
+        mine = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {name: (piece, parameter) for (name, piece), parameter
+                in zip(self.pieces().items(), self.model.parameters(), strict=True) if id(parameter) in mine}
+
+    def state_piece(self, piece: Piece, value: torch.Tensor) -> Piece:
+        return super().state_piece(piece, value.to_local() if isinstance(value, DTensor) else value)
+
+    def refresh(self) -> None:
+        pass  # the next forward gathers what stands in the pieces
+
+
+class AccelerateFSDP(TorchFSDP):
+    """FSDP2 through Accelerate's plugin, which takes GPUs alone."""
+
+    def refuse(self, device: torch.device, precision: str) -> None:
+        super().refuse(device, precision)
+        if device.type == "cpu":
+            raise ConfigError("Accelerate's FSDP plugin does not know CPU processes and would run DDP in silence",
+                              "use --engine torch, which runs the same fully_shard on CPU and GPU")
+
+    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
+            cpu_offload=self.config.parallel.offload != "none")}
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.remember()
+        plugin = self.accelerator.state.fsdp_plugin
+        plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model)})
+        self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = self.wrapped, self.scaled_optimizer.optimizer
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
+        self.scaled_optimizer.step()
+        self.scaled_optimizer.zero_grad()
+        return norm
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        self.accelerator.backward(loss)
