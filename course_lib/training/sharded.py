@@ -7,8 +7,6 @@ ranks FSDP can read on three. Nothing is pickled.
 """
 
 import contextlib
-import errno
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -82,14 +81,14 @@ class _Loading(dcp.DefaultLoadPlanner):
 
 @contextlib.contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Raise the failure of the first rank that had one; the library's own exception is no Exception at all."""
+    """Raise the first rank's failure itself; what the library wraps it in is not even an Exception."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        told = re.search(r"os error (\d+)", str(cause))
-        number = cause.errno if isinstance(cause, OSError) else int(told[1]) if told else 0
-        raise OSError(number or errno.EIO, f"rank {rank}: {cause}") from error
+        if isinstance(cause, OSError | SafetensorError):
+            raise cause from error
+        raise RuntimeError(f"rank {rank} could not save its pieces: {cause!r}") from error
 
 
 def save(pieces: Mapping[str, Piece], folder: Path, group: dist.ProcessGroup | None = None) -> None:

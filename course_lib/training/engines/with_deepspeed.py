@@ -1,8 +1,10 @@
 """DeepSpeed's ZeRO through Accelerate, on GPUs and on CPU processes over gloo."""
 
 import contextlib
+import io
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -84,7 +86,8 @@ class DeepSpeedZero(PieceEngine):
         announce_compilation()
         _quiet_deepspeed()
         try:
-            yield
+            with contextlib.redirect_stdout(io.StringIO()):  # "built successfully", whether or not it built anything
+                yield
         finally:
             if kept is not None:
                 os.environ["ACCELERATE_USE_CPU"] = kept
@@ -98,7 +101,8 @@ class DeepSpeedZero(PieceEngine):
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
         on_cpu = [InitProcessGroupKwargs(backend="gloo")] if device.type == "cpu" else []
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(self.config, precision))
-        return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": on_cpu}
+        return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": on_cpu,
+                "gradient_accumulation_steps": self.config.run.gradient_accumulation_steps}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -177,6 +181,7 @@ class DeepSpeedZero(PieceEngine):
         found = {}
         for name, (flat, offset, piece) in self.homes().items():
             for state, value in sorted(self.optimizer.state.get(flat, {}).items()):
+                value = value if value.ndim else value.clone()  # a file must not hold one number under many names
                 found[f"{name}/{state}"] = self._state_run(value, offset, piece)
         return found
 
@@ -236,6 +241,7 @@ def announce_compilation() -> None:
 
 
 def _quiet_deepspeed() -> None:
-    """Warnings alone: DeepSpeed tells of every step of its set-up on every rank."""
+    """Warnings alone, and ours to act on: DeepSpeed tells of every step of its set-up on every rank."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

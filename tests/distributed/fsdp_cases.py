@@ -1,0 +1,213 @@
+"""Cases that both FSDP engines have to pass: the same training by one process, and by N ranks."""
+
+import contextlib
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from course_lib.parallel import units
+
+ROWS = (12, 12, 9, 12)  # in the batch of each step; 9 is uneven for 2 and 4 ranks, and for 2 micro-batches
+LAYERS, LENGTH, VOCABULARY = 4, 6, 50
+HEADS = {"num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": LENGTH, "num_labels": 3,
+         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    # the token embedding is the output head too
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(
+        vocab_size=VOCABULARY, n_layer=LAYERS, n_embd=32, n_head=2, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)),
+    "bert": lambda: BertForSequenceClassification(BertConfig(
+        vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, **HEADS)),
+    # one block that the forward runs through 4 times
+    "albert": lambda: AlbertForSequenceClassification(AlbertConfig(
+        vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, embedding_size=16,
+        classifier_dropout_prob=0.0, **HEADS)),
+    # every block of the decoder reads the encoder's output, and the first block's position bias is all blocks' input
+    "t5": lambda: T5ForConditionalGeneration(T5Config(
+        vocab_size=VOCABULARY, num_layers=2, d_model=32, d_kv=16, d_ff=64, num_heads=2, dropout_rate=0.0,
+        use_cache=False, pad_token_id=0, decoder_start_token_id=0)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; the defaults are plain FSDP."""
+
+    model: str = "gpt2"
+    ranks: int = 2
+    accumulate: int = 1
+    max_norm: float | None = None
+    frozen: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    checkpointing: bool = False
+    evaluate: bool = False
+    reshard_after_forward: bool = True
+    prefetch: bool = True
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+def build(case: Case) -> nn.Module:
+    """The model of a case, of 4 blocks of width 32; the same weights on every call."""
+    torch.manual_seed(0)
+    model = MODELS[case.model]()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in case.frozen))
+    if case.checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in two groups; its eps is well above the rounding noise that is the gradient of a key's bias."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW([{"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+                              {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}],
+                             lr=1e-2, eps=1e-4)
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(VOCABULARY, (ROWS[step], LENGTH), generator=generator)
+    return {"input_ids": ids, "labels": torch.randint(3, (ROWS[step],), generator=generator)}
+
+
+def loss_sum(model: nn.Module, kind: str, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Sum over rows, in float32, of the mean cross-entropy of a row."""
+    ids = rows["input_ids"]
+    decoded = {"decoder_input_ids": ids} if kind == "t5" else {}
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **decoded).logits.float()
+    if kind in ("bert", "albert"):
+        return cross_entropy(logits, rows["labels"], reduction="sum")
+    losses = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    return losses / (LENGTH - 1)
+
+
+def train(case: Case, engine: nn.Module, rank: int = 0, world: int = 1) -> dict:
+    """Train on this rank's rows of every batch; the losses and norms of all steps, summed over ranks by the caller."""
+    losses, norms, evaluated = [], [], []
+    for step, total in enumerate(ROWS):
+        if case.evaluate and step == 2:
+            engine.eval()
+            with torch.no_grad():
+                evaluated.append(loss_sum(engine, case.model, batch(0)).item())
+            engine.train()
+        shares = [{key: value[part::case.accumulate][rank::world] for key, value in batch(step).items()}
+                  for part in range(case.accumulate)]
+        losses.append(0.0)
+        for i, rows in enumerate(shares):
+            with contextlib.nullcontext() if i == len(shares) - 1 else engine.no_sync():
+                loss = loss_sum(engine, case.model, rows) / total
+                (loss * world).backward()  # the engine averages over ranks
+            losses[-1] += loss.item()
+        if case.max_norm is not None:
+            norms.append(engine.clip_grad_norm_(case.max_norm).item())
+        engine.step()
+        engine.zero_grad()
+    return {"losses": losses, "norms": norms, "evaluated": evaluated}
+
+
+class SingleProcess(nn.Module):
+    """The oracle: the plain module and its optimizer behind the engines' face."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module, self.optimizer = module, optimizer_for(module)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    no_sync = staticmethod(contextlib.nullcontext)
+
+    def clip_grad_norm_(self, max_norm):
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.module.zero_grad()
+
+
+def oracle(case: Case) -> dict:
+    """What one process gets from the whole batches, in float32."""
+    engine = SingleProcess(build(case))
+    outcome = train(dataclasses.replace(case, accumulate=1), engine)
+    return outcome | {"weights": {name: p.detach() for name, p in engine.module.named_parameters()}}
+
+
+def over_ranks(outcome: dict, group: dist.ProcessGroup) -> dict:
+    """The outcome with the losses of all ranks added up, which is the loss of the whole batch."""
+    losses = torch.tensor(outcome["losses"])
+    dist.all_reduce(losses, group=group)
+    return outcome | {"losses": losses.tolist()}
+
+
+def ranks_differ(model: nn.Module, rank: int) -> nn.Module:
+    """As if every rank had been seeded for itself: an engine has to start all from the first rank's weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * rank)
+    return model
+
+
+def groups() -> dict[int, dist.ProcessGroup]:
+    """Groups of the first 1, 2 and 4 ranks; every rank has to make them all."""
+    return {ranks: dist.new_group(list(range(ranks))) for ranks in (1, 2, 4)}
+
+
+def furthest(weights: dict, expected: dict) -> float:
+    """The largest difference of any element; the names have to agree."""
+    assert weights.keys() == expected.keys()
+    return max((weights[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the distinct storages."""
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+def sizes(model: nn.Module) -> tuple[list[int], int]:
+    """Parameters of each block, and of the rest of the model."""
+    each = [sum(p.numel() for p in block.parameters()) for block in units.blocks(model).values()]
+    return each, sum(p.numel() for p in model.parameters()) - sum(each)
+
+
+def count_collectives(engine: nn.Module) -> dict[str, int]:
+    """What torch's CommDebugMode counts in one forward and backward."""
+    with CommDebugMode() as mode:
+        loss_sum(engine, "gpt2", batch(0)).backward()
+    return {str(operation).removeprefix("c10d."): count for operation, count in mode.get_comm_counts().items()}
+
+
+def watch_parameters(engine: nn.Module) -> list[tuple[str, int, int]]:
+    """Resident parameter bytes as each block begins its forward and its backward: ("F" or "B", block, bytes)."""
+    seen: list[tuple[str, int, int]] = []
+
+    def note(kind: str, index: int) -> None:
+        seen.append((kind, index, storage_bytes(engine.resident()["parameters"])))
+
+    def after_forward(index, module, args, output):
+        output = output[0] if isinstance(output, tuple) else output
+        output.register_hook(lambda gradient: note("B", index))
+
+    for i, block in enumerate(units.blocks(engine.module).values()):
+        block.register_forward_pre_hook(lambda module, args, i=i: note("F", i))
+        block.register_forward_hook(functools.partial(after_forward, i))
+    return seen
