@@ -72,7 +72,7 @@ def evaluate_split(
     metrics = ClassificationMetrics(num_labels or 0)
     sums = torch.zeros(2, dtype=torch.float64)
     rows = 0
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: what an engine gathers in it, the next backward could not use
         for batch in loader:
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with precision:

@@ -83,7 +83,7 @@ def task(folder: Path, world_size: int, **options: Any) -> Config:
         "dataset": "tweets", "task": "causal_lm", "max_length": 24, "max_train_samples": 60, "max_eval_samples": 8,
         "model": "tiny-gpt2", "learning_rate": 1e-3, "adam_epsilon": 1e-3, "max_grad_norm": 0.5,
         "warmup_steps": 2, "batch_size": max(1, GLOBAL_ROWS // 2 // world_size), "gradient_accumulation_steps": 2,
-        "max_steps": STEPS, "logging_steps": 1, "save_steps": 0, "eval_steps": 0, "keep_best": False,
+        "max_steps": STEPS, "logging_steps": 1, "save_steps": 0, "eval_steps": 3, "keep_best": False,
         "progress_bar": False, "device": "cpu", "mixed_precision": "no", "output_dir": str(folder)} | options)
 
 
@@ -126,7 +126,7 @@ def compare(found: Trace, wanted: Trace, strategy: str, engine: str, world_size:
     largest = [max(abs(a - b) for a, b in zip(x, y, strict=True))
                for x, y in ((found.losses, wanted.losses), (found.norms, wanted.norms))]
     weight = max((found.weights[name] - wanted.weights[name]).abs().max().item() for name in wanted.weights)
-    return Cell(strategy, engine, world_size, *largest, weight)
+    return Cell(strategy, engine, world_size, largest[0], largest[1], weight)
 
 
 def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list[tuple[str, str]] | None = None,

@@ -13,7 +13,7 @@ from course_lib.data.cache import progress_bars
 from course_lib.errors import DataError
 from course_lib.runtime import machine, ranks
 from course_lib.runtime.seeding import seed_everything
-from course_lib.training import baselines, outputs
+from course_lib.training import baselines, launchfiles, outputs
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks import Callback
@@ -47,6 +47,7 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
     trainer, text = build_trainer(config, callbacks)
     if is_main:
         outputs.claim(config)
+        launchfiles.write(config, trainer.precision, trainer.num_processes, trainer.model)
     trainer.barrier()
     ready = time.perf_counter()
     state = trainer.train()

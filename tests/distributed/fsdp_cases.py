@@ -1,15 +1,16 @@
 """Cases that both FSDP engines have to pass: the same training by one process, and by N ranks."""
 
 import contextlib
-import dataclasses
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import (
     AlbertConfig,
     AlbertForSequenceClassification,
@@ -25,6 +26,36 @@ from course_lib.parallel import units
 
 ROWS = (12, 12, 9, 12)  # in the batch of each step; 9 is uneven for 2 and 4 ranks, and for 2 micro-batches
 LAYERS, LENGTH, VOCABULARY = 4, 6, 50
+
+class Block(nn.Module):
+    """One matrix in, one out, around a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class CallsCheckpoint(nn.Module):
+    """Recomputes whole modules with their hooks; transformers' own models recompute what is inside the hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def activation_checkpointing_enable(self, options):
+        self.options = options
+
+    def forward(self, input_ids, attention_mask):
+        x = self.embedding(input_ids)
+        for block in self.layers:
+            x = checkpoint(block, x, **self.options)
+        return SimpleNamespace(logits=self.head(x))
+
+
 HEADS = {"num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": LENGTH, "num_labels": 3,
          "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {
@@ -42,6 +73,7 @@ MODELS = {
     "t5": lambda: T5ForConditionalGeneration(T5Config(
         vocab_size=VOCABULARY, num_layers=2, d_model=32, d_kv=16, d_ff=64, num_heads=2, dropout_rate=0.0,
         use_cache=False, pad_token_id=0, decoder_start_token_id=0)),
+    "calls checkpoint": CallsCheckpoint,
 }
 
 
@@ -56,6 +88,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     checkpointing: bool = False
+    early_stop: bool = True  # checkpointing recomputes a block no further than its last saved tensor
     evaluate: bool = False
     reshard_after_forward: bool = True
     prefetch: bool = True
@@ -112,7 +145,8 @@ def train(case: Case, engine: nn.Module, rank: int = 0, world: int = 1) -> dict:
                   for part in range(case.accumulate)]
         losses.append(0.0)
         for i, rows in enumerate(shares):
-            with contextlib.nullcontext() if i == len(shares) - 1 else engine.no_sync():
+            synchronise = contextlib.nullcontext() if i == len(shares) - 1 else engine.no_sync()
+            with synchronise, set_checkpoint_early_stop(case.early_stop):
                 loss = loss_sum(engine, case.model, rows) / total
                 (loss * world).backward()  # the engine averages over ranks
             losses[-1] += loss.item()
@@ -145,11 +179,22 @@ class SingleProcess(nn.Module):
         self.module.zero_grad()
 
 
-def oracle(case: Case) -> dict:
+def expected(case: Case) -> dict:
     """What one process gets from the whole batches, in float32."""
+    return _one_process(Case(case.model, 1, max_norm=case.max_norm, frozen=case.frozen, evaluate=case.evaluate,
+                             checkpointing=case.model == "calls checkpoint"))
+
+
+@functools.cache
+def _one_process(case: Case) -> dict:
     engine = SingleProcess(build(case))
-    outcome = train(dataclasses.replace(case, accumulate=1), engine)
+    outcome = train(case, engine)
     return outcome | {"weights": {name: p.detach() for name, p in engine.module.named_parameters()}}
+
+
+def identity(case: Case) -> str:
+    """The name of a case's test: what differs from plain FSDP."""
+    return "-".join(f"{key}={value}" for key, value in vars(case).items() if value != getattr(Case(), key)) or "plain"
 
 
 def over_ranks(outcome: dict, group: dist.ProcessGroup) -> dict:
@@ -211,3 +256,16 @@ def watch_parameters(engine: nn.Module) -> list[tuple[str, int, int]]:
         block.register_forward_pre_hook(lambda module, args, i=i: note("F", i))
         block.register_forward_hook(functools.partial(after_forward, i))
     return seen
+
+
+def forgets(engine: nn.Module, gradient) -> tuple[torch.Tensor, torch.Tensor]:
+    """A gradient after one backward, and after the same with another before it that ``zero_grad`` has undone."""
+    found = []
+    for rows in (None, batch(1)):
+        if rows:
+            with engine.no_sync():
+                loss_sum(engine, "gpt2", rows).backward()
+        engine.zero_grad()
+        loss_sum(engine, "gpt2", batch(0)).backward()
+        found.append(gradient().clone())
+    return found[0], found[1]

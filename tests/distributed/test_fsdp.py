@@ -1,7 +1,5 @@
 """FSDP from scratch: equal to one process with the whole batch, with 1/N of everything on a rank."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,11 +18,13 @@ from tests.distributed.fsdp_cases import (
     batch,
     build,
     count_collectives,
+    expected,
+    forgets,
     furthest,
     groups,
+    identity,
     loss_sum,
     optimizer_for,
-    oracle,
     over_ranks,
     ranks_differ,
     sizes,
@@ -39,6 +39,8 @@ CASES = [
     *(Case(model="bert", ranks=ranks, accumulate=2, max_norm=0.2) for ranks in (1, 2, 4)),
     Case(prefetch=False, max_norm=0.2),
     Case(reshard_after_forward=False, accumulate=2, checkpointing=True),
+    Case(model="calls checkpoint", checkpointing=True),
+    Case(model="calls checkpoint", checkpointing=True, early_stop=False),
     Case(frozen=("wte", "h.0", "h.2.mlp"), max_norm=0.2),
     Case(model="bert", ranks=4, frozen=("embeddings", "layer.0", "layer.1.attention"), accumulate=2),
     Case(ignored=("wpe", "ln_f"), max_norm=0.2, accumulate=2),
@@ -96,8 +98,9 @@ def gathers_before_compute(group, prefetch):
 def measured(group):
     """Bytes and collectives of one step on two ranks."""
     found = {}
-    for name, case in {"reshard": Case(), "keep": Case(reshard_after_forward=False), "no prefetch": Case(prefetch=False),
-                       "frozen": Case(frozen=("h.0", "h.2.mlp"))}.items():
+    cases = {"reshard": Case(), "keep": Case(reshard_after_forward=False), "no prefetch": Case(prefetch=False),
+             "frozen": Case(frozen=("h.0", "h.2.mlp"))}
+    for name, case in cases.items():
         engine = shard(case, build(case), group)
         steady = storage_bytes(engine.resident()["parameters"])
         seen = watch_parameters(engine)
@@ -109,6 +112,7 @@ def measured(group):
     with engine.no_sync():
         collectives = count_collectives(engine)
     found["no_sync"] = {"collectives": collectives, "gradients": storage_bytes(engine.resident()["gradients"])}
+    found["forgets"] = forgets(engine, lambda: engine.pieces()["transformer.h.0.attn.c_attn.weight"].data.grad)
     return found
 
 
@@ -171,13 +175,6 @@ def found(ranks):
     return ranks[0]
 
 
-expected = functools.cache(oracle)
-
-
-def identity(case):
-    return "-".join(f"{key}={value}" for key, value in vars(case).items() if value != getattr(Case(), key)) or "plain"
-
-
 @pytest.mark.timeout(150)
 def test_without_the_reduction_the_weights_drift(found):
     assert furthest(found["unreduced"]["weights"], expected(Case())["weights"]) > 1000 * TOLERANCE
@@ -196,7 +193,7 @@ def test_equals_the_single_process(found, case):
 
 
 def test_the_cases_are_all_there(found):
-    assert len(set(CASES)) == 22 and {case.ranks for case in CASES} == {1, 2, 4}
+    assert len(set(CASES)) == 24 and {case.ranks for case in CASES} == {1, 2, 4}
     assert set(found["trained"]) == {*CASES, BF16, BF16_SUMS_FP32}
 
 
@@ -246,7 +243,7 @@ def test_without_resharding_all_is_held_until_the_backward(found):
 
 def test_collectives_of_a_step(found):
     gathers, scatters = "_allgather_base_", "_reduce_scatter_base_"
-    counted = {name: outcome["collectives"] for name, outcome in found["measured"].items()}
+    counted = {name: outcome["collectives"] for name, outcome in found["measured"].items() if name != "forgets"}
     plain = {gathers: (LAYERS + 1) + LAYERS, scatters: LAYERS + 1}
     assert counted["reshard"] == counted["no prefetch"] == plain == {gathers: 9, scatters: 5}
     assert counted["keep"] == {gathers: LAYERS + 1, scatters: LAYERS + 1}
@@ -258,6 +255,11 @@ def test_collectives_of_a_step(found):
 def test_under_no_sync_a_rank_holds_the_whole_gradients(found):
     blocks, root = sizes(build(Case()))
     assert found["measured"]["no_sync"]["gradients"] == pytest.approx(4 * (sum(blocks) + root), rel=0.001)
+
+
+def test_zero_grad_forgets_what_no_sync_keeps(found):
+    plain, after_another = found["measured"]["forgets"]
+    assert torch.equal(plain, after_another) and plain.abs().max() > 0.01
 
 
 def test_the_next_gather_is_issued_before_a_block_computes(found):
@@ -311,6 +313,7 @@ def refusals():
     FullyShardedDataParallel(model, torch.optim.SGD(model.parameters()), units=[model[0]])
     with pytest.raises(ModelError) as caught:
         model.state_dict()
+    assert model[0].weight.shape == (4, 4) and model[0].weight.isnan().all()
     return [*said, str(caught.value)]
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.config import Config
+from course_lib.errors import ConfigError
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.shards import Piece
@@ -58,6 +59,10 @@ class ScratchSharded(PieceEngine):
         """The engine around the model."""
         raise NotImplementedError
 
+    def low_precision(self) -> torch.dtype | None:
+        """In which gathered parameters travel and compute, where it is not their own."""
+        return torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
+
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember()
@@ -100,14 +105,15 @@ class ScratchZero3(ScratchSharded):
     """Parameters split as well."""
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return Zero3(model, optimizer)
+        return Zero3(model, optimizer, param_dtype=self.low_precision())
 
 
 class ScratchFSDP(ScratchSharded):
     """A unit a block."""
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return FullyShardedDataParallel(model, optimizer)
+        return FullyShardedDataParallel(model, optimizer, param_dtype=self.low_precision(),
+                                        reduce_dtype=torch.float32)
 
 
 SCRATCH: dict[str, type[Engine]] = {"ddp": ScratchDDP, "zero1": ScratchZero1, "zero2": ScratchZero2,
@@ -119,8 +125,6 @@ def _bucket_bytes(config: Config) -> int:
 
 
 def _refuse_fp16(precision: str) -> None:
-    from course_lib.errors import ConfigError
-
     if precision == "fp16":
         raise ConfigError("engine scratch does not scale losses, which fp16 needs",
                           "use --mixed_precision bf16, or --engine torch")

@@ -131,7 +131,7 @@ class AccelerateFSDP(TorchFSDP):
         self.model, self.optimizer = model, optimizer
         self.remember()
         plugin = self.accelerator.state.fsdp_plugin
-        plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model)})
+        plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model).values()})
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
         self.model, self.optimizer = self.wrapped, self.scaled_optimizer.optimizer
 

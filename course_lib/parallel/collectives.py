@@ -1,0 +1,215 @@
+"""Collectives from point-to-point messages alone: what stands behind ``all_reduce`` and its kin.
+
+Each does what the function of the same name in ``torch.distributed`` does, on tensors of any shape, number of
+elements and dtype that can be added, over any group, from ``isend`` and ``irecv``. They return when they are done:
+there is no ``async_op``. Sources: the ring, Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations" (2009), sections 3 and 4; trees, pairs and dissemination, Thakur, Rabenseifner and Gropp,
+"Optimization of Collective Communication Operations in MPICH" (2005), section 3.
+
+With N ranks and a tensor of S bytes, a rank sends
+
+============== ========================== ==================
+collective     bytes                      messages
+============== ========================== ==================
+all_reduce     2 (N - 1) / N * S          2 (N - 1)
+reduce_scatter (N - 1) / N * S            N - 1
+all_gather     (N - 1) / N * S            N - 1
+all_to_all     (N - 1) / N * S            N - 1
+broadcast      at most S * ceil(log2 N)   ceil(log2 N) rounds
+barrier        ceil(log2 N)               ceil(log2 N)
+============== ========================== ==================
+
+where S is all that is gathered or scattered. Where the elements don't divide by N, the parts differ by one element,
+nothing is padded, and all_reduce costs a rank at most 2 elements more or less than the formula.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from course_lib.errors import ConfigError
+
+COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum,
+    ReduceOp.BAND: torch.bitwise_and, ReduceOp.BOR: torch.bitwise_or, ReduceOp.BXOR: torch.bitwise_xor,
+}
+"""How two ranks' tensors become one. A sum of booleans is their `or`, as in torch."""
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+    """Combine the ranks' tensors, in place on every rank: a reduce-scatter, then an all-gather of the parts.
+
+    The result has the same bits on all ranks. Unlike gloo's, it knows ``AVG`` and every dtype that can be added.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        op: ``AVG`` is for floating-point tensors.
+    Raises:
+        ConfigError: an operation that the dtype does not have, or a rank outside the group.
+    """
+    rank, ranks = _place(group)
+    whole = tensor.contiguous()
+    parts = whole.view(-1).tensor_split(ranks)
+    reduce_scatter(parts[rank], parts, op, group)
+    all_gather(parts, parts[rank], group)
+    _give(whole, tensor)
+
+
+def reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: ReduceOp.RedOpType = ReduceOp.SUM,
+                   group: dist.ProcessGroup | None = None) -> None:
+    """Combine the ranks' lists of N tensors, and leave rank i the i-th of the result, by a ring.
+
+    Unlike torch's, the tensors of a list may differ in shape. The list stays as it was.
+
+    Args:
+        output: this rank's part of the result, of the shape of ``input_list[rank]``; may be that very tensor.
+        input_list: tensor i has the same shape and dtype on every rank.
+        op: ``AVG`` is for floating-point tensors.
+    Raises:
+        ConfigError: lists, shapes or operations that don't fit, or a rank outside the group.
+    """
+    rank, ranks = _place(group)
+    _check_lists("reduce_scatter", ranks, input_list)
+    _check_fit("reduce_scatter", rank, input_list[rank], output)
+    if op not in COMBINE or (op == ReduceOp.AVG and not output.is_floating_point()):
+        raise ConfigError(f"reduce_scatter has no {op} of {output.dtype}", "use SUM, MAX or MIN")
+    # A part starts at the rank after its owner, grows by one rank's share at each step, and ends with its owner.
+    partial = input_list[(rank - 1) % ranks]
+    for step in range(1, ranks):
+        mine = input_list[(rank - 1 - step) % ranks]
+        received = torch.empty_like(mine, memory_format=torch.contiguous_format)
+        _exchange(partial, (rank + 1) % ranks, received, (rank - 1) % ranks, group)
+        partial = COMBINE[op](received, mine, out=received)
+    output.copy_(partial)
+    if op == ReduceOp.AVG:
+        output.div_(ranks)
+
+
+def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the tensors of all ranks, by a ring. Unlike torch's, the ranks' shapes may differ.
+
+    Args:
+        tensor_list: to be filled; tensor i has the shape and dtype of rank i's ``tensor``.
+        tensor: this rank's; may be ``tensor_list[rank]`` itself.
+    Raises:
+        ConfigError: lists or shapes that don't fit, or a rank outside the group.
+    """
+    rank, ranks = _place(group)
+    _check_lists("all_gather", ranks, tensor_list)
+    _check_fit("all_gather", rank, tensor_list[rank], tensor)
+    tensor_list[rank].copy_(tensor)
+    # Each rank passes on what it received last, so that step s brings the tensor of the rank s places back.
+    for step in range(1, ranks):
+        _exchange(tensor_list[(rank - step + 1) % ranks], (rank + 1) % ranks,
+                  tensor_list[(rank - step) % ranks], (rank - 1) % ranks, group)
+
+
+def all_to_all(output_list: Sequence[Tensor], input_list: Sequence[Tensor],
+               group: dist.ProcessGroup | None = None) -> None:
+    """Send tensor i to rank i, and receive one from every rank, in rounds of pairs. gloo has only the ``_single`` one.
+
+    Args:
+        output_list: to be filled; tensor i has the shape and dtype of what rank i sends here.
+        input_list: tensor i is for rank i.
+    Raises:
+        ConfigError: lists or shapes that don't fit, or a rank outside the group.
+    """
+    rank, ranks = _place(group)
+    _check_lists("all_to_all", ranks, input_list, output_list)
+    _check_fit("all_to_all", rank, input_list[rank], output_list[rank])
+    output_list[rank].copy_(input_list[rank])
+    for distance in range(1, ranks):
+        there, back = (rank + distance) % ranks, (rank - distance) % ranks
+        _exchange(input_list[there], there, output_list[back], back, group)
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the tensor of one, in place, by a binomial tree: each round doubles those that hold it.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        src: the rank in the whole job, not in the group, that has it.
+    Raises:
+        ConfigError: a rank outside the group.
+    """
+    rank, ranks = _place(group)
+    root = src if group is None else dist.get_group_rank(group, src)
+    from_root = (rank - root) % ranks
+    whole = tensor.contiguous()
+    holders = 1
+    while holders < ranks:
+        if from_root < holders and from_root + holders < ranks:
+            _wait(dist.isend(whole, group=group, group_dst=(rank + holders) % ranks))
+        elif holders <= from_root < 2 * holders:
+            _wait(dist.irecv(whole, group=group, group_src=(rank - holders) % ranks))
+        holders *= 2
+    _give(whole, tensor)
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Return when every rank has called it: after round k a rank has heard of the 2^k ranks before it.
+
+    Raises:
+        ConfigError: a rank outside the group.
+    """
+    rank, ranks = _place(group)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    token = torch.ones(1, dtype=torch.uint8, device=device)
+    distance = 1
+    while distance < ranks:
+        _exchange(token, (rank + distance) % ranks, torch.empty_like(token), (rank - distance) % ranks, group)
+        distance *= 2
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number in the group, and how many ranks the group has."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigError(f"rank {dist.get_rank()} called a collective of a group that it is not in",
+                          "call it on the group's ranks only")
+    return rank, ranks
+
+
+def _check_lists(name: str, ranks: int, *lists: Sequence[Tensor]) -> None:
+    """Refuse a list that has not one tensor a rank, before anyone waits for it."""
+    for tensors in lists:
+        if len(tensors) != ranks:
+            raise ConfigError(f"{name} was given {len(tensors)} tensors for {ranks} ranks", "give one tensor a rank")
+
+
+def _check_fit(name: str, rank: int, listed: Tensor, own: Tensor) -> None:
+    """Refuse a list whose tensor for this rank is unlike the one that it is copied to or from."""
+    if listed.shape != own.shape or listed.dtype != own.dtype:
+        raise ConfigError(f"{name} on rank {rank}: tensor {rank} of the list is {tuple(listed.shape)} {listed.dtype}, "
+                          f"and the other {tuple(own.shape)} {own.dtype}", "give both the same shape and dtype")
+
+
+def _exchange(sent: Tensor, to: int, received: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    """Send to one rank and receive from another at the same time, so that a ring of senders does not lock up.
+
+    Nothing travels for an empty tensor: both ends know its shape.
+    """
+    landing = received.contiguous()
+    messages = [dist.P2POp(dist.isend, sent.contiguous(), group=group, group_peer=to),
+                dist.P2POp(dist.irecv, landing, group=group, group_peer=source)]
+    messages = [message for message in messages if message.tensor.numel()]
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
+    _give(landing, received)
+
+
+def _give(buffer: Tensor, tensor: Tensor) -> None:
+    """Bring a result home, where the tensor was not contiguous and a copy did the travelling."""
+    if buffer is not tensor:
+        tensor.copy_(buffer)
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None, "only ranks outside the group get no work, and they were refused"
+    work.wait()

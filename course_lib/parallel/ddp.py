@@ -1,0 +1,236 @@
+"""Data parallelism: every rank holds the whole model and sees other rows, and gradients are averaged while they arise.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from course_lib.errors import CourseError
+from course_lib.parallel.agreement import Unchanged, check_ranks_agree
+from course_lib.parallel.shards import names_of
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+class Pending(Protocol):
+    """A reduction under way: a ``Work`` of torch.distributed, or a ``torch.futures.Future``."""
+
+    def wait(self) -> Any: ...
+
+
+class Bucket:
+    """The gradients of some parameters of one dtype, one after another in one flat tensor.
+
+    Attributes:
+        flat: 1-D, all the gradients; already divided by the number of ranks when a communication hook gets them.
+        views: each parameter's gradient within ``flat``, by the parameter's name.
+        group: the ranks to sum over.
+        missing: names of the parameters whose gradient has not come yet in this backward.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None):
+        self.parameters, self.group = parameters, group
+        tensors = list(parameters.values())
+        self.flat = torch.zeros(sum(p.numel() for p in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+        self.views: dict[str, Tensor] = {}
+        start = 0
+        for name, parameter in parameters.items():
+            # With the parameter's own strides, which fused optimizers take for granted.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self.views[name] = self.flat.as_strided(parameter.shape, strides, start)
+            start += parameter.numel()
+        self.missing = set(parameters)
+        self.work: Pending | None = None
+
+
+def sum_gradients(bucket: Bucket) -> Pending:
+    """The default communication hook: all-reduce in the gradients' own dtype."""
+    return dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+
+def bf16_compression(bucket: Bucket) -> Pending:
+    """Communication hook that halves the bytes of fp32 gradients: cast to bf16, all-reduce, cast back.
+
+    Each gradient is rounded to 8 significant bits, and so is every partial sum.
+    """
+    work = dist.all_reduce(bucket.flat.to(torch.bfloat16), group=bucket.group, async_op=True)
+    return work.get_future().then(lambda reduced: bucket.flat.copy_(reduced.value()[0]))
+
+
+class DataParallel(nn.Module):
+    """A module whose gradients are the averages over all ranks as soon as ``loss.backward()`` returns.
+
+    At the start all ranks take the parameters and buffers of the group's first. Each ``parameter.grad`` is a view of a
+    flat bucket, and stays one after ``zero_grad(set_to_none=True)``: the next gradient is copied into its place.
+
+    Parameters that a rank's loss does not use are sent as zeros, once the backward has ended. A parameter that no rank
+    used has a gradient of zeros afterwards, or, with ``find_unused_parameters``, the gradient that it had before: None
+    after ``zero_grad()``, as on a single process, so that weight decay and momentum leave it alone.
+
+    Unlike ``DistributedDataParallel`` it keeps the buckets that it made at the start, in reverse order of the
+    parameters, and broadcasts buffers in training only, so that ranks may evaluate different numbers of batches.
+
+    Args:
+        module: the same on all ranks; its parameters on one device or several.
+        group: the ranks to average over; None is all ranks.
+        bucket_bytes: a bucket is sent once it holds so many bytes.
+        first_bucket_bytes: the same for the first bucket, small so that communication begins early.
+        broadcast_buffers: take over the first rank's buffers (the means of BatchNorm) before each training forward.
+        find_unused_parameters: let the ranks tell each other which parameters they used: one all-reduce of a byte a
+            parameter at the end of each backward.
+        communication_hook: sums a bucket's ``flat`` over its ranks, in place, and returns something to wait for.
+    Raises:
+        ModelError: the ranks' models differ; said on every rank, before anything is sent.
+    """
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20,
+                 first_bucket_bytes: int = 2**20, broadcast_buffers: bool = True, find_unused_parameters: bool = False,
+                 communication_hook: Callable[[Bucket], Pending] = sum_gradients):
+        super().__init__()
+        check_ranks_agree(module, group)
+        self.module, self.group = module, group
+        self.bucket_bytes, self.broadcast_buffers = bucket_bytes, broadcast_buffers
+        self.find_unused_parameters, self.communication_hook = find_unused_parameters, communication_hook
+        self._unchanged = Unchanged(module, "DataParallel")
+        self._scale = 1 / dist.get_world_size(group)
+        self._synchronises = True
+        self._broadcast([*module.parameters(), *module.buffers()])
+
+        names = names_of(module)
+        trainable = [p for p in reversed(list(names)) if p.requires_grad]
+        self.buckets = [Bucket({names[p]: p for p in parameters}, group)
+                        for parameters in in_buckets(trainable, first_bucket_bytes, bucket_bytes)]
+        self._sent = 0  # buckets sent in this backward; all ranks send them in the same order
+        self._backward_runs = False
+        for bucket in self.buckets:
+            for name, parameter in bucket.parameters.items():
+                arrived = functools.partial(self._arrived, bucket, name, bucket.views[name])
+                parameter.register_post_accumulate_grad_hook(arrived)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Raises:
+            ModelError: a parameter was added, replaced, frozen or the like since the module was wrapped.
+        """
+        self._unchanged.check()
+        if self.broadcast_buffers and self._synchronises and self.module.training and torch.is_grad_enabled():
+            self._broadcast(list(self.module.buffers()))
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards and backwards within it send nothing; gradients add up, until a backward outside it averages them.
+
+        All ranks have to do alike.
+        """
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
+
+    def _arrived(self, bucket: Bucket, name: str, view: Tensor, parameter: nn.Parameter) -> None:
+        """Called by autograd when a parameter's gradient of this backward is complete, all its uses added up."""
+        if not self._synchronises:
+            self._into_view(parameter, view)
+            return
+        if not self._backward_runs:
+            self._backward_runs = True
+            Variable._execution_engine.queue_callback(self._finish)
+        if name not in bucket.missing:
+            raise CourseError(f"the gradient of `{name}` came twice in one backward, or an earlier backward raised",
+                              "checkpoint with use_reentrant=False; wrap the model anew after an error")
+        bucket.missing.remove(name)
+        self._into_view(parameter, view, self._scale)
+        if not bucket.missing:
+            self._send_complete()
+
+    @staticmethod
+    def _into_view(parameter: nn.Parameter, view: Tensor, scale: float = 1.0) -> None:
+        """Scale a gradient, and move it into its bucket where it is not there yet; one pass over it."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient is not view or scale != 1.0:
+            torch.mul(gradient, scale, out=view)
+            parameter.grad = view
+
+    def _send_complete(self) -> None:
+        """Start the reduction of the buckets that are complete, in order, while backward goes on."""
+        while self._sent < len(self.buckets) and not self.buckets[self._sent].missing:
+            bucket = self.buckets[self._sent]
+            bucket.work = self.communication_hook(bucket)
+            self._sent += 1
+
+    def _finish(self) -> None:
+        """Called by autograd at the end of backward: send what is left, wait for all, and hand out the averages."""
+        unused: dict[str, Bucket] = {}
+        for bucket in self.buckets:
+            for name in bucket.missing:
+                if bucket.parameters[name].grad is None:
+                    unused[name] = bucket
+                    bucket.views[name].zero_()
+                else:  # what earlier backwards left, under no_sync
+                    self._into_view(bucket.parameters[name], bucket.views[name], self._scale)
+            bucket.missing.clear()
+        self._send_complete()
+        used_somewhere = self._used_somewhere(unused) if self.find_unused_parameters else unused
+        for bucket in self.buckets:
+            self._wait(bucket)
+            bucket.missing = set(bucket.parameters)
+        for name in used_somewhere:
+            unused[name].parameters[name].grad = unused[name].views[name]
+        self._sent, self._backward_runs = 0, False
+
+    def _used_somewhere(self, unused: Collection[str]) -> list[str]:
+        """Those of the parameters that this rank did not use which another rank did; a collective call."""
+        names = [name for bucket in self.buckets for name in bucket.views]
+        used = torch.tensor([name not in unused for name in names], dtype=torch.uint8,
+                            device=self.buckets[0].flat.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
+        return [name for name, somewhere in zip(names, used.tolist(), strict=True) if somewhere and name in unused]
+
+    @staticmethod
+    def _wait(bucket: Bucket) -> None:
+        assert bucket.work is not None
+        try:
+            bucket.work.wait()
+        except RuntimeError as error:
+            names = list(bucket.views)
+            raise RuntimeError(
+                f"rank {dist.get_rank()} waited for the gradients of `{names[0]}` to `{names[-1]}`, and not every rank "
+                f"sent them: one died, skipped a backward, or ran it under no_sync ({error})") from error
+        bucket.work = None
+
+    @torch.no_grad()
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Take over the first rank's values, in place; one message for many small tensors."""
+        for together in in_buckets(tensors, self.bucket_bytes, self.bucket_bytes):
+            flat = torch.cat([tensor.reshape(-1) for tensor in together])
+            dist.broadcast(flat, group=self.group, group_src=0)
+            for tensor, values in zip(together, flat.split([t.numel() for t in together]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def in_buckets(tensors: Iterable[AnyTensor], first_bytes: int, bytes_each: int) -> list[list[AnyTensor]]:
+    """Part tensors, in order, into lists of one dtype and device that are closed once they hold so many bytes.
+
+    Args:
+        first_bytes: size at which the first list is closed; ``bytes_each`` for the others.
+    """
+    closed: list[list[AnyTensor]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        filling.setdefault(kind, []).append(tensor)
+        if sum(each.nbytes for each in filling[kind]) >= (bytes_each if closed else first_bytes):
+            closed.append(filling.pop(kind))
+    return closed + list(filling.values())

@@ -1,0 +1,273 @@
+"""ZeRO stages 1 and 2 from scratch: optimizer states split over the ranks, then gradients too.
+
+Every rank still computes with whole parameters. But a parameter is updated on one rank alone, so the others need
+neither its optimizer state (stage 1) nor, once it has been averaged, its gradient (stage 2). An all-reduce is a
+reduce-scatter and an all-gather; ZeRO puts the optimizer's step between the two, and so sends no byte more than
+plain data parallel does (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.1, 5.2 and 7).
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from course_lib.parallel.shards import Piece, check_elementwise, names_of, overlap, padded, repoint
+
+
+class Bucket:
+    """Parameters of one group and dtype, laid end to end and cut into N equal slices, one a rank.
+
+    Attributes:
+        flat: 1-D, all the parameters, which are views of it; padded to a multiple of N.
+        mine: this rank's slice of ``flat``.
+        master: what the optimizer updates: ``mine`` itself, or an fp32 copy where the parameters are of lower
+            precision (section 3.1 of the paper: the copy is one of the optimizer's states).
+        gradient: 1-D, fp32, the averaged gradient of this rank's slice; None until it has been reduced.
+        sending: 1-D, the whole gradient on its way; None where none is.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None):
+        self.group, self.world, rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.flat = parameters[0].new_zeros(padded(sum(p.numel() for p in parameters), self.world), requires_grad=False)
+        length = self.flat.numel() // self.world
+        self.runs: dict[nn.Parameter, slice] = {}
+        start = 0
+        for parameter in parameters:
+            self.runs[parameter] = run = slice(start, start + parameter.numel())
+            self.flat[run].copy_(parameter.detach().flatten())
+            parameter.data = self.flat[run].view(parameter.shape)
+            start = run.stop
+        dist.broadcast(self.flat, group=group, group_src=0)
+        self.mine = self.flat[rank * length : (rank + 1) * length]
+        self.master = self.mine if self.flat.dtype == torch.float32 else self.mine.float()
+        self.pieces: dict[nn.Parameter, Piece] = {}
+        self.places: dict[nn.Parameter, slice] = {}  # of this rank's slice
+        for parameter, run in self.runs.items():
+            first, numel = overlap(run.start, parameter.numel(), rank * length, length)
+            begin = run.start + first - rank * length if numel else 0
+            self.places[parameter] = place = slice(begin, begin + numel)
+            self.pieces[parameter] = Piece(parameter.shape, first, nn.Parameter(self.master[place]))
+        self.gradient: Tensor | None = None
+        self.sending: Tensor | None = None
+        self.received: Tensor | None = None
+        self.work: dist.Work | None = None
+        self.missing = set(self.runs)
+
+    def collect(self, parameter: nn.Parameter) -> None:
+        """Move a parameter's gradient into the buffer that will be sent."""
+        if self.sending is None:
+            self.sending = torch.zeros_like(self.flat)
+        if parameter.grad is not None:
+            self.sending[self.runs[parameter]].copy_(parameter.grad.flatten())
+            parameter.grad = None
+        self.missing.discard(parameter)
+
+    def send(self) -> None:
+        """Begin the reduce-scatter: each rank receives the sum of its own slice."""
+        for parameter in tuple(self.missing):
+            self.collect(parameter)  # not reached by this backward: zeros
+        assert self.sending is not None
+        self.received = torch.empty_like(self.mine)
+        self.work = dist.reduce_scatter_single(self.received, self.sending, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter, add the mean to this rank's gradient, and free the whole one."""
+        if self.work is not None and self.received is not None:
+            self.work.wait()
+            mean = self.received.to(self.master.dtype).div_(self.world)
+            self.gradient = mean if self.gradient is None else self.gradient.add_(mean)
+            self.work = self.sending = self.received = None
+            self.missing = set(self.runs)
+
+    def gather(self) -> dist.Work:
+        """Begin to bring every rank's updated slice to all."""
+        if self.master is not self.mine:
+            self.mine.copy_(self.master)
+        return dist.all_gather_single(self.flat, self.mine.clone(), group=self.group, async_op=True)
+
+
+class Zero1(nn.Module):
+    """A module whose optimizer states are split over a group of ranks.
+
+    All ranks start from the weights and buffers of the group's first. A trainable parameter that no backward reaches
+    counts as having a gradient of zeros.
+
+    Args:
+        module: its trainable parameters become views of flat buckets.
+        optimizer: over the module's parameters, before its first step; repointed to this rank's pieces, its groups
+            and options kept.
+        group: of the ranks; the default group by default.
+        bucket_bytes: of gradients that travel together.
+    Raises:
+        ConfigError: the optimizer is not elementwise.
+    """
+
+    stage = 1
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
+                 bucket_bytes: int = 25 * 2**20):
+        super().__init__()
+        check_elementwise(optimizer, f"zero{self.stage}")
+        self.module, self.optimizer, self.group = module, optimizer, group
+        self.names = names_of(module)
+        groups = [[p for p in reversed(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
+        self.buckets = [Bucket(parameters, group) for parameters in _cut(groups, bucket_bytes)]
+        trained: dict[Tensor, Piece] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
+        self.frozen = [parameter for parameter in self.names if parameter not in trained]
+        for tensor in [*self.frozen, *module.buffers()]:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+        self._pieces = {p: trained.get(p) or Piece(p.shape, 0, p.detach().view(-1)) for p in self.names}
+        repoint(optimizer, {p: _worth_updating(piece) for p, piece in self._pieces.items()})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate. Nothing travels before :meth:`step` anyway: whole gradients add up in place."""
+        yield
+
+    # --- one step, in three phases -----------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Reduce: every rank receives the mean gradient of its own slice. Done once, however often called."""
+        if any(p.grad is not None for bucket in self.buckets for p in bucket.runs):
+            before: Bucket | None = None
+            for bucket in self.buckets:  # two at a time: one travels while the next is filled
+                bucket.send()
+                if before is not None:
+                    before.finish()
+                before = bucket
+            self.buckets[-1].finish()
+
+    def step(self) -> None:
+        """Reduce the gradients, update this rank's slice, gather everybody's."""
+        self.reduce()
+        for bucket in self.buckets:
+            if bucket.gradient is not None:
+                for parameter, piece in bucket.pieces.items():
+                    piece.data.grad = bucket.gradient[bucket.places[parameter]]
+        self.optimizer.step()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Gather: bring the pieces' present values to the parameters of all ranks."""
+        for work in [bucket.gather() for bucket in self.buckets]:
+            work.wait()
+
+    # --- what a trainer calls besides --------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
+        self.reduce()
+        gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
+        square = torch.zeros((), device=self.buckets[0].flat.device)
+        for gradient in gradients:
+            square += gradient.square().sum()  # the padding is zero
+        dist.all_reduce(square, group=self.group)
+        norm = square.sqrt()
+        for gradient in gradients:
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        """Forget the gradients, whole and reduced."""
+        for bucket in self.buckets:
+            bucket.gradient = None
+            for parameter, piece in bucket.pieces.items():
+                parameter.grad = piece.data.grad = None
+
+    def pieces(self) -> dict[str, Piece]:
+        """This rank's piece of every parameter, by its first name, in module order; a frozen one is whole."""
+        return {name: self._pieces[parameter] for parameter, name in self.names.items()}
+
+    def resident(self) -> dict[str, list[Tensor]]:
+        """The tensors alive on this rank by kind; an fp32 master that is a copy is a state of the optimizer."""
+        states = [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, Tensor)]
+        states += [bucket.master for bucket in self.buckets if bucket.master is not bucket.mine]
+        gradients = [bucket.gradient for bucket in self.buckets] + [parameter.grad for parameter in self.names]
+        return {"parameters": [bucket.flat for bucket in self.buckets] + [p.detach() for p in self.frozen],
+                "gradients": [gradient for gradient in gradients if gradient is not None],
+                "optimizer states": states,
+                "communication buffers": [t for bucket in self.buckets for t in (bucket.sending, bucket.received)
+                                          if t is not None]}
+
+
+class Zero2(Zero1):
+    """A module whose optimizer states and gradients are split over a group of ranks.
+
+    A bucket's gradients are reduced as soon as backward has made the last of them, and freed: no rank ever holds
+    the whole gradient. Under accumulation every micro-batch is reduced, which is the price of that: the bytes of the
+    reduce-scatter once a micro-batch.
+
+    Arguments are those of :class:`Zero1`.
+    """
+
+    stage = 2
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
+                 bucket_bytes: int = 25 * 2**20):
+        super().__init__(module, optimizer, group=group, bucket_bytes=bucket_bytes)
+        self._next: int | None = None  # the bucket to be sent next, while a backward runs
+        for bucket in self.buckets:
+            for parameter in bucket.runs:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate. Each micro-batch is reduced all the same, for a rank has no room for whole gradients."""
+        yield
+
+    def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """A gradient is there: move it, and send what is complete, in the same order on every rank."""
+        if self._next is None:
+            self._next = 0
+            Variable._execution_engine.queue_callback(self._end_backward)
+        bucket.collect(parameter)
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        assert self._next is not None
+        self.buckets[self._next].send()
+        if self._next > 0:
+            self.buckets[self._next - 1].finish()  # at most two are under way
+        self._next += 1
+
+    def _end_backward(self) -> None:
+        """What this backward did not complete goes now; then everything has arrived."""
+        while self._next is not None and self._next < len(self.buckets):
+            self._send_next()
+        self.buckets[-1].finish()
+        self._next = None
+
+    def reduce(self) -> None:
+        """Reduce: backward has done it."""
+
+
+def _worth_updating(piece: Piece) -> Tensor | None:
+    """A piece's data, or None where this rank holds nothing of the parameter."""
+    return piece.data if piece.data.numel() else None
+
+
+def _cut(groups: list[list[nn.Parameter]], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Each group's parameters in runs of one dtype and of about so many bytes, those that backward reaches first
+    before the others."""
+    found: list[list[nn.Parameter]] = []
+    for parameters in groups:
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            kept = by_dtype.setdefault(parameter.dtype, [])
+            if kept and sum(p.nbytes for p in kept) + parameter.nbytes > bucket_bytes:
+                found.append(kept)
+                kept = by_dtype[parameter.dtype] = []
+            kept.append(parameter)
+        found += by_dtype.values()
+    return found

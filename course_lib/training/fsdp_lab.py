@@ -1,0 +1,311 @@
+"""Small trainings under full sharding, watched: what is resident when, what moves, what rounding costs.
+
+The functions run on ranks (:func:`course_lib.runtime.launch.launch`) and return plain numbers.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from course_lib.parallel import units
+from course_lib.parallel.ddp import DataParallel
+from course_lib.parallel.flat import FlatUnit
+from course_lib.parallel.fsdp import FullyShardedDataParallel
+from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
+from course_lib.runtime.meter import Meter
+from course_lib.training import sharded
+
+VOCABULARY, LENGTH, HEADS = 256, 32, 4
+GLOBAL_BATCH = 12  # rows; divides by 1, 2, 3, 4 and 6 ranks
+
+Build = Callable[[], nn.Module]
+
+
+def small_gpt2(layers: int, width: int, checkpointing: bool = False) -> GPT2LMHeadModel:
+    """A GPT-2 without dropout, the same weights on every call; its token embedding is its output head too."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=VOCABULARY, n_layer=layers, n_embd=width, n_head=HEADS, n_positions=LENGTH, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model's parameters by FSDP unit.
+
+    Attributes:
+        root: what lies outside the blocks, or is tied across them.
+        block: one block; all are alike.
+        blocks: how many.
+    """
+
+    root: int
+    block: int
+    blocks: int
+
+    @property
+    def total(self) -> int:
+        return self.root + self.blocks * self.block
+
+
+def sizes(model: nn.Module) -> Sizes:
+    """What the formulas need to know of a model."""
+    blocks = list(units.blocks(model).values())
+    owner = units.owners(model, blocks)
+    root = sum(parameter.nbytes for parameter, unit in owner.items() if unit is model)
+    return Sizes(root, sum(parameter.nbytes for parameter in blocks[0].parameters()), len(blocks))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One training, as the first rank saw it.
+
+    Attributes:
+        losses: of each step, averaged over the ranks.
+        steady: bytes of parameters before a step.
+        trace: in the last step, bytes of parameters after each gather or free, with ``forward`` or ``backward``.
+        peak: of the last step, bytes by kind.
+        traffic: of the last step's forward and backward, rows of `Meter.table`.
+        sent: bytes that this rank sent in them, under the ring model.
+    """
+
+    losses: list[float]
+    steady: int
+    trace: list[tuple[str, int]]
+    peak: dict[str, int]
+    traffic: list[dict[str, Any]]
+    sent: int
+
+    def moved(self, name: str) -> int:
+        """Payload bytes of one kind of collective."""
+        return sum(row["bytes"] for row in self.traffic if row["name"] == name)
+
+    def calls(self, name: str) -> int:
+        """How often one kind of collective was called."""
+        return sum(row["calls"] for row in self.traffic if row["name"] == name)
+
+
+def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int = 1, **options: Any) -> Watched:
+    """Train for some steps, and watch the last.
+
+    Args:
+        build: makes the whole model.
+        engine: ``scratch`` or ``torch`` for FSDP, ``ddp`` for the course's data parallelism.
+        steps: at least 2: in the first one FSDP2 still makes its buffers.
+        replicas: with ``torch``, how many copies of the model there are (HSDP); the rest of the ranks share a copy.
+        **options: of the engine.
+    """
+    device = PartialState().device
+    if replicas > 1:
+        options["mesh"] = hybrid_mesh(device.type, replicas, dist.get_world_size() // replicas)
+    sharded_model = _engine(engine, build().to(device), options)
+    resident = getattr(sharded_model, "resident", None)
+    losses = []
+    for step in range(steps):
+        sharded_model.zero_grad()
+        steady = held(resident) if resident else 0
+        with changes(resident) as trace, Meter(sharded_model.module, sharded_model.optimizer, resident) as meter:
+            loss = batch_loss(sharded_model, step)
+            forward = len(trace)
+            loss.backward()
+            trace[:] = [("forward" if i < forward else "backward", size) for i, size in enumerate(trace)]
+        peak, traffic, sent = meter.peak, meter.table(), meter.bytes_sent
+        sharded_model.step()
+        losses.append(averaged(loss))
+    return Watched(losses, steady, trace, peak, traffic, sent)
+
+
+def held(resident: Callable[[], Mapping[str, list[Tensor]]]) -> int:
+    """Bytes of the parameters that an engine holds, each storage once."""
+    storages = (tensor.untyped_storage() for tensor in resident()["parameters"])
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+@contextlib.contextmanager
+def changes(resident: Callable[[], Mapping[str, list[Tensor]]] | None) -> Iterator[list[Any]]:
+    """Collects the bytes of parameters each time that the memory of gathered ones is taken or given back.
+
+    Both engines do that by resizing a storage, so one pair of eyes serves for both.
+    """
+    seen: list[Any] = []
+    resize = torch.UntypedStorage.resize_
+
+    def note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        if resident and (now := held(resident)) != (seen[-1] if seen else None):
+            seen.append(now)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", note):
+        yield seen
+
+
+@dataclass(frozen=True)
+class Waits:
+    """One step over a slow link.
+
+    Attributes:
+        link: seconds that an all-gather takes.
+        step: seconds of the forward and backward.
+        spans: when this rank stood still for the link, in seconds from the beginning of the step.
+    """
+
+    link: float
+    step: float
+    spans: list[tuple[float, float]]
+
+    @property
+    def waited(self) -> float:
+        return sum(end - start for start, end in self.spans)
+
+
+def over_slow_link(build: Build, rows: int, prefetch: bool, share: float = 0.7) -> Waits:
+    """One step in which every all-gather takes at least ``share`` of the shortest forward of a block.
+
+    The link is simulated: the data arrive as fast as they do here, and ``wait`` returns no earlier than the link
+    would have let it. What is slow about it costs no computation, as on a GPU's own network card.
+
+    Args:
+        rows: of this rank in a step; enough of them for a block to compute for some milliseconds.
+    """
+    engine = _engine("scratch", build(), {"prefetch": prefetch})
+    times: list[float] = []
+    for block in units.blocks(engine.module).values():
+        block.register_forward_pre_hook(lambda *_: times.append(-time.perf_counter()))
+        block.register_forward_hook(lambda *_: times.append(times.pop() + time.perf_counter()))
+    for step in range(2):
+        batch_loss(engine, step, rows * dist.get_world_size()).backward()
+    shortest = torch.tensor(min(times))
+    dist.all_reduce(shortest, dist.ReduceOp.MIN)
+    link = share * shortest.item()
+    with _slow_gathers(link) as spans:
+        dist.barrier()
+        start = time.perf_counter()
+        batch_loss(engine, 2, rows * dist.get_world_size()).backward()
+        end = time.perf_counter()
+    return Waits(link, end - start, [(begin - start, until - start) for begin, until in spans])
+
+
+@contextlib.contextmanager
+def _slow_gathers(seconds: float) -> Iterator[list[tuple[float, float]]]:
+    """Lets no all-gather end earlier than so many seconds after its beginning; yields when a rank waited for that."""
+    spans: list[tuple[float, float]] = []
+    ready: dict[FlatUnit, float] = {}
+    gather, wait = FlatUnit.gather, FlatUnit.wait
+
+    def slow_gather(unit: FlatUnit) -> None:
+        gather(unit)
+        if unit.work is not None:
+            ready.setdefault(unit, time.perf_counter() + seconds)
+
+    def slow_wait(unit: FlatUnit) -> None:
+        begin, until = time.perf_counter(), ready.pop(unit, 0.0)
+        if until > begin:
+            time.sleep(until - begin)
+            spans.append((begin, until))
+        wait(unit)
+
+    with mock.patch.object(FlatUnit, "gather", slow_gather), mock.patch.object(FlatUnit, "wait", slow_wait):
+        yield spans
+
+
+def gradient_after(build: Build, micro_batches: int, reduce_dtype: torch.dtype) -> Tensor:
+    """This rank's part of the gradient under bf16 parameters, summed in ``reduce_dtype``; 1-D, float32."""
+    engine = _engine("scratch", build().to(PartialState().device),
+                     {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype})
+    for i in range(micro_batches):
+        with contextlib.nullcontext() if i == micro_batches - 1 else engine.no_sync():
+            batch_loss(engine, i).backward()
+    return torch.cat([piece.data.grad.float() for piece in engine.pieces().values() if piece.data.grad is not None])
+
+
+def rounding_error(build: Build, micro_batches: int) -> float:
+    """How far a gradient that is summed in bf16 is from the one summed in float32, as a share of its length."""
+    low, high = (gradient_after(build, micro_batches, dtype) for dtype in (torch.bfloat16, torch.float32))
+    squares = torch.stack([(low - high).square().sum(), high.square().sum()])
+    dist.all_reduce(squares)
+    return (squares[0] / squares[1]).sqrt().item()
+
+
+def flat_and_rows(build: Build) -> dict[str, tuple[int, list[int]]]:
+    """What this rank has of each parameter: elements of a flat piece, and the shape of FSDP2's ``DTensor`` piece."""
+    device = PartialState().device
+    flat = _engine("scratch", build().to(device), {}).pieces()
+    module = _engine("torch", build().to(device), {}).module
+    return {name: (flat[name].data.numel(), list(parameter.to_local().shape))
+            for name, parameter in module.named_parameters()}
+
+
+def train_and_save(build: Build, folder: Path, steps: int) -> float:
+    """Train, write the pieces of all ranks below ``folder``, and return the loss of a batch that was not trained on."""
+    engine = _engine("scratch", build().to(PartialState().device), {})
+    for step in range(steps):
+        engine.zero_grad()
+        batch_loss(engine, step).backward()
+        engine.step()
+    sharded.save(engine.pieces(), folder)
+    with torch.no_grad():
+        return averaged(batch_loss(engine, steps))
+
+
+def read_and_evaluate(build: Build, folder: Path, step: int) -> tuple[float, float]:
+    """The loss of a batch with the model's own weights, and with those that any number of ranks has saved."""
+    engine = _engine("scratch", build().to(PartialState().device), {})
+    with torch.no_grad():
+        before = averaged(batch_loss(engine, step))
+        sharded.load(engine.pieces(), folder)
+        engine.refresh()
+        return before, averaged(batch_loss(engine, step))
+
+
+def batch_loss(engine: nn.Module, step: int, rows: int = GLOBAL_BATCH) -> Tensor:
+    """Mean cross-entropy of this rank's rows of a step's batch: chains that an affine map continues."""
+    generator = torch.Generator().manual_seed(step)
+    ids = [torch.randint(VOCABULARY, (rows,), generator=generator)]
+    for _ in range(LENGTH - 1):
+        ids.append((5 * ids[-1] + 3) % VOCABULARY)
+    mine = torch.stack(ids, dim=1)[dist.get_rank() :: dist.get_world_size()].to(PartialState().device)
+    logits = engine(input_ids=mine).logits.float()
+    return cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
+
+
+def averaged(loss: Tensor) -> float:
+    """Mean over the ranks, which have equal numbers of rows."""
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def _engine(name: str, module: nn.Module, options: dict[str, Any]) -> Any:
+    """The module behind an engine with ``module``, ``optimizer``, ``step`` and ``zero_grad``."""
+    PartialState()
+    optimizer = AdamW(module.parameters(), lr=3e-3)
+    if name == "ddp":
+        engine: Any = DataParallel(module, **options)
+        engine.optimizer, engine.step = optimizer, optimizer.step
+        return engine
+    return {"scratch": FullyShardedDataParallel, "torch": shard_with_torch}[name](module, optimizer, **options)
+
+
+def state_bytes(parameters: float, ranks: int) -> float:
+    """Bytes of model states a rank when all are sharded, in mixed precision with Adam.
+
+    16 bytes a parameter: 2 for it, 2 for its gradient, 12 for its fp32 copy, momentum and variance. Source:
+    Rajbhandari et al. 2020, *ZeRO*, sections 3.1 and 5.3.
+    """
+    return 16 * parameters / ranks

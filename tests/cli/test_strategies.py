@@ -1,0 +1,98 @@
+"""Every legal pair from the command line, with the first losses of ddp; and the files made for other tools."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from course_lib.config import ENGINES
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+TINY = ["--model", "tiny-bert", "--max_train_samples", "64", "--max_eval_samples", "32", "--max_steps", "3",
+        "--logging_steps", "1", "--baselines", "false", "--progress_bar", "false", "--device", "cpu"]
+
+
+def run(*command, env=None, cwd=ROOT):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=200, cwd=cwd,
+                          env=env)
+
+
+def losses_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--output_dir", folder / "run")
+    assert done.returncode == 0, done.stderr
+    return losses_of(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("strategy, engine", [("zero3", "scratch"), ("fsdp", None)])
+def test_course_train_with_a_strategy(tmp_path, ddp, strategy, engine):
+    chosen = ["--engine", engine] if engine else []
+    done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--strategy", strategy, *chosen,
+               "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    # Each rank draws its own dropout masks, the same for every strategy.
+    assert losses_of(tmp_path / "run") == pytest.approx(ddp, abs=5e-5)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["strategy"], summary["engine"]) == (strategy, engine or ENGINES[strategy][0])
+    assert summary["world_size"] == 2 == len(summary["memory"]["peak_bytes"])
+    assert "accuracy" in summary["eval"] and (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_under_plain_torchrun(tmp_path, ddp):
+    done = run(BIN / "torchrun", "--standalone", "--nproc_per_node", "2", "course_lib/cli.py", "train", *TINY,
+               "--strategy", "zero2", "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert losses_of(tmp_path / "run") == pytest.approx(ddp, abs=5e-5)
+
+
+def test_an_engine_that_has_no_such_strategy_is_one_line(tmp_path):
+    done = run(BIN / "course", "train", *TINY, "--strategy", "fsdp", "--engine", "deepspeed",
+               "--output_dir", tmp_path / "run")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "engine deepspeed has no fsdp: for fsdp use torch, scratch, accelerate" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+SCRIPT = """
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print(f"rank {accelerator.process_index} of {accelerator.num_processes}: {accelerator.distributed_type.value}, "
+      f"stage {accelerator.deepspeed_plugin.zero_stage}", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_generated_files_serve_any_script(tmp_path):
+    done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--strategy", "zero2", "--batch_size", "2",
+               "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    assert yaml.safe_load((folder / "accelerate.yaml").read_text())["num_processes"] == 2
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    assert DeepSpeedConfig(json.loads((folder / "deepspeed.json").read_text())).zero_config.stage == 2
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ran = run(BIN / "accelerate", "launch", "--config_file", folder / "accelerate.yaml", script, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert {"rank 0 of 2: DEEPSPEED, stage 2", "rank 1 of 2: DEEPSPEED, stage 2"} <= set(ran.stdout.splitlines())

@@ -1,0 +1,46 @@
+"""Run the parity matrix and put its table into the README, between the markers.
+
+    python tools/parity.py
+"""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from course_lib.config_files import write_text
+from course_lib.training import parity
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- parity: made by tools/parity.py -->", "<!-- end of parity -->"
+
+
+def table(cells: Iterable[parity.Cell]) -> str:
+    """A row a strategy and engine, a column a world size: the largest differences of loss and weight."""
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    for cell in cells:
+        exact = cell.loss == cell.weight == 0
+        shown = "equal to the bit" if exact else f"{cell.loss:.1e} / {cell.weight:.1e}"
+        rows.setdefault((cell.strategy, cell.engine), {})[cell.world_size] = shown if cell.agrees else f"**{shown}**"
+    head = "| strategy | engine | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in parity.WORLD_SIZES) + " |"
+    lines = [head, "|---" * (2 + len(parity.WORLD_SIZES)) + "|"]
+    lines += [f"| {strategy} | {engine} | " + " | ".join(by_size[n] for n in parity.WORLD_SIZES) + " |"
+              for (strategy, engine), by_size in rows.items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all cells and rewrite the README's table."""
+    with tempfile.TemporaryDirectory() as folder:
+        cells = parity.matrix(Path(folder))
+    cells.sort(key=lambda cell: (parity.PAIRS.index((cell.strategy, cell.engine)), cell.world_size))
+    agreeing = sum(cell.agrees for cell in cells)
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    made = f"{table(cells)}\n\n{agreeing} of {len(cells)} cells agree."
+    write_text(README, f"{before}{BEGIN}\n{made}\n{END}{after}")
+    print(made)
+
+
+if __name__ == "__main__":
+    main()
