@@ -7,6 +7,7 @@ A notebook that fails is left as it was. Paths of this machine, timings and widg
 """
 
 import base64
+import io
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 import papermill
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -61,8 +63,22 @@ def clean(path: Path) -> str:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code" and (not cell.metadata.get("tags")):
             cell.metadata.pop("tags", None)
+        for output in cell.get("outputs", []):
+            if png := output.get("data", {}).get("image/png"):
+                output.data["image/png"] = base64.b64encode(smaller(base64.b64decode(png))).decode() + "\n"
+            # What Code(...) shows for LaTeX is a second copy of the highlighted source, for a converter nobody runs.
+            if "text/html" in output.get("data", {}):
+                output.data.pop("text/latex", None)
     text = nbformat.writes(notebook) + "\n"
     return text.replace(str(ROOT), "<course>").replace(str(Path.home()), "~")
+
+
+def smaller(png: bytes) -> bytes:
+    """The same figure in 96 colours, which flat bars, lines and text hardly need more of."""
+    squeezed = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(squeezed, "PNG",
+                                                                                             optimize=True)
+    return min(png, squeezed.getvalue(), key=len)
 
 
 if __name__ == "__main__":

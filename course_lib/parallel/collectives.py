@@ -2,9 +2,11 @@
 
 Each does what the function of the same name in ``torch.distributed`` does, on tensors of any shape, number of
 elements and dtype that can be added, over any group, from ``isend`` and ``irecv``. They return when they are done:
-there is no ``async_op``. Sources: the ring, Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-of workstations" (2009), sections 3 and 4; trees, pairs and dissemination, Thakur, Rabenseifner and Gropp,
-"Optimization of Collective Communication Operations in MPICH" (2005), section 3.
+there is no ``async_op``.
+
+Sources: the ring, Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009);
+the tree and the pairs, Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005), section 4; the barrier, Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988).
 
 With N ranks and a tensor of S bytes, a rank sends
 

@@ -129,7 +129,7 @@ class FullyShardedDataParallel(nn.Module):
         for leaf in leaves:
             leaf.register_hook(functools.partial(self._pre_backward, index))
         unit.awaits_backward |= bool(leaves)
-        if not (leaves and unit.keep_after_forward):
+        if not (unit.keep_after_forward and torch.is_grad_enabled()):
             unit.free()
 
     def _pre_backward(self, index: int, gradient: Tensor) -> None:

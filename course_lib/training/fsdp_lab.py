@@ -115,19 +115,20 @@ def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int =
         options["mesh"] = hybrid_mesh(device.type, replicas, dist.get_world_size() // replicas)
     sharded_model = _engine(engine, build().to(device), options)
     resident = getattr(sharded_model, "resident", None)
+    account = resident if engine == "scratch" else None  # FSDP2's buffers are in no list: the meter looks for itself
     losses = []
-    for step in range(steps):
-        sharded_model.zero_grad()
-        steady = held(resident) if resident else 0
-        with changes(resident) as trace, Meter(sharded_model.module, sharded_model.optimizer, resident) as meter:
-            loss = batch_loss(sharded_model, step)
-            forward = len(trace)
-            loss.backward()
-            trace[:] = [("forward" if i < forward else "backward", size) for i, size in enumerate(trace)]
-        peak, traffic, sent = meter.peak, meter.table(), meter.bytes_sent
+    for step in range(steps - 1):
+        losses.append(averaged(_backward(sharded_model, step)))
         sharded_model.step()
-        losses.append(averaged(loss))
-    return Watched(losses, steady, trace, peak, traffic, sent)
+        sharded_model.zero_grad()
+    steady = held(resident) if resident else 0
+    with changes(resident) as trace, Meter(sharded_model.module, sharded_model.optimizer, account) as meter:
+        loss = batch_loss(sharded_model, steps - 1)
+        forward = len(trace)
+        loss.backward()
+    losses.append(averaged(loss))
+    phases = [("forward" if i < forward else "backward", size) for i, size in enumerate(trace)]
+    return Watched(losses, steady, phases, meter.peak, meter.table(), meter.bytes_sent)
 
 
 def held(resident: Callable[[], Mapping[str, list[Tensor]]]) -> int:
@@ -174,16 +175,9 @@ class Waits:
         return sum(end - start for start, end in self.spans)
 
 
-def over_slow_link(build: Build, rows: int, prefetch: bool, share: float = 0.7) -> Waits:
-    """One step in which every all-gather takes at least ``share`` of the shortest forward of a block.
-
-    The link is simulated: the data arrive as fast as they do here, and ``wait`` returns no earlier than the link
-    would have let it. What is slow about it costs no computation, as on a GPU's own network card.
-
-    Args:
-        rows: of this rank in a step; enough of them for a block to compute for some milliseconds.
-    """
-    engine = _engine("scratch", build(), {"prefetch": prefetch})
+def block_seconds(build: Build, rows: int) -> float:
+    """The shortest forward of a block, on any rank, in two steps with so many rows a rank."""
+    engine = _engine("scratch", build(), {})
     times: list[float] = []
     for block in units.blocks(engine.module).values():
         block.register_forward_pre_hook(lambda *_: times.append(-time.perf_counter()))
@@ -192,11 +186,23 @@ def over_slow_link(build: Build, rows: int, prefetch: bool, share: float = 0.7) 
         batch_loss(engine, step, rows * dist.get_world_size()).backward()
     shortest = torch.tensor(min(times))
     dist.all_reduce(shortest, dist.ReduceOp.MIN)
-    link = share * shortest.item()
+    return shortest.item()
+
+
+def over_slow_link(build: Build, rows: int, link: float, prefetch: bool) -> Waits:
+    """One step in which every all-gather takes at least ``link`` seconds; on the CPU.
+
+    The link is simulated: the data arrive as fast as they do here, and ``wait`` returns no earlier than the link
+    would have let it. What is slow about it costs no computation, as on a GPU's own network card.
+
+    Args:
+        rows: of this rank in a step.
+    """
+    engine = _engine("scratch", build(), {"prefetch": prefetch})
     with _slow_gathers(link) as spans:
         dist.barrier()
         start = time.perf_counter()
-        batch_loss(engine, 2, rows * dist.get_world_size()).backward()
+        batch_loss(engine, 0, rows * dist.get_world_size()).backward()
         end = time.perf_counter()
     return Waits(link, end - start, [(begin - start, until - start) for begin, until in spans])
 
@@ -255,9 +261,9 @@ def train_and_save(build: Build, folder: Path, steps: int) -> float:
     """Train, write the pieces of all ranks below ``folder``, and return the loss of a batch that was not trained on."""
     engine = _engine("scratch", build().to(PartialState().device), {})
     for step in range(steps):
-        engine.zero_grad()
-        batch_loss(engine, step).backward()
+        _backward(engine, step)
         engine.step()
+        engine.zero_grad()
     sharded.save(engine.pieces(), folder)
     with torch.no_grad():
         return averaged(batch_loss(engine, steps))
@@ -284,6 +290,12 @@ def batch_loss(engine: nn.Module, step: int, rows: int = GLOBAL_BATCH) -> Tensor
     return cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
 
 
+def _backward(engine: nn.Module, step: int) -> Tensor:
+    loss = batch_loss(engine, step)
+    loss.backward()
+    return loss
+
+
 def averaged(loss: Tensor) -> float:
     """Mean over the ranks, which have equal numbers of rows."""
     loss = loss.detach().clone()
@@ -294,7 +306,7 @@ def averaged(loss: Tensor) -> float:
 def _engine(name: str, module: nn.Module, options: dict[str, Any]) -> Any:
     """The module behind an engine with ``module``, ``optimizer``, ``step`` and ``zero_grad``."""
     PartialState()
-    optimizer = AdamW(module.parameters(), lr=3e-3)
+    optimizer = AdamW(module.parameters(), lr=3e-3, eps=1e-5)
     if name == "ddp":
         engine: Any = DataParallel(module, **options)
         engine.optimizer, engine.step = optimizer, optimizer.step

@@ -194,6 +194,8 @@ def partly_used(group, rank, ranks):
     found = {}
     for find in (True, False):
         engine = DataParallel(model_of(), group=group, find_unused_parameters=find, **SMALL)
+        loss_of(engine, share(batch(0), rank, ranks), ranks, branch=True).backward()
+        engine.zero_grad()  # the buckets still hold the gradients of a step in which all used the branch
         loss_of(engine, share(batch(0), rank, ranks), ranks, branch=rank == 0).backward()
         alone = model_of()
         loss_of(alone, share(batch(0), 0, ranks), ranks, branch=True).backward()

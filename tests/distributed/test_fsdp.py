@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 from course_lib.errors import ConfigError, ModelError
-from course_lib.parallel import fsdp, units
+from course_lib.parallel import units
 from course_lib.parallel.flat import FlatUnit, Reduction
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.shards import Piece, gather_whole, scatter_whole
@@ -160,7 +160,7 @@ def on_rank():
                   "two forwards": two_forwards_one_backward(mine[2]),
                   "gathers": {prefetch: gathers_before_compute(mine[2], prefetch) for prefetch in (True, False)}}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fsdp, "FlatUnit", Unreduced)
+            patch.setattr(FullyShardedDataParallel, "unit_type", Unreduced)
             found["unreduced"] = trained(Case(), mine[2])
     return found
 

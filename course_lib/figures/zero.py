@@ -1,0 +1,116 @@
+"""What each stage of ZeRO holds and moves: the formula hollow, the measurement solid."""
+
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from course_lib.figures.style import COLOURS, PREDICTED, canvas
+
+Bill = Mapping[tuple[int, int], Mapping[str, float]]
+KINDS = ("parameters", "gradients", "optimizer states")
+
+
+def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
+    """Bytes of model states a parameter, by stage and number of ranks.
+
+    Args:
+        measured: bytes by kind, by (stage, N).
+        predicted: the same by formula.
+        elements: parameters of the model.
+    """
+    stages, sizes = (sorted({key[i] for key in measured}) for i in (0, 1))
+    worst = max(abs(sum(measured[key].values()) / sum(predicted[key].values()) - 1) for key in measured)
+    title = f"Each stage splits one more kind; measured within {100 * worst:.2g} % of the formula"
+    with canvas(title, width=7.8, height=3.7, ncols=len(stages), sharey=True,
+                width_ratios=[1.0] * (len(stages) - 1) + [1.8]) as (figure, axes):
+        for stage, each in zip(stages, axes, strict=True):
+            for place, ranks in enumerate(sizes):
+                _stack(each, place - 0.2, predicted[stage, ranks], elements, solid=False)
+                _stack(each, place + 0.2, measured[stage, ranks], elements, solid=True)
+                total = sum(measured[stage, ranks].values()) / elements
+                each.annotate(f"{total:.3g}", (place, total), xytext=(0, 3), textcoords="offset points", ha="center",
+                              fontsize=9)
+            each.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
+            each.set_xticks(range(len(sizes)), [str(n) for n in sizes])
+            each.set_xlabel("ranks N", loc="left")
+        axes[0].set_ylabel("bytes a parameter, on each rank")
+        axes[0].set_ylim(0, 19)
+        for height, kind in zip((2, 6, 12), KINDS, strict=True):
+            axes[-1].annotate(kind, (len(sizes) - 0.4, height), va="center", color=COLOURS[kind], fontweight="bold")
+        axes[-1].annotate("hollow: formula\nsolid: measured", (len(sizes) - 0.4, 15), va="center", fontsize=9,
+                          color=COLOURS["neutral"])
+        axes[-1].set_xlim(-0.6, len(sizes) + 2.2)
+    return figure
+
+
+def _stack(axes: Axes, place: float, kinds: Mapping[str, float], elements: int, *, solid: bool) -> None:
+    bottom = 0.0
+    for kind in KINDS:
+        height = kinds[kind] / elements
+        look = {"color": COLOURS[kind]} if solid else PREDICTED | {"edgecolor": COLOURS[kind]}
+        axes.bar(place, height, width=0.36, bottom=bottom, **look)
+        bottom += height
+
+
+def volume(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Figure:
+    """Elements that a rank sends in a step, as multiples of the model.
+
+    Args:
+        measured: Ψ (N−1)/N's, by the name of the way of training.
+        predicted: the same by formula.
+    """
+    names = list(measured)
+    plain, second = measured[names[0]], measured[names[2]]
+    verb = "no more than" if second <= 1.001 * plain else f"{second / plain:.2f} times"
+    with canvas(f"Stage 2 moves {verb} plain data parallel; stage 3 pays for its memory", height=2.9) as (figure, axes):
+        for place, name in enumerate(names):
+            axes.barh(place + 0.2, predicted[name], height=0.36, **PREDICTED, edgecolor=COLOURS["communication"])
+            axes.barh(place - 0.2, measured[name], height=0.36, color=COLOURS["communication"])
+            axes.annotate(f"{measured[name]:.2f}", (measured[name], place - 0.2), xytext=(4, 0), va="center",
+                          textcoords="offset points", fontsize=9)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set(xlabel="elements sent by a rank in a step, in units of Ψ (N − 1)/N", xlim=(0, 3.6))
+        axes.annotate("hollow: formula\nsolid: measured", (3.55, 0), ha="right", va="center", fontsize=9, color=COLOURS["neutral"])
+    return figure
+
+
+def large(formula: Mapping[int, Mapping[str, float]], published: Mapping[int, float], capacity: float,
+          name: str) -> Figure:
+    """Model states of a large model a GPU, by stage, beside the published totals.
+
+    Args:
+        formula: GB by kind, by stage.
+        published: GB in all, by stage.
+        capacity: GB of the GPU that the line shows.
+        name: the model and the cluster, for the title.
+    """
+    stages = sorted(formula)
+    first = next(stage for stage in stages if sum(formula[stage].values()) < capacity)
+    where = "plain data parallel" if first == 0 else f"stage {first}"
+    with canvas(f"{name}: the model states fit from {where} on", height=3.2) as (figure, axes):
+        for place, stage in enumerate(stages):
+            bottom = 0.0
+            for kind in KINDS:
+                axes.bar(place, formula[stage][kind], width=0.36, bottom=bottom, **PREDICTED, edgecolor=COLOURS[kind])
+                bottom += formula[stage][kind]
+            axes.annotate(f"{bottom:.4g} GB", (place, bottom), xytext=(0, 3), textcoords="offset points", ha="center")
+            axes.plot([place - 0.24, place + 0.24], [published[stage]] * 2, color=COLOURS["neutral"], linewidth=3)
+        axes.axhline(capacity, color=COLOURS["wrong"], linewidth=1.2, linestyle="--")
+        axes.annotate(f"{capacity:.0f} GB GPU", (len(stages) - 0.52, capacity), xytext=(0, 3), ha="right",
+                      textcoords="offset points", color=COLOURS["wrong"])
+        axes.annotate("black line: the paper's figure", (len(stages) - 0.52, 70), ha="right",
+                      color=COLOURS["neutral"], fontsize=9)
+        axes.set_xticks(range(len(stages)), ["plain" if stage == 0 else f"stage {stage}" for stage in stages])
+        axes.set_ylabel("GB a GPU")
+        axes.set_xlim(-0.5, len(stages) - 0.5)
+        axes.set_ylim(0, 1.15 * max(sum(formula[stage].values()) for stage in stages))
+        bottom = 0.0
+        for kind in KINDS:
+            height = formula[stages[0]][kind]
+            axes.annotate(kind, (0.23, bottom + height / 2), va="center", color=COLOURS[kind], fontweight="bold",
+                          fontsize=9)
+            bottom += height
+    return figure

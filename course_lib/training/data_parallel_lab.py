@@ -1,0 +1,279 @@
+"""What lesson 02 measures on real ranks: bytes of an all-reduce, buckets that leave early, two engines side by side.
+
+The functions that say "on one rank" are run by `launch` on every rank, and return plain numbers.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from course_lib.errors import LaunchError
+from course_lib.parallel import collectives, ddp
+from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, sum_gradients
+from course_lib.runtime.launch import launch
+from course_lib.runtime.meter import Meter
+from course_lib.runtime.netns import in_own_network, not_private
+
+VOCABULARY, LENGTH = 1024, 32
+
+
+def launch_privately(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[list[Any], str]:
+    """`launch` in a network of the ranks' own, so that a `Meter` can count on the wire; where there is none, without.
+
+    Returns:
+        Each rank's value, and why the wire was not measured: empty where it was.
+    """
+    try:
+        in_own_network(not_private)
+    except LaunchError as refused:
+        return launch(function, *args, **options), str(refused)
+    return in_own_network(launch, function, *args, **options), ""
+
+
+def through_rank_0(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """All-reduce as one would first write it: everyone sends to rank 0, which adds up and sends back. In place."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank:
+        dist.send(tensor, group=group, group_dst=0)
+        dist.recv(tensor, group=group, group_src=0)
+        return
+    theirs = torch.empty_like(tensor)
+    for other in range(1, ranks):
+        dist.recv(theirs, group=group, group_src=other)
+        tensor += theirs
+    for other in range(1, ranks):
+        dist.send(tensor, group=group, group_dst=other)
+
+
+class Moved(NamedTuple):
+    """Bytes that one all-reduce moved.
+
+    Attributes:
+        sent: by this rank, as the meter counts its messages; 0 on a rank outside the group.
+        wire: by all ranks together, as the kernel counts them, with headers; None in a shared network.
+    """
+
+    sent: int
+    wire: int | None
+
+
+def all_reduce_bytes(ranks: Sequence[int], numel: int) -> dict[str, dict[int, Moved]]:
+    """On one rank: all-reduce ``numel`` fp32 numbers in groups of the first 2, 3, ... ranks, in three ways.
+
+    Returns:
+        By way, ``naive``, ``ring`` (ours) or ``torch``, and number of ranks.
+    Raises:
+        AssertionError: a sum is wrong.
+    """
+    state = PartialState()
+    ways = {"naive": through_rank_0, "torch": lambda tensor, group: dist.all_reduce(tensor, group=group),
+            "ring": lambda tensor, group: collectives.all_reduce(tensor, group=group)}
+    found: dict[str, dict[int, Moved]] = {name: {} for name in ways}
+    for n in ranks:
+        group = dist.new_group(list(range(n)))
+        for name, way in ways.items():
+            tensor = torch.full((numel,), state.process_index + 1.0, device=state.device)
+            with Meter() as meter:
+                dist.barrier()  # nobody's bytes cross before all meters run, or after the first has stopped
+                if state.process_index < n:
+                    way(tensor, group)
+                    assert (tensor == n * (n + 1) / 2).all(), f"{name} on {n} ranks summed wrongly"
+                dist.barrier()
+            found[name][n] = Moved(meter.bytes_sent, meter.wire_bytes)
+    return found
+
+
+def gpt2(layers: int, width: int) -> GPT2LMHeadModel:
+    """A small GPT-2 without dropout on this rank's device, the same on every rank."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY,
+                        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config.loss_type = "ForCausalLM"
+    return GPT2LMHeadModel(config).to(PartialState().device)
+
+
+def tokens(seed: int, rows: int) -> Tensor:
+    """Rows of random tokens, the same for the same seed; int64 [rows, LENGTH], on this rank's device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (rows, LENGTH), generator=generator).to(PartialState().device)
+
+
+def share(ids: Tensor) -> Tensor:
+    """This rank's rows of a batch."""
+    state = PartialState()
+    return ids[state.process_index :: state.num_processes]
+
+
+class Way(NamedTuple):
+    """How gradients are put into buckets.
+
+    Attributes:
+        first_bytes: the first bucket is closed at this size.
+        bytes_each: and the others at this.
+        reverse: in reverse order of the parameters, as `DataParallel` does; else in their order, which is wrong.
+    """
+
+    first_bytes: int
+    bytes_each: int
+    reverse: bool = True
+
+
+@dataclass(frozen=True)
+class Sending:
+    """One forward and backward of one rank; times in ms from the start of the forward.
+
+    Attributes:
+        buckets: bytes of each, in the order in which they were sent.
+        gradients: number of trained parameters.
+        missing_at_first: gradients that did not exist yet when the first bucket was sent.
+        early_bytes: of the buckets that were sent before the last gradient existed.
+        forward: begin and end.
+        backward: begin, and the moment at which the last gradient was there.
+        sent: begin and end of each bucket's all-reduce.
+        end: all gradients are averaged.
+        hidden: share of the time of communication that lay before the last gradient.
+    """
+
+    buckets: list[int]
+    gradients: int
+    missing_at_first: int
+    early_bytes: int
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    sent: list[tuple[float, float]]
+    end: float
+    hidden: float
+
+
+def sendings(ways: Mapping[str, Way], layers: int, width: int, rows: int, repeats: int) -> dict[str, Sending]:
+    """On one rank: the step of median length of ``repeats``, for each way, the ways taking turns."""
+    engines = {name: _Watched(way, layers, width) for name, way in ways.items()}
+    ids = share(tokens(1, rows))
+    steps: dict[str, list[Sending]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        for name, watched in engines.items():
+            dist.barrier()
+            sending = watched.step(ids)
+            if repeat:  # the first warms up
+                steps[name].append(sending)
+    return {name: sorted(each, key=lambda sending: sending.end)[repeats // 2] for name, each in steps.items()}
+
+
+class _Watched:
+    """A `DataParallel` model that keeps the order in which gradients arise and buckets are sent."""
+
+    def __init__(self, way: Way, layers: int, width: int):
+        model = gpt2(layers, width)
+        self.events: list[tuple[str, int, float]] = []
+        for parameter in model.parameters():  # before DataParallel's own hooks, so that they are called first
+            parameter.register_post_accumulate_grad_hook(lambda p: self._note("gradient", p.nbytes))
+        order = contextlib.nullcontext() if way.reverse else mock.patch.object(ddp, "reversed", list, create=True)
+        with order:
+            self.engine = DataParallel(model, first_bucket_bytes=way.first_bytes, bucket_bytes=way.bytes_each,
+                                       communication_hook=self._send)
+
+    def step(self, ids: Tensor) -> Sending:
+        self.events.clear()
+        with Meter(self.engine) as meter:
+            loss = self.engine(input_ids=ids, labels=ids).loss
+            forward_ended = time.perf_counter()
+            loss.backward()
+            end = time.perf_counter()
+        self.engine.zero_grad()
+        kinds = [kind for kind, _, _ in self.events]
+        last = max(i for i, kind in enumerate(kinds) if kind == "gradient")
+        start = meter.start
+
+        def ms(*moments: float) -> tuple[float, ...]:
+            return tuple(1e3 * (moment - start) for moment in moments)
+
+        sent = [ms(each.start, each.end) for each in meter.collectives if each.name == "all_reduce"]
+        forward, backward = ms(start, forward_ended), ms(forward_ended, self.events[last][2])
+        exposed = max(done for _, done in sent) - backward[1]  # without a pause: all is under way by then
+        return Sending(
+            buckets=[size for kind, size, _ in self.events if kind == "bucket"],
+            gradients=kinds.count("gradient"),
+            missing_at_first=kinds[kinds.index("bucket"):].count("gradient"),
+            early_bytes=sum(size for kind, size, _ in self.events[:last] if kind == "bucket"),
+            forward=forward, backward=backward, sent=sent, end=ms(end)[0],
+            hidden=1 - max(0.0, exposed) / (1e3 * meter.communication_seconds))
+
+    def _note(self, kind: str, size: int) -> None:
+        self.events.append((kind, size, time.perf_counter()))
+
+    def _send(self, bucket: Bucket) -> Pending:
+        self._note("bucket", bucket.flat.nbytes)
+        return sum_gradients(bucket)
+
+
+@dataclass
+class Trained:
+    """A short training on one rank.
+
+    Attributes:
+        losses: of this rank's rows, by step.
+        sent: bytes in the last step, by this rank, under the ring model.
+        wire: bytes in the last step that all ranks sent; None in a shared network.
+        seconds: of each step but the first two and the last, from barrier to barrier.
+    """
+
+    losses: list[float]
+    sent: int
+    wire: int | None
+    seconds: list[float]
+
+
+def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Trained]:
+    """On one rank: the same training by four engines that take turns, AdamW, ``rows`` rows a step over all ranks.
+
+    Returns:
+        ``ours``; ``torch``'s DistributedDataParallel; ``bf16``, ours with compressed gradients; and ``alone``: this
+        process by itself with all the rows.
+    """
+    wraps: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "ours": DataParallel, "torch": DistributedDataParallel,
+        "bf16": lambda model: DataParallel(model, communication_hook=bf16_compression), "alone": lambda model: model}
+    models = {name: wrap(gpt2(layers, width)) for name, wrap in wraps.items()}
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
+    found = {name: Trained([], 0, None, []) for name in models}
+    for step in range(steps):
+        batch = tokens(step % 4, rows)
+        for name in list(models)[:: 1 if step % 2 else -1]:
+            ids = batch if name == "alone" else share(batch)
+            measured = Meter(models[name]) if step == steps - 1 else contextlib.nullcontext()
+            with measured:
+                seconds, loss = _step(models[name], optimizers[name], ids)
+            found[name].losses.append(loss)
+            if isinstance(measured, Meter):
+                found[name].sent, found[name].wire = measured.bytes_sent, measured.wire_bytes
+            elif step >= 2:
+                found[name].seconds.append(seconds)
+    return found
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> tuple[float, float]:
+    dist.barrier()
+    begin = time.perf_counter()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = loss.item()  # a GPU has finished then
+    dist.barrier()
+    return time.perf_counter() - begin, loss
+
+
+def speed_ratio(peer: Trained, trained: Trained) -> float:
+    """Median over the steps of the peer's time by the other's; above 1 the other is faster than the peer."""
+    return statistics.median(p / t for p, t in zip(peer.seconds, trained.seconds, strict=True))
