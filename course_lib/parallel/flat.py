@@ -55,7 +55,7 @@ class FlatUnit:
         self.free()
 
     def lay_out(self, parameters: list[nn.Parameter]) -> tuple[int, list[int]]:
-        """Elements of the whole buffer, and where each parameter begins in it: end to end, padded to a multiple of N."""
+        """Elements of the whole buffer (padded to a multiple of N), and where each parameter begins in it."""
         ends = list(itertools.accumulate((parameter.numel() for parameter in parameters), initial=0))
         return padded(ends[-1], self.world), ends[:-1]
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from course_lib.errors import ModelError
 from course_lib.parallel import units as partition
+from course_lib.parallel.agreement import Unchanged, check_ranks_agree
 from course_lib.parallel.flat import FlatUnit, Reduction
 from course_lib.parallel.shards import Piece, check_elementwise, names_of, repoint
 
@@ -60,6 +61,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored: parameters that stay whole on every rank; their gradients are all-reduced.
     Raises:
         ConfigError: an optimizer that is not elementwise; units that overlap; no units found.
+        ModelError: the ranks' models differ; or, in forward, the module was changed since.
     """
 
     strategy = "fsdp"
@@ -71,6 +73,7 @@ class FullyShardedDataParallel(nn.Module):
                  ignored: Collection[nn.Parameter] = ()):
         super().__init__()
         check_elementwise(optimizer, self.strategy)
+        check_ranks_agree(module, group)
         chosen = list(partition.blocks(module).values() if units is None else units)
         partition.check_disjoint(chosen)
         self.module, self.optimizer, self.group, self.prefetch = module, optimizer, group, prefetch
@@ -82,7 +85,7 @@ class FullyShardedDataParallel(nn.Module):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         owner = partition.owners(module, chosen)
         self.units = [self.unit_type(each, parameters, group, param_dtype, reduce_dtype,
-                               keep_after_forward=each is module or not reshard_after_forward)
+                                     keep_after_forward=each is module or not reshard_after_forward)
                       for each in [module, *chosen]
                       for parameters in partition.alike(p for p in owner if owner[p] is each and p not in whole)]
         self._pieces = {parameter: Piece(parameter.shape, 0, parameter.detach().view(-1))
@@ -95,10 +98,12 @@ class FullyShardedDataParallel(nn.Module):
         for index, unit in enumerate(self.units):
             unit.module.register_forward_pre_hook(functools.partial(self._pre_forward, index), with_kwargs=True)
             unit.module.register_forward_hook(functools.partial(self._post_forward, index))
+        self._unchanged = Unchanged(module, type(self).__name__)
         module.register_state_dict_pre_hook(_refuse)
         module.register_load_state_dict_pre_hook(_refuse)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._unchanged.check()
         return self.module(*args, **kwargs)
 
     # --- what happens around a unit's forward and backward -----------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from course_lib.parallel.agreement import Unchanged, check_ranks_agree
 from course_lib.parallel.shards import Piece, check_elementwise, names_of, overlap, padded, repoint
 
 
@@ -107,6 +108,7 @@ class Zero1(nn.Module):
         bucket_bytes: of gradients that travel together.
     Raises:
         ConfigError: the optimizer is not elementwise.
+        ModelError: the ranks' models differ; or, in forward, the module was changed since.
     """
 
     stage = 1
@@ -115,6 +117,7 @@ class Zero1(nn.Module):
                  bucket_bytes: int = 25 * 2**20):
         super().__init__()
         check_elementwise(optimizer, f"zero{self.stage}")
+        check_ranks_agree(module, group)
         self.module, self.optimizer, self.group = module, optimizer, group
         self.names = names_of(module)
         groups = [[p for p in reversed(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
@@ -125,8 +128,10 @@ class Zero1(nn.Module):
             dist.broadcast(tensor.detach(), group=group, group_src=0)
         self._pieces = {p: trained.get(p) or Piece(p.shape, 0, p.detach().view(-1)) for p in self.names}
         repoint(optimizer, {p: _worth_updating(piece) for p, piece in self._pieces.items()})
+        self._unchanged = Unchanged(module, type(self).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._unchanged.check()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager

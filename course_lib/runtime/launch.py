@@ -69,7 +69,9 @@ class RanksHung(TimeoutError):
     def __init__(self, timeout: float, stacks: dict[int, str]):
         self.stacks = stacks
         text = "".join(f"\n\n--- rank {rank} was here ---\n{stack.rstrip()}" for rank, stack in sorted(stacks.items()))
-        super().__init__(f"{len(stacks)} ranks were still running after {timeout:g} s and have been ended{text}")
+        were = "1 rank was" if len(stacks) == 1 else f"{len(stacks)} ranks were"
+        ended = "has been ended" if len(stacks) == 1 else "have been ended"
+        super().__init__(f"{were} still running after {timeout:g} s and {ended}{text}")
 
 
 def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, timeout: float = 600.0,

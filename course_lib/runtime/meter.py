@@ -61,8 +61,8 @@ class Meter:
         collectives: in the order in which this rank issued them.
         bytes_sent: by this rank, under the ring model.
         wire_bytes: that all ranks' sockets sent in the meantime, headers and acknowledgements included, as the
-            private network's counter has it; None outside one. Begin and end the stretch with a barrier, so
-            that it holds all of every rank's transfers.
+            private network's counter has it; None outside one. With a barrier before the stretch and one as
+            its first and its last call, it holds all of every rank's transfers and no others.
         wire_reason: why wire_bytes is None, else empty.
         resident: bytes at the end, by kind of `KINDS`.
         peak: the most bytes of each kind; not all at the same time.

@@ -313,6 +313,7 @@ def crossing(numel):
     dist.init_process_group("gloo")
     payload = torch.ones(numel)
     dist.all_reduce(payload)
+    dist.barrier()  # every rank's last transfer has ended
     with Meter() as meter:
         dist.barrier()  # no rank's transfer begins before every rank's stretch
         dist.all_reduce(payload)
