@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from course_lib import __version__
-from course_lib.commands import doctor, evaluate, train
+from course_lib.commands import doctor, evaluate, schedule, train
 from course_lib.errors import EXIT_INTERRUPTED, ConfigError, CourseError, nearest
 
-COMMANDS = (train, evaluate, doctor)
+COMMANDS = (train, evaluate, schedule, doctor)
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,6 +4,7 @@ The functions that say "on one rank" are run by `launch` on every rank, and retu
 """
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,8 +100,9 @@ def gpt2(layers: int, width: int) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY,
                         bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    config.loss_type = "ForCausalLM"
-    return GPT2LMHeadModel(config).to(PartialState().device)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # which the class name does not say to transformers
+    return model.to(PartialState().device)
 
 
 def tokens(seed: int, rows: int) -> Tensor:
@@ -131,15 +133,14 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Sending:
-    """One forward and backward of one rank; times in ms from the start of the forward.
+    """The backward of one rank, and what it sends; times in ms from the start of the backward.
 
     Attributes:
         buckets: bytes of each, in the order in which they were sent.
         gradients: number of trained parameters.
         missing_at_first: gradients that did not exist yet when the first bucket was sent.
         early_bytes: of the buckets that were sent before the last gradient existed.
-        forward: begin and end.
-        backward: begin, and the moment at which the last gradient was there.
+        backward: when the last gradient was there.
         sent: begin and end of each bucket's all-reduce.
         end: all gradients are averaged.
         hidden: share of the time of communication that lay before the last gradient.
@@ -149,25 +150,23 @@ class Sending:
     gradients: int
     missing_at_first: int
     early_bytes: int
-    forward: tuple[float, float]
-    backward: tuple[float, float]
+    backward: float
     sent: list[tuple[float, float]]
     end: float
     hidden: float
 
 
 def sendings(ways: Mapping[str, Way], layers: int, width: int, rows: int, repeats: int) -> dict[str, Sending]:
-    """On one rank: the step of median length of ``repeats``, for each way, the ways taking turns."""
+    """On one rank: the quickest of ``repeats`` steps, which others' programs disturbed least, the ways taking turns."""
     engines = {name: _Watched(way, layers, width) for name, way in ways.items()}
     ids = share(tokens(1, rows))
     steps: dict[str, list[Sending]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, watched in engines.items():
-            dist.barrier()
             sending = watched.step(ids)
             if repeat:  # the first warms up
                 steps[name].append(sending)
-    return {name: sorted(each, key=lambda sending: sending.end)[repeats // 2] for name, each in steps.items()}
+    return {name: min(each, key=lambda sending: sending.end) for name, each in steps.items()}
 
 
 class _Watched:
@@ -187,27 +186,23 @@ class _Watched:
         self.events.clear()
         with Meter(self.engine) as meter:
             loss = self.engine(input_ids=ids, labels=ids).loss
-            forward_ended = time.perf_counter()
+            dist.barrier()  # the backwards begin together
+            begin = time.perf_counter()
             loss.backward()
             end = time.perf_counter()
         self.engine.zero_grad()
         kinds = [kind for kind, _, _ in self.events]
         last = max(i for i, kind in enumerate(kinds) if kind == "gradient")
-        start = meter.start
-
-        def ms(*moments: float) -> tuple[float, ...]:
-            return tuple(1e3 * (moment - start) for moment in moments)
-
-        sent = [ms(each.start, each.end) for each in meter.collectives if each.name == "all_reduce"]
-        forward, backward = ms(start, forward_ended), ms(forward_ended, self.events[last][2])
-        exposed = max(done for _, done in sent) - backward[1]  # without a pause: all is under way by then
+        backward = 1e3 * (self.events[last][2] - begin)
+        sent = [(1e3 * (each.start - begin), 1e3 * (each.end - begin)) for each in meter.collectives
+                if each.name == "all_reduce"]
         return Sending(
             buckets=[size for kind, size, _ in self.events if kind == "bucket"],
             gradients=kinds.count("gradient"),
             missing_at_first=kinds[kinds.index("bucket"):].count("gradient"),
             early_bytes=sum(size for kind, size, _ in self.events[:last] if kind == "bucket"),
-            forward=forward, backward=backward, sent=sent, end=ms(end)[0],
-            hidden=1 - max(0.0, exposed) / (1e3 * meter.communication_seconds))
+            backward=backward, sent=sent, end=1e3 * (end - begin),
+            hidden=_covered(sent, until=backward) / _covered(sent, until=math.inf))
 
     def _note(self, kind: str, size: int) -> None:
         self.events.append((kind, size, time.perf_counter()))
@@ -215,6 +210,15 @@ class _Watched:
     def _send(self, bucket: Bucket) -> Pending:
         self._note("bucket", bucket.flat.nbytes)
         return sum_gradients(bucket)
+
+
+def _covered(spans: Sequence[tuple[float, float]], until: float) -> float:
+    """Length of what spans, in order of their beginnings, cover together before a moment."""
+    covered, reached = 0.0, -math.inf
+    for begin, end in spans:
+        covered += max(0.0, min(end, until) - max(begin, reached))
+        reached = max(reached, min(end, until))
+    return covered
 
 
 @dataclass

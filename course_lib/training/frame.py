@@ -21,7 +21,7 @@ from course_lib.modeling.loading import LoadedModel
 from course_lib.runtime.interrupts import StopRequest, stop_requests
 from course_lib.runtime.phases import Phases
 from course_lib.runtime.seeding import seed_everything
-from course_lib.training import checkpoint, resuming, stored, tensorfile
+from course_lib.training import checkpoint, on_cpu, resuming, stored, tensorfile
 from course_lib.training.callbacks import Callback, EarlyStopping, JsonLinesLog, ProgressBar
 from course_lib.training.evaluation import evaluate_split, evaluating, larger_is_better
 from course_lib.training.optimization import make_optimizer, make_scheduler
@@ -73,6 +73,9 @@ class TrainerFrame:
         steps = self.sampler.steps_per_epoch
         self.state = TrainState(steps_per_epoch=steps,
                                 max_steps=config.run.max_steps or max(1, round(config.run.num_epochs * steps)))
+        if self.device.type == "cpu" and not config.model.torch_compile:
+            on_cpu.keep_freed_memory()
+            on_cpu.cheaper_dropout(self.model)
         self.model.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.wrapped: nn.Module = self.model

@@ -110,20 +110,16 @@ def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int =
         replicas: with ``torch``, how many copies of the model there are (HSDP); the rest of the ranks share a copy.
         **options: of the engine.
     """
-    device = PartialState().device
     if replicas > 1:
-        options["mesh"] = hybrid_mesh(device.type, replicas, dist.get_world_size() // replicas)
-    sharded_model = _engine(engine, build().to(device), options)
-    resident = getattr(sharded_model, "resident", None)
+        device = PartialState().device.type
+        options["mesh"] = hybrid_mesh(device, replicas, dist.get_world_size() // replicas)
+    model = _engine(engine, build, **options)
+    resident = getattr(model, "resident", None)
     account = resident if engine == "scratch" else None  # FSDP2's buffers are in no list: the meter looks for itself
-    losses = []
-    for step in range(steps - 1):
-        losses.append(averaged(_backward(sharded_model, step)))
-        sharded_model.step()
-        sharded_model.zero_grad()
+    losses = _train(model, steps - 1)
     steady = held(resident) if resident else 0
-    with changes(resident) as trace, Meter(sharded_model.module, sharded_model.optimizer, account) as meter:
-        loss = batch_loss(sharded_model, steps - 1)
+    with changes(resident) as trace, Meter(model.module, model.optimizer, account) as meter:
+        loss = batch_loss(model, steps - 1)
         forward = len(trace)
         loss.backward()
     losses.append(averaged(loss))
@@ -156,6 +152,11 @@ def changes(resident: Callable[[], Mapping[str, list[Tensor]]] | None) -> Iterat
         yield seen
 
 
+def apart(some: Watched, others: Watched) -> float:
+    """The largest difference of two runs' losses."""
+    return max(abs(a - b) for a, b in zip(some.losses, others.losses, strict=True))
+
+
 @dataclass(frozen=True)
 class Waits:
     """One step over a slow link.
@@ -177,7 +178,7 @@ class Waits:
 
 def block_seconds(build: Build, rows: int) -> float:
     """The shortest forward of a block, on any rank, in two steps with so many rows a rank."""
-    engine = _engine("scratch", build(), {})
+    engine = _engine("scratch", build)
     times: list[float] = []
     for block in units.blocks(engine.module).values():
         block.register_forward_pre_hook(lambda *_: times.append(-time.perf_counter()))
@@ -189,22 +190,26 @@ def block_seconds(build: Build, rows: int) -> float:
     return shortest.item()
 
 
-def over_slow_link(build: Build, rows: int, link: float, prefetch: bool) -> Waits:
-    """One step in which every all-gather takes at least ``link`` seconds; on the CPU.
+def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: int = 3) -> Waits:
+    """A step in which every all-gather takes at least ``link`` seconds; on the CPU.
 
     The link is simulated: the data arrive as fast as they do here, and ``wait`` returns no earlier than the link
     would have let it. What is slow about it costs no computation, as on a GPU's own network card.
 
     Args:
         rows: of this rank in a step.
+        tries: steps, of which the shortest counts: other programs disturb it least.
     """
-    engine = _engine("scratch", build(), {"prefetch": prefetch})
-    with _slow_gathers(link) as spans:
-        dist.barrier()
-        start = time.perf_counter()
-        batch_loss(engine, 0, rows * dist.get_world_size()).backward()
-        end = time.perf_counter()
-    return Waits(link, end - start, [(begin - start, until - start) for begin, until in spans])
+    engine = _engine("scratch", build, prefetch=prefetch)
+    steps = []
+    for step in range(tries):
+        with _slow_gathers(link) as spans:
+            dist.barrier()
+            start = time.perf_counter()
+            batch_loss(engine, step, rows * dist.get_world_size()).backward()
+            end = time.perf_counter()
+        steps.append(Waits(link, end - start, [(begin - start, until - start) for begin, until in spans]))
+    return min(steps, key=lambda waits: waits.step)
 
 
 @contextlib.contextmanager
@@ -232,8 +237,7 @@ def _slow_gathers(seconds: float) -> Iterator[list[tuple[float, float]]]:
 
 def gradient_after(build: Build, micro_batches: int, reduce_dtype: torch.dtype) -> Tensor:
     """This rank's part of the gradient under bf16 parameters, summed in ``reduce_dtype``; 1-D, float32."""
-    engine = _engine("scratch", build().to(PartialState().device),
-                     {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype})
+    engine = _engine("scratch", build, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for i in range(micro_batches):
         with contextlib.nullcontext() if i == micro_batches - 1 else engine.no_sync():
             batch_loss(engine, i).backward()
@@ -250,20 +254,16 @@ def rounding_error(build: Build, micro_batches: int) -> float:
 
 def flat_and_rows(build: Build) -> dict[str, tuple[int, list[int]]]:
     """What this rank has of each parameter: elements of a flat piece, and the shape of FSDP2's ``DTensor`` piece."""
-    device = PartialState().device
-    flat = _engine("scratch", build().to(device), {}).pieces()
-    module = _engine("torch", build().to(device), {}).module
+    flat = _engine("scratch", build).pieces()
+    module = _engine("torch", build).module
     return {name: (flat[name].data.numel(), list(parameter.to_local().shape))
             for name, parameter in module.named_parameters()}
 
 
 def train_and_save(build: Build, folder: Path, steps: int) -> float:
     """Train, write the pieces of all ranks below ``folder``, and return the loss of a batch that was not trained on."""
-    engine = _engine("scratch", build().to(PartialState().device), {})
-    for step in range(steps):
-        _backward(engine, step)
-        engine.step()
-        engine.zero_grad()
+    engine = _engine("scratch", build)
+    _train(engine, steps)
     sharded.save(engine.pieces(), folder)
     with torch.no_grad():
         return averaged(batch_loss(engine, steps))
@@ -271,7 +271,7 @@ def train_and_save(build: Build, folder: Path, steps: int) -> float:
 
 def read_and_evaluate(build: Build, folder: Path, step: int) -> tuple[float, float]:
     """The loss of a batch with the model's own weights, and with those that any number of ranks has saved."""
-    engine = _engine("scratch", build().to(PartialState().device), {})
+    engine = _engine("scratch", build)
     with torch.no_grad():
         before = averaged(batch_loss(engine, step))
         sharded.load(engine.pieces(), folder)
@@ -290,10 +290,15 @@ def batch_loss(engine: nn.Module, step: int, rows: int = GLOBAL_BATCH) -> Tensor
     return cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
 
 
-def _backward(engine: nn.Module, step: int) -> Tensor:
-    loss = batch_loss(engine, step)
-    loss.backward()
-    return loss
+def _train(engine: Any, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = batch_loss(engine, step)
+        loss.backward()
+        engine.step()
+        engine.zero_grad()
+        losses.append(averaged(loss))
+    return losses
 
 
 def averaged(loss: Tensor) -> float:
@@ -303,21 +308,14 @@ def averaged(loss: Tensor) -> float:
     return loss.item() / dist.get_world_size()
 
 
-def _engine(name: str, module: nn.Module, options: dict[str, Any]) -> Any:
-    """The module behind an engine with ``module``, ``optimizer``, ``step`` and ``zero_grad``."""
-    PartialState()
-    optimizer = AdamW(module.parameters(), lr=3e-3, eps=1e-5)
-    if name == "ddp":
-        engine: Any = DataParallel(module, **options)
-        engine.optimizer, engine.step = optimizer, optimizer.step
-        return engine
-    return {"scratch": FullyShardedDataParallel, "torch": shard_with_torch}[name](module, optimizer, **options)
-
-
-def state_bytes(parameters: float, ranks: int) -> float:
-    """Bytes of model states a rank when all are sharded, in mixed precision with Adam.
-
-    16 bytes a parameter: 2 for it, 2 for its gradient, 12 for its fp32 copy, momentum and variance. Source:
-    Rajbhandari et al. 2020, *ZeRO*, sections 3.1 and 5.3.
-    """
-    return 16 * parameters / ranks
+def _engine(name: str, build: Build, **options: Any) -> Any:
+    """The model behind an engine with ``module``, ``optimizer``, ``step`` and ``zero_grad``; joins the ranks first."""
+    module = build().to(PartialState().device)
+    optimizer = AdamW(module.parameters(), lr=3e-3, eps=1e-5)  # eps: Adam would blow up the noise of tiny gradients
+    if name == "scratch":
+        return FullyShardedDataParallel(module, optimizer, **options)
+    if name == "torch":
+        return shard_with_torch(module, optimizer, **options)
+    engine: Any = DataParallel(module, **options)
+    engine.optimizer, engine.step = optimizer, optimizer.step
+    return engine

@@ -1,0 +1,98 @@
+"""What measuring costs: the time of a training step with the meter and without it, in one run.
+
+    python benchmarks/meter_overhead.py [--ranks 2] [--pairs 40]
+
+Steps with and without take turns, so that both meet the same machine; the ratio is the median over the pairs.
+"""
+
+import argparse
+import contextlib
+import platform
+import statistics
+import time
+from datetime import UTC, datetime
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from course_lib.runtime.launch import launch
+from course_lib.runtime.meter import Meter
+
+BATCH, TOKENS = 4, 64
+
+
+def model_of(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=TOKENS, n_embd=width, n_layer=4, n_head=4))
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, GPT2Block):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+ENGINES = {"DDP": replicated, "FSDP2": sharded}
+
+
+def measure(engine: str, width: int, pairs: int) -> tuple[list[float], list[float], int]:
+    """Seconds of each step without and with, and how many collectives a step has."""
+    dist.init_process_group("gloo")
+    model = ENGINES[engine](model_of(width))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(512, (BATCH, TOKENS))
+
+    def step(context: contextlib.AbstractContextManager) -> float:
+        dist.barrier()
+        with context:
+            start = time.perf_counter()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            return time.perf_counter() - start
+
+    for _ in range(3):
+        step(contextlib.nullcontext())
+    step(Meter(model, optimizer))
+    without, with_meter = [], []
+    for _ in range(pairs):
+        without.append(step(contextlib.nullcontext()))
+        meter = Meter(model, optimizer)
+        with_meter.append(step(meter))
+    return without, with_meter, len(meter.collectives)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=40)
+    options = parser.parse_args()
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, Python "
+          f"{platform.python_version()}, torch {torch.__version__}, {options.ranks} ranks over gloo, "
+          f"GPT-2 of 4 layers, {BATCH} x {TOKENS} tokens a rank, {options.pairs} pairs of steps\n")
+    print("| engine | width | collectives a step | without, ms | with, ms | ratio |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for engine in ENGINES:
+        for width in (64, 256):
+            without, with_meter, collectives = launch(measure, engine, width, options.pairs,
+                                                      num_processes=options.ranks, timeout=300, stream=False)[0]
+            ratio = statistics.median(b / a for a, b in zip(without, with_meter, strict=True))
+            print(f"| {engine} | {width} | {collectives} | {statistics.median(without) * 1e3:.1f} | "
+                  f"{statistics.median(with_meter) * 1e3:.1f} | {ratio:.3f} |")
+
+
+if __name__ == "__main__":
+    main()

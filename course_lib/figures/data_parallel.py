@@ -1,0 +1,100 @@
+"""Figures of data parallelism: ranks that drift apart, bytes against ranks, and buckets that leave during backward."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from course_lib.figures.style import COLOURS, canvas, end_label
+from course_lib.runtime.meter import ring_bytes
+from course_lib.training.data_parallel_lab import Sending
+
+
+def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
+    """How far apart the ranks' weights are, after each step.
+
+    Args:
+        spread: by what the ranks do, the largest difference of a weight between ranks, from before step 1.
+        right: the one among them that keeps the ranks together.
+    """
+    wrong = max(spread[name][-1] for name in spread if name != right)
+    title = (f"After {len(spread[right]) - 1} steps the ranks are {spread[right][-1]:g} apart with {right}, "
+             f"else up to {wrong:.2f}")
+    top = max(max(values) for values in spread.values())
+    colours = dict(zip([name for name in spread if name != right], (COLOURS["wrong"], "#E69F00", "#CC79A7"),
+                       strict=True))
+    with canvas(title, width=6.6, height=2.9) as (figure, axes):
+        lowest = 0.0
+        for name, values in sorted(spread.items(), key=lambda each: each[1][-1]):
+            colour = colours.get(name, COLOURS["right"])
+            axes.plot(values, color=colour, marker="o", markersize=3, clip_on=False)
+            end_label(axes, len(values) - 1, max(values[-1], lowest), name, colour)
+            lowest = max(values[-1], lowest) + 0.07 * top  # the labels must not lie upon each other
+        axes.set(xlabel="optimizer steps made", ylabel="largest difference between\nranks, in any one weight",
+                 xlim=(0, len(spread[right]) - 1), ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float], up_to: int = 16) -> Figure:
+    """What the busiest rank sends in one all-reduce: measured points on the formulas' lines.
+
+    Args:
+        naive: by number of ranks, what rank 0 sends where everyone sends to it, in sizes of the tensor.
+        ring: what a rank sends in a ring, likewise.
+        up_to: ranks at which the lines end.
+    """
+    most = max(ring)
+    title = f"At {most} ranks rank 0 sends {naive[most]:.3g} times the tensor, a ring's rank {ring[most]:.3g} times"
+    ranks = range(2, up_to + 1)
+    through_one = [n - 1.0 for n in ranks]
+    around = [ring_bytes("all_reduce", 10**6, n) / 10**6 for n in ranks]
+    with canvas(title, width=6.6, height=2.9) as (figure, axes):
+        for name, formula, measured, colour in (("everyone to rank 0", through_one, naive, COLOURS["wrong"]),
+                                                ("ring", around, ring, COLOURS["right"])):
+            axes.plot(ranks, formula, color=colour, linestyle="--", linewidth=1.2)
+            axes.plot(list(measured), list(measured.values()), "o", color=colour, markersize=7)
+            end_label(axes, up_to, formula[-1], name, colour)
+        axes.annotate("measured", (most, naive[most]), xytext=(-10, 14), textcoords="offset points", ha="center",
+                      color=COLOURS["neutral"], fontsize=9)
+        axes.text(up_to * 0.66, up_to * 0.66 - 2.2, "formula", color=COLOURS["neutral"], fontsize=9, va="top")
+        axes.set(xlabel="number of ranks N", ylabel="sent by the busiest rank\n(in sizes of the tensor)",
+                 ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def buckets_leaving(ways: Mapping[str, Sending]) -> Figure:
+    """The backward of one rank a panel: compute above, below it a bar for each bucket's all-reduce."""
+    early = {name: sum(begin < way.backward for begin, _ in way.sent) for name, way in ways.items()}
+    best = max(early, key=early.__getitem__)
+    title = f"{early[best]} of {len(ways[best].sent)} buckets leave while backward still runs"
+    heights = [3 + 0.6 * max(2, len(way.sent)) for way in ways.values()]
+    with canvas(title, height=0.9 + 0.2 * sum(heights), nrows=len(ways), sharex=True,
+                height_ratios=heights) as (figure, panels):
+        for axes, (name, way) in zip(np.atleast_1d(panels), ways.items(), strict=True):
+            _one_backward(axes, way)
+            axes.set_title(f"{name}: {way.early_bytes / sum(way.buckets):.0%} of the bytes leave early",
+                           fontsize=9.5, fontweight="normal")
+        axes.set(xlabel="ms since backward began", xlim=(0, 1.12 * max(way.end for way in ways.values())))
+    return figure
+
+
+def _one_backward(axes: Axes, way: Sending) -> None:
+    """Backward and waiting in one row, and the buckets in rows of their own."""
+    axes.barh(0, way.backward, height=1.6, color=COLOURS["backward"])
+    axes.text(way.backward / 2, 0, "backward", ha="center", va="center", color="white", fontsize=9)
+    axes.barh(0, way.end - way.backward, left=way.backward, height=1.6, color=COLOURS["idle"],
+              edgecolor=COLOURS["neutral"], linewidth=0.6, hatch="///")
+    axes.text(way.end, 0, f" waits {way.end - way.backward:.0f} ms", va="center", color=COLOURS["neutral"], fontsize=9)
+    for row, (begin, end) in enumerate(way.sent):
+        axes.barh(1.5 + 0.6 * row, end - begin, left=begin, height=0.5, color=COLOURS["communication"])
+    axes.axvline(way.backward, color="black", linewidth=0.9, linestyle=":")
+    # To the left of the last bar, where the others have not begun either.
+    axes.text(0.005 * way.end, 1.5 + 0.6 * (len(way.sent) - 1), "all-reduces", va="center",
+              color=COLOURS["communication"], fontsize=9, fontweight="bold")
+    axes.set(yticks=[], ylim=(1.4 + 0.6 * max(2, len(way.sent)), -1.2))
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)

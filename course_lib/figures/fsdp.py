@@ -1,0 +1,109 @@
+"""When the weights are there, and when a rank waits for them."""
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.training.fsdp_lab import Waits, Watched
+
+MB = 1e6
+
+
+def sawtooth(runs: Mapping[str, Watched], predicted: Mapping[str, float], whole: int) -> Figure:
+    """Resident parameters through one step: a panel for each run, its predicted peak as a broken line.
+
+    Args:
+        runs: by the panel's title.
+        predicted: bytes at the peak, for each run.
+        whole: bytes of the whole parameters.
+    """
+    *others, last = dict.fromkeys(f"{max(size for _, size in run.trace) / MB:.2f}" for run in runs.values())
+    peaks = f"{', '.join(others)} or {last}" if others else last
+    steady = next(iter(runs.values())).steady
+    top = 1.22 * max(whole, *predicted.values()) / MB
+    with canvas(f"{steady / MB:.2f} MB of weights at rest; {peaks} MB while blocks come and go", ncols=len(runs),
+                sharey=True) as (figure, panels):
+        for axes, (name, run) in zip(panels, runs.items(), strict=True):
+            _teeth(axes, run)
+            axes.axhline(predicted[name] / MB, color="black", linestyle="--", linewidth=1)
+            axes.axhline(whole / MB, color=COLOURS["neutral"], linestyle=":", linewidth=1)
+            axes.set_title(name, fontsize=10, fontweight="normal")
+            axes.set_ylim(0, top)
+        panels[0].set_ylabel("MB of parameters on rank 0")
+        _above(panels[0], predicted[next(iter(runs))] / MB, "predicted peak", "black")
+        _above(panels[0], whole / MB, "the whole model", COLOURS["neutral"])
+        panels[0].text(0.5, steady / MB / 2, "this rank's pieces", ha="center", va="center", color="white", fontsize=8,
+                       transform=panels[0].get_yaxis_transform())
+        figure.supxlabel("one step, gather by gather and free by free", fontsize=9)
+    return figure
+
+
+def _above(axes: Axes, height: float, text: str, colour: str) -> None:
+    """Name a horizontal line at its left end."""
+    axes.annotate(text, (0, height), xytext=(4, 3), textcoords="offset points", fontsize=8, color=colour)
+
+
+def _teeth(axes: Axes, run: Watched) -> None:
+    """The pieces below, what is gathered above them, and where the backward begins."""
+    heights = [run.steady / MB, *(size / MB for _, size in run.trace)]
+    places = list(range(len(heights)))
+    axes.fill_between(places, heights, step="post", color=COLOURS["forward"], linewidth=0)
+    axes.fill_between(places, run.steady / MB, color=COLOURS["parameters"], linewidth=0)
+    axes.step(places, heights, where="post", color=COLOURS["parameters"], linewidth=1.2)
+    turn = [phase for phase, _ in run.trace].index("backward") + 0.5
+    axes.axvline(turn, color=COLOURS["neutral"], linewidth=0.8)
+    for middle, name in ((turn / 2, "forward"), ((turn + places[-1]) / 2, "backward")):
+        axes.text(middle, 0.995, name, ha="center", va="top", fontsize=8, color=COLOURS["neutral"],
+                  transform=axes.get_xaxis_transform())
+    axes.set_xlim(0, places[-1])
+    axes.xaxis.set_major_locator(NullLocator())
+
+
+def waiting(runs: Mapping[str, Waits]) -> Figure:
+    """One step of each run over the time: where the rank computed, and where it stood still for the link."""
+    lost = " and ".join(f"{1e3 * run.waited:.0f} ms {name}" for name, run in runs.items())
+    with canvas(f"Waited for the slow link: {lost}", height=2.0) as (figure, axes):
+        for row, run in enumerate(runs.values()):
+            axes.barh(row, 1e3 * run.step, height=0.6, color=COLOURS["idle"])
+            axes.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in run.spans], (row - 0.3, 0.6),
+                             color=COLOURS["communication"])
+            axes.text(1e3 * run.step, row, f" {len(run.spans)} waits", va="center", fontsize=9,
+                      color=COLOURS["communication"])
+        axes.set_yticks(range(len(runs)), list(runs))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set(xlabel="ms since the step began (orange: waiting for weights)",
+                 xlim=(0, 1.13 * max(1e3 * run.step for run in runs.values())))
+    return figure
+
+
+def stays_and_passes(ranks: Sequence[int], stays: Sequence[float], passes: float) -> Figure:
+    """Predicted bytes a GPU against the number of GPUs: the states that stay, and the blocks that pass through.
+
+    Args:
+        ranks: numbers of GPUs.
+        stays: bytes of model states a GPU, for each of them.
+        passes: bytes of whole parameters in flight at the peak.
+    """
+    overtaken = next((n for n, size in zip(ranks, stays, strict=True) if size < passes), None)
+    title = (f"From {overtaken} GPUs on, the weights passing through are more than all that stays" if overtaken
+             else "What stays is more than what passes through")
+    with canvas(title, height=2.8) as (figure, axes):
+        places = range(len(ranks))
+        gigabytes = [size / 1e9 for size in stays]
+        axes.bar(places, gigabytes, width=0.55, edgecolor=COLOURS["optimizer states"], **PREDICTED)
+        axes.bar(places, passes / 1e9, width=0.55, bottom=gigabytes, edgecolor=COLOURS["parameters"], **PREDICTED)
+        for place, size in zip(places, gigabytes, strict=True):
+            axes.text(place, size + passes / 1e9, f"{size + passes / 1e9:.2f}", ha="center", va="bottom")
+        axes.set_xticks(places, [str(n) for n in ranks])
+        axes.set(xlabel="GPUs", ylabel="GB a GPU, by the formula", ylim=(0, 1.18 * (gigabytes[0] + passes / 1e9)))
+        last = len(ranks) - 0.65
+        axes.text(last, passes / 2e9 + gigabytes[-1], " whole weights\n in flight", va="center",
+                  color=COLOURS["parameters"], fontweight="bold", fontsize=9)
+        axes.text(0.33, 0.8 * gigabytes[0], "model states", va="center", color=COLOURS["optimizer states"],
+                  fontweight="bold", fontsize=9)
+        axes.set_xlim(-0.5, len(ranks) + 0.5)
+    return figure

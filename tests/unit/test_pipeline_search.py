@@ -1,0 +1,102 @@
+"""The search ranks what fits by time, says why the rest does not, and agrees with the simulator."""
+
+from fractions import Fraction
+
+import pytest
+
+from course_lib.errors import ConfigError
+from course_lib.parallel.pipeline.schedules import KINDS, make
+from course_lib.parallel.pipeline.search import FITTED, NAMES, build, search, stage_costs, stages_for
+from course_lib.parallel.pipeline.simulate import Costs, simulate
+from course_lib.parallel.pipeline.validate import check
+
+
+def test_every_schedule_is_looked_at_and_the_fastest_comes_first():
+    found = search(4, [8], Costs(weight=Fraction(1, 4), message=Fraction(1, 8)))
+    assert sorted(each.name for each in found) == sorted(NAMES) and len(found) == 13
+    times = [each.sample_time for each in found]
+    assert times == sorted(times) and len(set(times)) > 6
+    for each in found:
+        costs = stage_costs(Costs(weight=Fraction(1, 4), message=Fraction(1, 8)), each.stages_per_rank)
+        assert each.timeline == simulate(build(each.name, 4, 8, each.stages_per_rank, costs), costs)
+        assert each.sample_time == each.timeline.makespan / 8
+    familiar = [each.name for each in found if each.name in ("zb_h2", "zb_h1", "gpipe", "1f1b", "v_min")]
+    assert familiar == ["zb_h2", "zb_h1", "gpipe", "1f1b", "v_min"]
+
+
+def test_a_limit_turns_the_ranking_over():
+    names = ["1f1b", "zb_h2", "zbv", "v_half", "v_min", "gpipe"]
+    best = {limit: search(4, [16], Costs(), limit, names=names)[0] for limit in (7, 4, 3, 2)}
+    assert [best[limit].name for limit in best] == ["zbv", "zbv", "v_half", "v_min"]
+    found = search(4, [16], Costs(), 3, names=names)
+    problems = {each.name: each.problem for each in found}
+    assert problems == {"v_half": "", "v_min": "", "zbv": "rank 0 holds 4 > 3", "zb_h2": "rank 0 holds 7 > 3",
+                        "1f1b": "rank 0 holds 4 > 3", "gpipe": "rank 0 holds 16 > 3"}
+    assert [each.name for each in found][:2] == ["v_half", "v_min"]
+    assert all(each.problem for each in search(4, [16], Costs(), Fraction(1, 2)))
+
+
+def test_what_is_illegal_is_listed_last_with_the_rule():
+    found = search(4, [7], Costs())
+    illegal = {each.name: each.problem for each in found if each.timeline is None}
+    assert illegal.keys() == {"dualpipev", "zbv_auto"} and all("at least as many as stages" in each
+                                                                for each in illegal.values())
+    assert {each.name for each in found[-2:]} == illegal.keys()
+
+
+def test_of_equals_the_one_that_holds_least_comes_first():
+    found = [each.name for each in search(4, [16], Costs(), names=["gpipe", "1f1b"])]
+    assert found == ["1f1b", "gpipe"]
+
+
+def test_more_micro_batches_are_better_until_their_overhead_is_not():
+    def best(overhead):
+        return search(4, [4, 8, 16, 32, 64], Costs(8, 8, 8), names=["1f1b"], measured_at=8, overhead=overhead)
+
+    assert [each.microbatches for each in best(0)] == [64, 32, 16, 8, 4]
+    counts = [best(overhead)[0].microbatches for overhead in (Fraction(1, 8), 1, 4)]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+    halved = best(0)[-1]
+    assert halved.timeline.makespan == (4 + 3) * 3 * 16 and halved.timeline.peak_bytes[0] == 4 * 2
+    assert halved.sample_time == halved.timeline.makespan / 8
+
+
+def test_a_fitted_table_keeps_to_the_limit_and_beats_the_drawn_one():
+    costs = Costs(18, 18, 9, Fraction(1, 2))
+    for limit in (4, 5, 6, 8):
+        table = build("zb_auto", 4, 16, 1, costs, limit)
+        timeline = simulate(table, costs)
+        check(table)
+        assert max(timeline.peak_bytes) <= limit
+        assert timeline.makespan <= simulate(make("zb_h1", 4, 16), costs).makespan
+    wide = simulate(build("zb_auto", 4, 16, 1, costs), costs)
+    assert wide.stage_bubble < simulate(make("zb_h2", 4, 16), costs).stage_bubble
+
+
+def test_a_stage_gets_its_share_of_a_ranks_costs():
+    stage = stage_costs(Costs(6, 4, 2, 1, activation=8, kept=6, pair=10), 2, size=Fraction(1, 2), overhead=1)
+    assert stage == Costs(Fraction(5, 2), 2, Fraction(3, 2), Fraction(1, 2), 2, Fraction(3, 2), Fraction(7, 2))
+    assert stage_costs(Costs(), 2).of("kept", 4) == [Fraction(1, 2)] * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_for(name):
+    only = FITTED.get(name) or KINDS[name].stages_per_rank
+    assert stages_for(name) == (only or 2)
+    if only:
+        with pytest.raises(ConfigError, match=f"{name} with 3 stages a rank: it takes exactly {only}"):
+            stages_for(name, 3)
+    else:
+        assert stages_for(name, 3) == 3
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: search(4, [8], Costs(), names=["zbw"]), "unknown schedule `zbw`: did you mean"),
+    (lambda: search(0, [8], Costs()), "0 ranks: take at least 1"),
+    (lambda: search(4, [8, 0], Costs()), "0 micro-batches: take at least 1"),
+    (lambda: search(4, [8], Costs(), stages_per_rank=[0]), "0 stages a rank: take at least 1"),
+    (lambda: build("v_half", 0, 8, 2, Costs()), "0 ranks and 8 micro-batches"),
+])
+def test_bad_numbers_are_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()

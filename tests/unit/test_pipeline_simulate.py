@@ -1,0 +1,170 @@
+"""The simulator against closed formulas, in exact arithmetic; its rules, its memory, and the fitted tables."""
+
+import re
+from fractions import Fraction
+from itertools import pairwise, product
+
+import pytest
+
+from course_lib.errors import ConfigError
+from course_lib.parallel.pipeline import zero_bubble
+from course_lib.parallel.pipeline.actions import B, F, Schedule
+from course_lib.parallel.pipeline.formulas import bubble_time
+from course_lib.parallel.pipeline.passes import lower
+from course_lib.parallel.pipeline.schedules import KINDS, make
+from course_lib.parallel.pipeline.search import stage_costs
+from course_lib.parallel.pipeline.simulate import Costs, Number, Timeline, exact, simulate
+from course_lib.parallel.pipeline.validate import check, in_flight
+
+LENGTHS: list[tuple[Number, Number, Number]] = [
+    (1, 1, 1), (3, 2, 1), (2, 3, 1), (10, 10, 7), (5, 6, 4), (Fraction(1, 3), Fraction(2, 7), Fraction(1, 5)),
+    (0.1, 0.2, 0.1)]
+
+
+def longest(timeline: Timeline) -> Fraction:
+    """The longest time of a rank from its own first action to its last."""
+    return Fraction(max(row[-1].end - row[0].start for row in timeline.rows))
+
+
+def wait(timeline: Timeline) -> Fraction:
+    """How long the rank waits that takes longest."""
+    return longest(timeline) * timeline.stage_bubble
+
+
+def test_gpipe_and_1f1b_wait_p_minus_1_of_m_plus_p_minus_1():
+    sizes = list(product(range(1, 9), (1, 2, 3, 5, 8, 13)))
+    for (ranks, microbatches), lengths, name in product(sizes, LENGTHS, ("gpipe", "1f1b")):
+        timeline = simulate(make(name, ranks, microbatches), Costs(*lengths))
+        assert timeline.bubble == Fraction(ranks - 1, microbatches + ranks - 1)
+        assert timeline.makespan == (microbatches + ranks - 1) * sum(map(exact, lengths))
+    assert len(sizes) == 48
+
+
+def test_interleaved_divides_the_wait_by_v():
+    compared = 0
+    for ranks, rounds, stages, lengths, name in product(range(1, 6), (1, 2, 3), (1, 2, 3, 4), LENGTHS,
+                                                        ("interleaved", "looped_bfs")):
+        microbatches = rounds * ranks
+        timeline = simulate(make(name, ranks, microbatches, stages), stage_costs(Costs(*lengths), stages))
+        assert timeline.bubble == Fraction(ranks - 1, stages * microbatches + ranks - 1)
+        work = sum(map(exact, lengths))
+        assert timeline.makespan - microbatches * work == (ranks - 1) * work / stages
+        compared += 1
+    assert compared == 840
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_formula_holds_wherever_there_is_one(name):
+    compared = 0
+    for ranks, microbatches, lengths in product(range(1, 6), range(1, 13), [*LENGTHS, (1, 1, 2), (7, 5, 6), (4, 1, 1)]):
+        for stages in (1, 2, 3):
+            try:
+                table = make(name, ranks, microbatches, stages)
+            except ConfigError:
+                continue
+            forward, backward, weight = lengths
+            costs = Costs(*lengths, pair=exact(forward) + exact(backward) + exact(weight))
+            expected = bubble_time(name, ranks, microbatches, costs)
+            if expected is None:
+                continue
+            timeline = simulate(table, costs)
+            if name in ("zb_h2", "zbv"):
+                assert wait(timeline) == expected
+            elif name == "dualpipev":
+                assert timeline.makespan - timeline.busy[-1] == expected
+            else:
+                assert timeline.makespan * timeline.bubble == expected
+            compared += 1
+    assert compared >= (30 if name in ("zbv", "dualpipev") else 200), compared
+
+
+def test_where_the_formula_does_not_hold_there_is_none():
+    assert bubble_time("zb_h1", 4, 3, Costs()) is None and bubble_time("zb_h1", 4, 8, Costs(1, 1, 2)) is None
+    assert bubble_time("zbv", 4, 8, Costs(2, 1, 1)) is None and bubble_time("v_half", 4, 8, Costs()) is None
+    table = simulate(make("zb_h1", 4, 3))
+    assert table.makespan * table.bubble != 3
+
+
+def test_a_time_line_keeps_every_rule():
+    costs = Costs([3, 1, 4, 1], [1, 5, 9, 2], [6, 5, 3, 5], message=Fraction(1, 2))
+    table = make("zb_h2", 4, 9)
+    timeline = simulate(table, costs)
+    ends = {(span.action.stage, F if span.action.kind == F else B, span.action.microbatch): span.end
+            for row in timeline.rows for span in row if span.action.kind != "W"}
+    waits = 0
+    for row, actions in zip(timeline.rows, table.rows, strict=True):
+        assert tuple(span.action for span in row) == actions
+        assert all(before.end <= after.start for before, after in pairwise(row))
+        for before, span in zip((None, *row), row, strict=False):
+            source = table.source(span.action)
+            ready = ends[(*source, span.action.microbatch)] + costs.message if source else Fraction(0)
+            free = before.end if before else Fraction(0)
+            assert span.start == max(ready, free)
+            waits += ready > free
+    assert waits > 10
+
+
+def test_sends_and_receives_in_the_table_change_nothing():
+    table = make("zbv", 3, 6)
+    assert simulate(lower(table), Costs(message=2)).rows == simulate(table, Costs(message=2)).rows
+
+
+def test_memory_is_what_the_table_holds():
+    for name in KINDS:
+        table = make(name, 4, 8)
+        assert simulate(table).peak_bytes == in_flight(table)
+    assert simulate(make("zb_h1", 4, 8), Costs(activation=1, kept=0)).peak_bytes == (4, 3, 2, 1)
+    unequal = simulate(make("1f1b", 3, 6), Costs(activation=[10, 1, Fraction(1, 2)]))
+    assert unequal.peak_bytes == (30, 2, Fraction(1, 2))
+
+
+def test_overlapped_pairs_take_the_time_of_a_pair():
+    table = make("dualpipev", 4, 8)
+    apart, together = simulate(table), simulate(table, Costs(pair=2))
+    assert together.makespan < apart.makespan
+    pairs = [span for row in together.rows for span in row if span.action in table.overlapped]
+    assert {span.end - span.start for span in pairs} == {2} and len(pairs) == len(table.overlapped) > 10
+    assert sum(together.busy) == sum(apart.busy) - len(pairs)
+    assert simulate(make("1f1b", 4, 8), Costs(pair=2)).rows == simulate(make("1f1b", 4, 8)).rows
+
+
+@pytest.mark.parametrize(("make_costs", "message"), [
+    (lambda: Costs(-1), "cost `forward` is -1: take a number from 0 on"),
+    (lambda: Costs(weight=[1, float("nan")]), "cost `weight` is nan"),
+    (lambda: Costs(message=float("inf")), "cost `message` is inf"),
+    (lambda: Costs(activation=(1, -2)), "cost `activation` is -2"),
+    (lambda: simulate(make("1f1b", 4, 4), Costs([1, 2])), "cost `forward` is given for 2 stages, and the table has 4"),
+])
+def test_bad_costs_are_refused(make_costs, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_costs()
+
+
+def test_a_table_that_waits_for_itself_is_refused():
+    table = make("1f1b", 2, 2)
+    with pytest.raises(ConfigError, match="1f1b waits for itself: rank 0 in 0B0 for 1B0, rank 1 in 1F0 for 0F0"):
+        simulate(Schedule("1f1b", (0, 1), 2, (table.rows[0][2:], table.rows[1])))
+
+
+def test_fitted_tables_are_proved_for_many_sizes_and_lengths():
+    proved = 0
+    for ranks, microbatches, lengths in product(range(1, 6), (1, 2, 5, 10), LENGTHS[:5]):
+        costs = Costs(*lengths, message=1, activation=8, kept=3)
+        tables = [zero_bubble.fit(ranks, microbatches, costs, factor * ranks * 8) for factor in (1, 2)]
+        tables += [zero_bubble.repeat(name, ranks, microbatches, costs) for name in zero_bubble.BLOCKS]
+        if microbatches >= 2 * ranks:
+            tables.append(zero_bubble.fit_v(ranks, microbatches, costs))
+        for table in tables:
+            check(table)
+            proved += 1
+        assert max(simulate(tables[0], costs).peak_bytes) <= ranks * 8
+    assert proved == 440
+
+
+def test_a_limit_that_nothing_fits_is_refused():
+    with pytest.raises(ConfigError, match="rank 0 cannot hold another activation"):
+        zero_bubble.fit(4, 8, Costs(), Fraction(1, 2))
+    with pytest.raises(ConfigError, match="cannot hold another activation"):
+        zero_bubble.fit_v(4, 8, Costs(), 1)
+    with pytest.raises(ConfigError, match="a fitted ZB-V with 7 micro-batches on 4 ranks: it takes at least as many"):
+        zero_bubble.fit_v(4, 7, Costs())
