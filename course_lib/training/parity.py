@@ -142,7 +142,7 @@ def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list
         model: a causal preset with learned positions, which are frozen.
         timeout: seconds for the pairs of one world size.
     """
-    options = {"max_steps": steps, "model": model}
+    options: dict[str, Any] = {"max_steps": steps, "model": model}
     wanted = trace(task(folder / "one", 1, training_type="basic", **options))
     cells = []
     for world_size in world_sizes:

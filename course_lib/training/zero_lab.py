@@ -1,4 +1,4 @@
-"""What lesson 05 measures: what a rank holds and sends at each stage of ZeRO, and what happens when a phase is left out."""
+"""What lesson 05 measures: what a rank holds and sends at each stage of ZeRO, and what a missing phase does."""
 
 import copy
 from collections.abc import Sequence
@@ -50,7 +50,8 @@ def small_gpt2(layers: int = 4, width: int = 96) -> GPT2LMHeadModel:
     return model
 
 
-def engine_of(stage: int, model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[Any, torch.optim.Optimizer]:
+def engine_of(stage: int, model: nn.Module,
+              group: dist.ProcessGroup | None = None) -> tuple[Any, torch.optim.Optimizer]:
     """The from-scratch engine of a stage around a model, and its AdamW; small buckets, as the model is small."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if stage == 0:

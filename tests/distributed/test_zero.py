@@ -1,4 +1,4 @@
-"""ZeRO from scratch: what each stage holds is the paper's formula, what it moves is the paper's volume, and it frees."""
+"""ZeRO from scratch: what each stage holds is the paper's formula, what it moves the paper's volume, and it frees."""
 
 import copy
 

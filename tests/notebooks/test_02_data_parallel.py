@@ -1,0 +1,124 @@
+"""What lesson 02 claims, measured anew: drift, the ring's bytes, buckets that leave early, compression, torch's DDP."""
+
+import datetime
+
+import nbformat
+import pytest
+import torch
+from accelerate import PartialState
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from course_lib.errors import ModelError
+from course_lib.parallel.ddp import DataParallel
+from course_lib.runtime.launch import RankError, launch
+from tests.notebooks.conftest import NOTEBOOKS
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def lesson(run_lesson):
+    return run_lesson("02_data_parallel", world_size=2, steps=8, repeats=3, width=64)
+
+
+def test_without_a_word_the_ranks_drift_apart(lesson):
+    assert 0.01 < lesson["spread_broadcast_only"] <= 2 * 1e-2 * 8 + 1e-6, "at most 2 · learning rate · steps"
+    assert lesson["spread_kept_by_mean_only"] == pytest.approx(1, rel=1e-4)
+    assert lesson["spread_nothing"] > 0.1
+    assert lesson["spread_both"] == 0
+    assert lesson["difference_from_one_process"] < 1e-5 < 1e-3 < lesson["broadcast_only_difference_from_one_process"]
+
+
+def test_the_ring(lesson):
+    halves = lesson["sums_after_reduce_scatter"]
+    assert all((value == 1111) == (rank == part) for rank, row in enumerate(halves) for part, value in enumerate(row))
+    assert lesson["sums_after_all_gather"] == [[1111] * 4] * 4
+    for n in (2, 3, 4):
+        assert lesson[f"ring_{n}"] == pytest.approx(2 * (n - 1) / n, rel=1e-5)
+        assert lesson[f"naive_{n}"] == n - 1
+    assert lesson["total_naive_over_ring"] == pytest.approx(1, rel=1e-5), "the ring saves nothing, it spreads"
+
+
+def test_the_bytes_on_the_wire_are_the_rings(lesson):
+    found = lesson["wire_total_in_sizes"]
+    assert set(found) == {"naive", "ring", "torch"}
+    for totals in found.values():  # without a private network all are None
+        assert totals == [None] * 3 or totals == pytest.approx([2, 4, 6], rel=0.05)
+
+
+def test_buckets_leave_early_in_reverse_order_only(lesson):
+    missing = lesson["gradients_missing_at_first_send"]
+    assert missing["reverse order"] > 0 and missing["one a parameter"] > 0
+    assert missing["forward order"] == missing["one bucket"] == 0
+    assert lesson["buckets"] > 2
+    assert lesson["early_share_reverse_order"] > 0.5 and lesson["early_share_one_a_parameter"] > 0.5
+    assert lesson["early_share_forward_order"] == lesson["early_share_one_bucket"] == 0
+    hidden = lesson["hidden_share_of_time"]
+    assert hidden["forward order"] == hidden["one bucket"] == 0 < hidden["reverse order"] <= 1
+
+
+def test_saying_less(lesson):
+    size = lesson["gradient_megabytes"]  # on two ranks a ring sends it once
+    assert lesson["megabytes_each"] == pytest.approx(4 * size)
+    assert lesson["megabytes_no_sync"] == pytest.approx(size)
+    assert lesson["megabytes_bf16"] == pytest.approx(size / 2)
+    assert lesson["error_no_sync"] < 1e-6
+    assert 5e-4 < lesson["error_bf16"] < 2 * 2**-8
+    assert 0 < lesson["elements_off_by_a_tenth"] < 0.1
+
+
+def test_beside_torch(lesson):
+    assert lesson["loss_ours_against_torch"] < 1e-5 and lesson["loss_ours_against_one_process"] < 1e-4
+    assert lesson["loss_bf16_against_fp32"] > 10 * lesson["loss_ours_against_torch"], "compression shows"
+    assert lesson["megabytes_ours"] == lesson["megabytes_torch"] == pytest.approx(lesson["gradient_megabytes"])
+    wire = lesson["wire_megabytes_all_ranks"]
+    if not isinstance(wire["ours"], str):  # the reason, where there is no private network
+        assert wire["ours"] == pytest.approx(wire["torch"], rel=0.05)
+        assert wire["bf16"] == pytest.approx(wire["ours"] / 2, rel=0.05)
+    assert lesson["speed_against_torch"] > 0
+
+
+def test_7b_on_64_gpus_is_the_papers_row(lesson):
+    assert lesson["gigabytes_held_7b"] == 120
+    assert lesson["gigabytes_sent_7b"] == pytest.approx(2 * 63 / 64 * 15)
+    assert lesson["gigabytes_sent_7b_on_1024"] < 1.02 * lesson["gigabytes_sent_7b"]
+
+
+def test_zeros_move_an_unused_layer(lesson):
+    moved = lesson["spare_layer_moved"]
+    assert moved["zeros sent"] > 0 == moved["find_unused_parameters"]
+
+
+def skip_a_backward():
+    state = PartialState(timeout=datetime.timedelta(seconds=3))
+    engine = DataParallel(nn.Linear(8, 3))
+    if state.process_index == 0:
+        engine(torch.ones(2, 8)).sum().backward()
+
+
+def leave_a_layer_unused():
+    PartialState()
+    engine = DistributedDataParallel(nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)]))
+    engine.module.forward = lambda x: engine.module[0](x)
+    for _ in range(2):
+        engine(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("provoke", [skip_a_backward, leave_a_layer_unused])
+def test_the_errors_it_quotes_are_real(provoke):
+    with pytest.raises(RankError) as caught:
+        launch(provoke, device="cpu", timeout=60)
+    cause = caught.value.cause
+    quoted = f"{type(cause).__name__}: {str(cause).partition(' (')[0].partition('. ')[0]}"
+    cells = nbformat.read(NOTEBOOKS / "02_data_parallel.ipynb", as_version=4).cells
+    assert quoted in " ".join(" ".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
+
+
+def other_shape_on_rank_1():
+    DataParallel(nn.Linear(8, 3 + PartialState().process_index))
+
+
+def test_models_that_differ_are_named_before_anything_is_sent():
+    with pytest.raises(ModelError, match="rank 1's model is not rank 0's: `weight` is parameter \\(4, 8\\)"):
+        launch(other_shape_on_rank_1, device="cpu", timeout=60)
