@@ -159,3 +159,22 @@ def broken(kind: type[Zero1], steps: int, max_norm: float | None = None) -> tupl
     apart = (mine - first).abs().max()
     dist.all_reduce(apart, op=dist.ReduceOp.MAX)
     return apart.item(), (first - nn.utils.parameters_to_vector(right.parameters()).detach()).abs().max().item()
+
+
+def on_the_wire() -> dict[int, tuple[int, int | None]]:
+    """Bytes that all ranks together send in one step, by stage: by the ring model, and as the kernel counts them."""
+    device = PartialState().device
+    found: dict[int, tuple[int, int | None]] = {}
+    for stage in STAGES:
+        model = small_gpt2(width=256).to(device)
+        engine, optimizer = engine_of(stage, model)
+        one_step(engine, optimizer, token_ids(dist.get_rank()).to(device))
+        dist.barrier()
+        with Meter(model, optimizer) as meter:  # a barrier at both ends, or a neighbour's bytes fall outside
+            dist.barrier()
+            one_step(engine, optimizer, token_ids(dist.get_rank()).to(device))
+            dist.barrier()
+        ring = torch.tensor(meter.bytes_sent, device=device)
+        dist.all_reduce(ring)
+        found[stage] = int(ring), meter.wire_bytes
+    return found

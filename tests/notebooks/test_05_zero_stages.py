@@ -25,6 +25,15 @@ def test_what_moves(lesson):
     assert "all_reduce" not in calls["stage 2"] and calls["stage 3"] == {"all_gather": 9, "reduce_scatter": 5}
 
 
+def test_the_wire_where_it_can_be_counted(lesson):
+    ratios = lesson["wire_over_ring"]
+    if not isinstance(ratios["stage 2"], float):
+        assert "network" in ratios["stage 2"]
+    else:
+        assert ratios["plain data parallel"] == pytest.approx(1.0, abs=0.04)
+        assert ratios["stage 2"] == pytest.approx(1.5, abs=0.06), "gloo's reduce-scatter is an all-reduce"
+
+
 def test_a_phase_left_out_shows(lesson):
     assert lesson["spread_right"] == 0 and lesson["spread_without_gather"] > 1e-3
     assert lesson["spread_clipped_alone"] == 0, "the ranks agree with each other, and are wrong"

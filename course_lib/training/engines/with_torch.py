@@ -59,7 +59,7 @@ class TorchZero1(PieceEngine):
 
 
 class TorchFSDP(PieceEngine):
-    """``fully_shard`` (FSDP2), a unit a block; zero2 keeps a unit gathered until its backward, zero3 and fsdp do not."""
+    """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
 
     wrapped: Any
 
