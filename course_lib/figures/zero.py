@@ -73,7 +73,8 @@ def volume(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Fig
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set(xlabel="elements sent by a rank in a step, in units of Ψ (N − 1)/N", xlim=(0, 3.6))
-        axes.annotate("hollow: formula\nsolid: measured", (3.55, 0), ha="right", va="center", fontsize=9, color=COLOURS["neutral"])
+        axes.annotate("hollow: formula\nsolid: measured", (3.55, 0), ha="right", va="center", fontsize=9,
+                      color=COLOURS["neutral"])
     return figure
 
 
