@@ -7,10 +7,11 @@ Steps with and without take turns, so that both meet the same machine; the ratio
 
 import argparse
 import contextlib
-import platform
+import datetime
 import statistics
+import sys
 import time
-from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from course_lib.config_files import write_text
+from course_lib.runtime import machine
 from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
 
@@ -76,22 +79,27 @@ def measure(engine: str, width: int, pairs: int) -> tuple[list[float], list[floa
 
 
 def main() -> None:
+    """Measure on real ranks, and write benchmarks/meter-overhead.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40)
     options = parser.parse_args()
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, Python "
-          f"{platform.python_version()}, torch {torch.__version__}, {options.ranks} ranks over gloo, "
-          f"GPT-2 of 4 layers, {BATCH} x {TOKENS} tokens a rank, {options.pairs} pairs of steps\n")
-    print("| engine | width | collectives a step | without, ms | with, ms | ratio |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    lines = ["| engine | width | collectives a step | without (ms) | with (ms) | ratio, median of pairs |",
+             "|---|---|---|---|---|---|"]
     for engine in ENGINES:
         for width in (64, 256):
             without, with_meter, collectives = launch(measure, engine, width, options.pairs,
                                                       num_processes=options.ranks, timeout=300, stream=False)[0]
             ratio = statistics.median(b / a for a, b in zip(without, with_meter, strict=True))
-            print(f"| {engine} | {width} | {collectives} | {statistics.median(without) * 1e3:.1f} | "
-                  f"{statistics.median(with_meter) * 1e3:.1f} | {ratio:.3f} |")
+            lines.append(f"| {engine} | {width} | {collectives} | {statistics.median(without) * 1e3:.1f} | "
+                         f"{statistics.median(with_meter) * 1e3:.1f} | {ratio:.2f} |")
+    here, table = machine.describe(), "\n".join(lines)
+    text = (f"# What the meter costs\n\n{datetime.date.today()}; {here.cpu}, {here.cores} cores; Python {here.python}, "
+            f"torch {here.engines['torch']}.\n`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"
+            f"\n\n{options.ranks} ranks over gloo, GPT-2 of 4 layers, {BATCH} rows of {TOKENS} tokens a rank, "
+            f"{options.pairs} pairs of steps.\n\n{table}\n")
+    write_text(Path(__file__).parent / "meter-overhead.md", text)
+    print(text)
 
 
 if __name__ == "__main__":

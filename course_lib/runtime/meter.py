@@ -53,6 +53,10 @@ class Meter:
     Compute is the module's forward and backward and the optimizer's step, less the time that they stood still
     for a collective. All is on the clock of ``time.perf_counter``, the GPU's stamps too.
 
+    Measuring costs Python time: some microseconds a collective, a module and a tensor saved for backward. Steps of a
+    few milliseconds take a third longer, steps of a tenth of a second a tenth (``benchmarks/meter_overhead.py``); so
+    take step times without it.
+
     Args:
         module: the model or the engine around it; None to measure only collectives.
         optimizer: the optimizer, or a wrapper of Accelerate or DeepSpeed around it.

@@ -84,9 +84,9 @@ class Residency:
                 self._resize(known, storage.nbytes())
 
     def hold_saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd's pack hook: saves the tensor itself."""
+        """Autograd's pack hook: saves the tensor, an output without its graph, which would keep itself alive."""
         self.hold(tensor, "activations")
-        return tensor
+        return tensor if tensor.is_leaf else tensor.detach()
 
     def hold_handed_over(self, tensors: list[torch.Tensor]) -> None:
         """What a collective is given."""

@@ -60,7 +60,11 @@ def resume(trainer: TrainerFrame) -> None:
     trainer.read_tensors(folder)
     engine = tensorfile.load(folder / "engine.safetensors")
     trainer.scheduler.load_state_dict(engine["scheduler"])
-    for group, rate in zip(trainer.optimizer.param_groups, trainer.scheduler.get_last_lr(), strict=True):
+    # By this run's plan, which may be longer than the one that was saved.
+    rates = [base * factor(trainer.scheduler.last_epoch)
+             for base, factor in zip(trainer.scheduler.base_lrs, trainer.scheduler.lr_lambdas, strict=True)]
+    trainer.scheduler._last_lr = rates
+    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     if saved["engine"] == trainer.engine_name:
         trainer.load_engine_state(engine["engine"])

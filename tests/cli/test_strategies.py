@@ -68,6 +68,7 @@ def test_an_engine_that_has_no_such_strategy_is_one_line(tmp_path):
 
 
 SCRIPT = """
+from pathlib import Path
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
@@ -75,8 +76,9 @@ model = torch.nn.Linear(4, 4)
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 accelerator.backward(model(torch.ones(2, 4)).sum())
 optimizer.step()
-print(f"rank {accelerator.process_index} of {accelerator.num_processes}: {accelerator.distributed_type.value}, "
-      f"stage {accelerator.deepspeed_plugin.zero_stage}", flush=True)
+said = (f"rank {accelerator.process_index} of {accelerator.num_processes}: {accelerator.distributed_type.value}, "
+        f"stage {accelerator.deepspeed_plugin.zero_stage}")
+Path(f"said-{accelerator.process_index}").write_text(said)
 """
 
 
@@ -95,4 +97,5 @@ def test_the_generated_files_serve_any_script(tmp_path):
     script.write_text(SCRIPT)
     ran = run(BIN / "accelerate", "launch", "--config_file", folder / "accelerate.yaml", script, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert {"rank 0 of 2: DEEPSPEED, stage 2", "rank 1 of 2: DEEPSPEED, stage 2"} <= set(ran.stdout.splitlines())
+    for rank in range(2):
+        assert (tmp_path / f"said-{rank}").read_text() == f"rank {rank} of 2: DEEPSPEED, stage 2"

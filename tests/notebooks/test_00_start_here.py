@@ -81,4 +81,4 @@ def test_each_error_is_the_one_that_the_text_explains(values):
     assert values["too_many_ranks"].startswith("LaunchError: asked for 99 ranks on GPUs, and there are ")
     assert values["folder_taken"].startswith("ConfigError: output_dir ")
     assert "already holds a run: give --overwrite_output_dir" in values["folder_taken"]
-    assert values["hang"].startswith(f"RanksHung: {WORLD_SIZE - 1} ranks were still running after 3 s")
+    assert values["hang"].startswith("RanksHung: 1 rank was still running after 3 s")
