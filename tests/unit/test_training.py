@@ -8,7 +8,7 @@ import torch
 from course_lib.config import OptimConfig, build
 from course_lib.errors import ConfigError
 from course_lib.modeling import presets
-from course_lib.training import checkpoint, tensorfile
+from course_lib.training import checkpoint, resuming, tensorfile
 from course_lib.training.callbacks import Callback, FunctionCallback
 from course_lib.training.optimization import learning_rate_factor, make_optimizer
 from course_lib.training.run import build_trainer
@@ -63,10 +63,10 @@ def test_accumulation_gives_the_large_batch_and_the_naive_way_does_not(trainer_o
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stop_at", [2, 7, 12])
-def test_a_resumed_run_gives_the_same_losses_to_the_bit(trainer_of, tmp_path, stop_at):
+@pytest.mark.parametrize("stop_at, training_type", [(2, "basic"), (7, "basic"), (12, "basic"), (7, "accelerated")])
+def test_a_resumed_run_gives_the_same_losses_to_the_bit(trainer_of, tmp_path, stop_at, training_type):
     """Saved in the middle of an epoch and at its end (12 steps); dropout is on."""
-    options = {"max_steps": 15, "save_steps": stop_at, "save_total_limit": None}
+    options = {"max_steps": 15, "save_steps": stop_at, "save_total_limit": None, "training_type": training_type}
     through = trainer_of(**options)
     through.train()
     folder = through.output_dir / checkpoint.name(stop_at)
@@ -78,10 +78,22 @@ def test_a_resumed_run_gives_the_same_losses_to_the_bit(trainer_of, tmp_path, st
 
 
 @pytest.mark.timeout(120)
-def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, monkeypatch):
-    """The negative of the test above."""
-    from course_lib.training import resuming
+def test_a_resumed_run_follows_its_own_plan(trainer_of, tmp_path):
+    """The one that was saved ended with a rate of zero; this one is longer."""
+    first = trainer_of(max_steps=3, save_steps=3)
+    first.train()
+    assert set(first.scheduler.get_last_lr()) == {0.0}
+    again = trainer_of(max_steps=6, resume_from_checkpoint=str(first.output_dir / checkpoint.name(3)),
+                       output_dir=str(tmp_path / "again"))
+    resuming.resume(again)
+    planned = again.config.optim.learning_rate * again.scheduler.lr_lambdas[0](3)
+    rates = [group["lr"] for group in again.optimizer.param_groups]
+    assert again.scheduler.get_last_lr() == rates and set(rates) == {planned} and planned > 0
 
+
+@pytest.mark.timeout(120)
+def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, monkeypatch):
+    """The negative of the first one."""
     options = {"max_steps": 8, "save_steps": 4}
     through = trainer_of(**options)
     through.train()
