@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, validated as a whole.
 
-A run is six sections of plain fields. Leaf names are unique over the sections, so that
+A run is seven sections of plain fields. Leaf names are unique over the sections, so that
 ``learning_rate`` means one thing in a YAML file, flat or sectioned, and on the command line
 (``config_files`` reads both). This module imports no torch.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -140,7 +141,7 @@ class ParallelConfig(_Strict):
 parameters too (zero3, fsdp)."""
     engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
     """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
-deepspeed for zero, else torch."""
+deepspeed for zero, scratch for pipelines, else torch."""
     bucket_mb: Annotated[float, Gt(0)] = 25.0
     """Gradients that travel together, in MiB."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
@@ -155,11 +156,32 @@ deepspeed for zero, else torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig(_Strict):
+    """How a model is cut into stages, and in which order they work (training_type pipeline)."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
+                      "dualpipev"] = "1f1b"
+    """Order of the ranks' forwards and backwards."""
+    pipeline_parallel_size: Positive | None = None
+    """Ranks of a pipeline; default: all that data_parallel_size leaves."""
+    data_parallel_size: Positive | None = None
+    """Pipelines side by side, each on its own rows; default: all that pipeline_parallel_size leaves, or 1."""
+    stages_per_rank: Positive | None = None
+    """Stages that a rank holds; default: what the schedule prescribes, or 2 where it takes any."""
+    pipeline_chunks: Positive | None = None
+    """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 a rank."""
+    split_spec: str | None = None
+    """Blocks to cut at, as in `transformer.h.5:end,transformer.h.8:beginning`; default: cut by split_by."""
+    split_by: Literal["flops", "parameters", "seconds"] = "flops"
+    """What to even out between the stages where there is no split_spec."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig(_Strict):
     """How long, on what, and when to look."""
 
-    training_type: Literal["basic", "accelerated"] = "accelerated"
-    """Trainer: the plain PyTorch loop on one device, or Accelerate on all ranks."""
+    training_type: Literal["basic", "accelerated", "pipeline"] = "accelerated"
+    """Trainer: the plain PyTorch loop on one device, Accelerate on all ranks, or stages of the model on the ranks."""
     num_processes: Positive | None = None
     """Ranks that must take part; default: those that are there, one where nothing launched us."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -224,6 +246,7 @@ class Config(_Strict):
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     run: RunConfig = field(default_factory=RunConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
@@ -317,6 +340,8 @@ def build(leaves: Mapping[str, Any], where: str = "config") -> Config:
     sections: dict[str, dict[str, Any]] = {s.name: {} for s in dataclasses.fields(Config)}
     for name, value in leaves.items():
         known = option(name)
+        if name == "split_spec" and isinstance(value, Mapping):
+            value = ",".join(f"{block}:{where_}" for block, where_ in value.items())
         text = value.strip().lower() if isinstance(value, str) else None
         nothing = text in ("none", "null", "") and type(None) in typing.get_args(known.type)
         sections[known.section][known.name] = None if nothing else value
@@ -337,7 +362,10 @@ def _check_together(config: Config) -> Config:
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
                           "use --training_type accelerated")
-    _check_parallel(config)
+    if run.training_type == "pipeline":
+        config = _check_pipeline(config)
+    else:
+        _check_parallel(config)
     if run.device == "cpu" and run.mixed_precision == "fp16":
         raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
     if run.best_metric in ("accuracy", "macro_f1") and data.task != "classification":
@@ -376,3 +404,32 @@ def _check_parallel(config: Config) -> None:
         raise ConfigError("shard_group_size is for --strategy fsdp --engine torch", "leave it out")
     if config.output.async_save and not shards:
         raise ConfigError("async_save is for strategies that shard state", "leave it out, or use zero1 … fsdp")
+
+
+def _check_pipeline(config: Config) -> Config:
+    """Rules of pipelines; the config with the engine filled in."""
+    parallel, pipeline, run = config.parallel, config.pipeline, config.run
+    if parallel.strategy not in ("ddp", "zero1"):
+        raise ConfigError(f"{parallel.strategy} moves gradients or parameters in every micro-batch of a pipeline",
+                          "use --strategy ddp or zero1 among the pipelines, or --training_type accelerated")
+    if parallel.engine not in (None, "scratch", "torch"):
+        raise ConfigError(f"engine {parallel.engine} has no pipelines here", "use --engine scratch or torch")
+    if parallel.offload != "none" or parallel.shard_group_size:
+        raise ConfigError("offload and shard_group_size are not for pipelines", "leave them out")
+    if config.model.torch_compile:
+        raise ConfigError("torch_compile makes one backward of a stage, which schedules take apart", "leave it out")
+    if config.optim.optimizer == "adafactor":
+        raise ConfigError("pipelines cannot store adafactor's state, which is not of its parameters' shape",
+                          "use --optimizer adamw or sgd")
+    if run.mixed_precision == "fp16":
+        raise ConfigError("fp16 needs a scaler that knows all stages", "use --mixed_precision bf16 or no")
+    if run.split_batches:
+        raise ConfigError("split_batches is not for pipelines", "give batch_size as rows a pipeline")
+    sizes = pipeline.data_parallel_size, pipeline.pipeline_parallel_size
+    if all(sizes) and run.num_processes and math.prod(map(int, filter(None, sizes))) != run.num_processes:
+        raise ConfigError(f"data_parallel_size {sizes[0]} × pipeline_parallel_size {sizes[1]} is not "
+                          f"num_processes {run.num_processes}", "leave one of the three out")
+    if pipeline.pipeline_chunks and pipeline.pipeline_chunks > run.batch_size:
+        raise ConfigError(f"batch_size {run.batch_size} cannot be cut into {pipeline.pipeline_chunks} pipeline_chunks",
+                          "raise batch_size, or lower pipeline_chunks")
+    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, engine=parallel.engine or "scratch"))

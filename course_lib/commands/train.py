@@ -10,7 +10,7 @@ HELP = "train a model on one process or many, and score it beside honest baselin
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_config_options(parser, ("data", "model", "optim", "parallel", "run", "output"))
+    add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output"))
 
 
 def run(args: argparse.Namespace) -> int:

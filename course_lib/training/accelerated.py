@@ -16,7 +16,7 @@ from course_lib.parallel.shards import Piece, scatter_whole
 from course_lib.training import sharded, stored, tensorfile
 from course_lib.training.background import BackgroundSaver
 from course_lib.training.basic import BasicTrainer, Batch
-from course_lib.training.engines import build_engine
+from course_lib.training.engines import Engine, build_engine
 
 
 class AcceleratedTrainer(BasicTrainer):
@@ -28,7 +28,7 @@ class AcceleratedTrainer(BasicTrainer):
 
     def connect(self) -> None:
         run = self.config.run
-        self.engine = build_engine(self.config)
+        self.engine = self.build_engine()
         self.engine.connect()
         self.accelerator = self.engine.accelerator
         self.device = self.accelerator.device
@@ -38,6 +38,10 @@ class AcceleratedTrainer(BasicTrainer):
         if self.num_processes != (run.num_processes or launched):
             raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {run.num_processes or launched}",
                               "start with `course train --num_processes N`, which starts the ranks itself")
+
+    def build_engine(self) -> Engine:
+        """The engine that the config names."""
+        return build_engine(self.config)
 
     def prepare(self) -> None:
         self.engine.wrap(self.model, self.optimizer)
@@ -66,11 +70,15 @@ class AcceleratedTrainer(BasicTrainer):
         return total, norm
 
     def count_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        mine = super().count_targets(micro_batches)
+        mine = self.own_targets(micro_batches)
         # One reduction carries both: how many targets there are, and whether anyone was asked to stop.
         votes = torch.tensor(int(bool(self.stop_request)), device=self.device)
         targets, self.stop_votes = self.sum_over_processes(torch.stack([mine, votes]))
         return targets
+
+    def own_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Targets in this process's rows."""
+        return super().count_targets(micro_batches)
 
     def asked_to_stop(self) -> bool:
         return bool(self.stop_votes > 0)

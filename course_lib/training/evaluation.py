@@ -6,7 +6,7 @@ the last batch are dropped, and the metric is computed once over all of them.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,6 +53,7 @@ def evaluate_split(
     device: torch.device,
     precision: AbstractContextManager,
     gather: Callable[[Any], Any] = lambda tensors: tensors,
+    scores: Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]] | None = None,
 ) -> dict[str, float]:
     """Loss and metrics over every row of a loader.
 
@@ -65,6 +66,7 @@ def evaluate_split(
         precision: autocast context.
         gather: brings the ranks' tensors together along dimension 0 and drops the rows that were
             repeated to even out the last batch: ``Accelerator.gather_for_metrics``.
+        scores: in the model's place, :func:`scores_of_rows` of a batch, where no rank has the whole model.
     Returns:
         ``loss`` (nats per target) with ``accuracy`` and ``macro_f1``, or with ``perplexity``
         (exp of the loss, weighted by tokens), and ``rows``.
@@ -76,9 +78,12 @@ def evaluate_split(
         for batch in loader:
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with precision:
-                logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-            answers = (logits.argmax(-1), batch["labels"]) if num_labels else ()
-            losses, *answers = gather((loss_of_rows(logits, batch["labels"], task), *answers))
+                if scores:
+                    found = scores(batch)
+                else:
+                    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                    found = scores_of_rows(logits, batch["labels"], task)
+            losses, *answers = gather((*found, batch["labels"]) if num_labels else found)
             sums += losses.double().sum(0).cpu()
             rows += len(losses)
             if num_labels:
@@ -86,6 +91,16 @@ def evaluate_split(
     loss = (sums[0] / sums[1]).item()
     result = {"loss": loss} | (metrics.compute() if num_labels else {"perplexity": math.exp(min(loss, 700.0))})
     return result | {"rows": rows}
+
+
+def scores_of_rows(logits: torch.Tensor, labels: torch.Tensor, task: str) -> tuple[torch.Tensor, ...]:
+    """What metrics are made of: each row's loss and targets, see :func:`loss_of_rows`, and its class if it has one.
+
+    Returns:
+        float32 [B, 2], and for classification int64 [B].
+    """
+    losses = loss_of_rows(logits, labels, task)
+    return (losses, logits.argmax(-1)) if task == "classification" else (losses,)
 
 
 def larger_is_better(metric: str) -> bool:

@@ -5,7 +5,7 @@ and those built on it for several); this frame does the rest, alike for all.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class TrainerFrame:
         if self.device.type == "cpu" and not config.model.torch_compile:
             on_cpu.keep_freed_memory()
             on_cpu.cheaper_dropout(self.model)
-        self.model.to(self.device)
+        self.model = self.take_part(self.model).to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.wrapped: nn.Module = self.model
         self.prepare()
@@ -95,11 +95,11 @@ class TrainerFrame:
         run = self.config.run
         rows, rest = run.batch_size, 0
         if run.split_batches:
-            rows, rest = divmod(run.batch_size, self.num_processes)
+            rows, rest = divmod(run.batch_size, self.data_ranks)
         if rest or not rows:
-            raise ConfigError(f"batch_size {run.batch_size} cannot be split over {self.num_processes} processes",
-                              f"use a multiple of {self.num_processes}")
-        return GlobalBatchSampler(self.data.splits["train"]["length"][:], rows, self.num_processes,
+            raise ConfigError(f"batch_size {run.batch_size} cannot be split over {self.data_ranks} processes",
+                              f"use a multiple of {self.data_ranks}")
+        return GlobalBatchSampler(self.data.splits["train"]["length"][:], rows, self.data_ranks,
                                   run.gradient_accumulation_steps, run.seed, self.config.data.group_by_length)
 
     # What each trainer says for itself.
@@ -107,6 +107,22 @@ class TrainerFrame:
     def connect(self) -> None:
         """Set rank, num_processes, is_main and device."""
         raise NotImplementedError
+
+    @property
+    def data_ranks(self) -> int:
+        """How many share the rows of a global batch: all processes, but where several work on the same rows."""
+        return self.num_processes
+
+    def take_part(self, model: nn.Module) -> nn.Module:
+        """The part of the model that this process trains: all of it, but in a pipeline."""
+        return model
+
+    scores: Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
+    """In evaluation, what to call in the model's place; see :func:`evaluate_split`."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """What else belongs into the run's summary."""
+        return {}
 
     def prepare(self) -> None:
         """Wrap model, optimizer and loaders as the engine wants them."""
@@ -266,7 +282,8 @@ class TrainerFrame:
         """Metrics over every row of a split, the same on every process."""
         with evaluating(self.wrapped):
             return evaluate_split(self.wrapped, self.eval_loaders[split], self.task, self.num_labels,
-                                  device=self.device, precision=self.autocast(), gather=self.gather)
+                                  device=self.device, precision=self.autocast(), gather=self.gather,
+                                  scores=self.scores)
 
     def validate(self) -> None:
         """Evaluate on the validation split, and keep the weights where they are the best so far."""

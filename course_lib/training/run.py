@@ -17,8 +17,10 @@ from course_lib.training import baselines, launchfiles, outputs
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks import Callback
+from course_lib.training.pipelined import PipelineTrainer
 
-TRAINERS: dict[str, type[BasicTrainer]] = {"basic": BasicTrainer, "accelerated": AcceleratedTrainer}
+TRAINERS: dict[str, type[BasicTrainer]] = {"basic": BasicTrainer, "accelerated": AcceleratedTrainer,
+                                           "pipeline": PipelineTrainer}
 
 
 def build_trainer(config: Config, callbacks: Iterable[Callback] = ()) -> tuple[BasicTrainer, TextData]:
@@ -72,6 +74,7 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
             "seconds": round(state.seconds, 3), "final_loss": state.last_loss,
             "global_batch_size": trainer.sampler.global_batch_size, "phases": dict(trainer.phases.seconds)},
         "memory": {"peak_bytes": memory},
+        **trainer.describe(),
         "seconds": {"until_training": round(ready - started, 3), "total": round(time.perf_counter() - started, 3)},
         "versions": {name: machine.version(name) for name in machine.ENGINES},
         "git_revision": outputs.git_revision(),

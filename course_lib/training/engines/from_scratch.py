@@ -66,6 +66,7 @@ class ScratchSharded(PieceEngine):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember()
+        self.remember_order()
         self.wrapped = self.make(model, optimizer)
 
     def step(self, max_norm: float) -> torch.Tensor:

@@ -29,6 +29,9 @@ class PieceEngine(Engine):
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.buffer_names = [name for name in self.state_shapes
                              if name not in self.names.values() and name not in self.ties]
+
+    def remember_order(self) -> None:
+        """Keep the order in which the optimizer has the parameters, before it is repointed."""
         self.trained_names = [self.names[p] for group in self.optimizer.param_groups for p in group["params"]]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -107,6 +107,7 @@ class DeepSpeedZero(PieceEngine):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember()
+        self.remember_order()
         self.wrapped, wrapper = self.accelerator.prepare(model, optimizer)
         self.zero = wrapper.optimizer
         self.optimizer = self.zero.optimizer

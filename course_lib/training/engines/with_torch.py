@@ -28,6 +28,7 @@ class TorchZero1(PieceEngine):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer  # type: ignore[assignment]
         self.remember()
+        self.remember_order()
         groups = [{key: value for key, value in group.items() if key != "initial_lr"}
                   for group in optimizer.param_groups]
         known = inspect.signature(type(optimizer)).parameters  # defaults hold more than the class takes
@@ -66,6 +67,7 @@ class TorchFSDP(PieceEngine):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember()
+        self.remember_order()
         group_size, mesh = self.config.parallel.shard_group_size, None
         if group_size:
             if dist.get_world_size() % group_size:
@@ -130,6 +132,7 @@ class AccelerateFSDP(TorchFSDP):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember()
+        self.remember_order()
         plugin = self.accelerator.state.fsdp_plugin
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model).values()})
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)

@@ -1,0 +1,305 @@
+"""Cut a Hugging Face model into pipeline stages.
+
+A stage is the model itself, in which everything that other stages hold has been replaced: blocks by modules that let
+the hidden states pass, the embedding by one that returns what the stage before sent. Hugging Face's own forward then
+makes the masks, the positions and the head's choice of token, on each stage from the same batch; parameters keep
+their names; and nothing here depends on what a block does inside.
+"""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.errors import ConfigError, nearest
+from course_lib.modeling import balance
+from course_lib.parallel.units import blocks
+
+EMBEDDINGS, HEAD = "embeddings", "head"
+"""The first and the last unit of a model; the blocks are between them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which parts of a base model, by name, come before and after its blocks.
+
+    Attributes:
+        embedding: takes the token ids; on later stages it returns what the stage before sent.
+        added: what it returns is added to the embedding's.
+        front: what else comes before the blocks.
+        back: what comes after them.
+    """
+
+    embedding: str
+    added: tuple[str, ...] = ()
+    front: tuple[str, ...] = ()
+    back: tuple[str, ...] = ()
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "bert": Layout("embeddings", back=("pooler",)),
+    "roberta": Layout("embeddings", back=("pooler",)),
+    "distilbert": Layout("embeddings"),
+    "gpt2": Layout("wte", added=("wpe",), front=("drop",), back=("ln_f",)),
+    "opt": Layout("decoder.embed_tokens", added=("decoder.embed_positions",), front=("decoder.project_in",),
+                  back=("decoder.final_layer_norm", "decoder.project_out")),
+    "llama": Layout("embed_tokens", back=("norm",)),
+}
+"""By model type."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where a model is cut.
+
+    Attributes:
+        units: ``embeddings``, the names of the blocks, ``head``.
+        cuts: the first unit of each stage but the first, by number.
+        costs: of each unit, in ``measure``; parameters where none were asked for.
+        measure: ``parameters``, ``flops`` or ``seconds``.
+    """
+
+    units: tuple[str, ...]
+    cuts: tuple[int, ...]
+    costs: tuple[float, ...]
+    measure: str
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
+
+    def units_of(self, stage: int) -> tuple[str, ...]:
+        first, end = [0, *self.cuts, len(self.units)][stage : stage + 2]
+        return self.units[first:end]
+
+    @property
+    def stage_costs(self) -> tuple[float, ...]:
+        cost = dict(zip(self.units, self.costs, strict=True))
+        return tuple(sum(cost[unit] for unit in self.units_of(stage)) for stage in range(self.stages))
+
+    @property
+    def excess(self) -> float:
+        """How much more the dearest stage costs than the mean: 0 is even, and a pipeline is as slow as that stage."""
+        return max(self.stage_costs) * self.stages / sum(self.stage_costs) - 1
+
+    def __str__(self) -> str:
+        total = sum(self.costs)
+        lines = [f"stage {stage}: {units[0]}{f' to {units[-1]}' if len(units) > 1 else ''}, {cost / total:.1%} of "
+                 f"{self.measure}" for stage, cost in enumerate(self.stage_costs) for units in [self.units_of(stage)]]
+        return "\n".join([*lines, f"the dearest stage has {self.excess:.1%} more than the mean"])
+
+
+def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int = 128) -> Split:
+    """Cut a model so that the dearest stage costs least; embeddings and head count too.
+
+    Args:
+        by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the CPU.
+        length: tokens of the sequence that flops and seconds are found with, or as many as the model can place.
+    Raises:
+        ConfigError: a model that cannot be cut, or not into so many stages.
+    """
+    layout, names = _layout(model), list(blocks(model))
+    prefix, length = model.base_model_prefix, min(length, _positions(model))
+    if by == "parameters":
+        costs = _parameters(model)
+    elif by == "flops":
+        front = [f"{prefix}.{name}" for name in (layout.embedding, *layout.added, *layout.front)]
+        costs = balance.count_flops(model, front, names, length)
+    elif by == "seconds":
+        costs = balance.measure_seconds(model, names, length)
+    else:
+        raise ConfigError(f"cannot balance by `{by}`", "choose from flops, parameters, seconds")
+    return Split((EMBEDDINGS, *names, HEAD), balance.deal_out(costs, stages), tuple(costs), by)
+
+
+def split_at(model: nn.Module, spec: Mapping[str, str]) -> Split:
+    """Cut a model at named blocks.
+
+    Args:
+        spec: by a block's name, ``beginning`` to cut before it or ``end`` to cut after it, as in
+            ``{"transformer.h.5": "end"}``.
+    Raises:
+        ConfigError: a model that cannot be cut; a name that is no block's, another word, one place twice.
+    """
+    _layout(model)
+    names = list(blocks(model))
+    cuts: dict[int, str] = {}
+    for name, where in spec.items():
+        if where not in ("beginning", "end"):
+            raise ConfigError(f"the split at {name} is `{where}`", "choose from `beginning`, `end`")
+        if name not in names:
+            raise ConfigError(*_no_block(model, name, names))
+        place = names.index(name) + (1 if where == "beginning" else 2)
+        if place in cuts:
+            raise ConfigError(f"the splits at {cuts[place]} and {name} are in one place", "leave one of them out")
+        cuts[place] = name
+    return Split((EMBEDDINGS, *names, HEAD), tuple(sorted(cuts)), tuple(_parameters(model)), "parameters")
+
+
+def parse_spec(text: str) -> dict[str, str]:
+    """A split spec from ``transformer.h.5:end,transformer.h.8:beginning``, or from a JSON object.
+
+    Raises:
+        ConfigError: neither of the two.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            spec = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"split_spec is no JSON ({error})", 'write {"transformer.h.5": "end"}') from None
+        return {str(name): str(where) for name, where in spec.items()}
+    pairs = [part.strip().rpartition(":") for part in text.split(",") if part.strip()]
+    for name, colon, where in pairs:
+        if not (name and colon and where):
+            raise ConfigError(f"split_spec has `{name or where}`, and a place is BLOCK:end or BLOCK:beginning",
+                              "write transformer.h.5:end,transformer.h.8:beginning")
+    return {name.strip(): where.strip() for name, _, where in pairs}
+
+
+class Stage(nn.Module):
+    """One stage; the first takes ``**batch``, the others what the stage before returned, and ``**batch``.
+
+    All of them are given the batch's ``input_ids`` and ``attention_mask``; see :func:`cut`.
+
+    Attributes:
+        model: the model with only this stage's parameters, under the model's own names.
+    """
+
+    def __init__(self, model: nn.Module, first: bool, last: bool, received: "Received"):
+        super().__init__()
+        self.model, self.first, self.last = model, first, last
+        self._received = [received]  # in a list: it is a part of the model, not of this module
+        self._options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+    def forward(self, *received: Tensor, **batch: Tensor) -> Tensor:
+        """Hidden states [B, L, H]; of the last stage the logits, as the model's."""
+        if not self.first:
+            (self._received[0].hidden,) = received
+            batch.pop("token_type_ids", None)  # they belong to the embeddings
+        try:
+            if self.last:
+                return self.model(**batch, **self._options).logits
+            base: Any = self.model.base_model
+            return base(**batch, **self._options).last_hidden_state
+        finally:
+            self._received[0].hidden = None
+
+
+class Received(nn.Module):
+    """In the place of the embeddings: what the stage before sent."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        assert self.hidden is not None
+        return self.hidden
+
+
+class Nothing(nn.Module):
+    """In the place of what was added to the embeddings on the first stage."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(())
+
+
+class Through(nn.Module):
+    """In the place of what another stage does."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden
+
+
+def cut(model: nn.Module, split: Split, stages: Iterable[int]) -> dict[int, Stage]:
+    """Some stages of a model, by number; they share its parameters, and keep those of no other stage alive.
+
+    Where a weight is tied between stages, as an embedding and an output head are, stages of one process share it;
+    those of different processes have a copy each: see :func:`shared_weights`.
+
+    Args:
+        model: for a task, with a head; left as it is.
+        split: of this model.
+        stages: which of them.
+    Raises:
+        ConfigError: a model that cannot be cut.
+    """
+    return {stage: _stage(model, split.units_of(stage)) for stage in stages}
+
+
+def _stage(model: nn.Module, units: Sequence[str]) -> Stage:
+    layout, prefix = _layout(model), f"{model.base_model_prefix}."
+    first, last = EMBEDDINGS in units, HEAD in units
+    received = Received()
+    replaced: dict[str, nn.Module] = {name: Through() for name in blocks(model) if name not in units}
+    if not first:
+        replaced[prefix + layout.embedding] = received
+        replaced |= {prefix + name: Nothing() for name in layout.added}
+        replaced |= {prefix + name: Through() for name in layout.front}
+    if not last:
+        replaced |= {prefix + name: Through() for name in layout.back}
+        replaced |= {name: Through() for name, _ in model.named_children() if f"{name}." != prefix}
+    return Stage(_twin(model, replaced), first, last, received)
+
+
+def _twin(module: nn.Module, replaced: Mapping[str, nn.Module], name: str = "") -> nn.Module:
+    """The module with some of its parts replaced; the other parts are the module's own."""
+    twin = copy.copy(module)
+    twin._modules = {}
+    for key, child in module._modules.items():
+        path = f"{name}.{key}" if name else key
+        if child is not None and any(other.startswith(f"{path}.") for other in replaced):
+            twin._modules[key] = _twin(child, replaced, path)
+        else:
+            twin._modules[key] = replaced.get(path, child) if child is not None else None
+    return twin
+
+
+def shared_weights(model: nn.Module, split: Split) -> tuple[dict[int, str], ...]:
+    """Parameters that several stages hold: for each, its name in the stage (:class:`Stage`), by stage."""
+    holders: dict[nn.Parameter, dict[int, str]] = {}
+    for stage, part in cut(model, split, range(split.stages)).items():
+        for name, parameter in part.named_parameters():
+            holders.setdefault(parameter, {})[stage] = name
+    return tuple(names for names in holders.values() if len(names) > 1)
+
+
+def _parameters(model: nn.Module) -> list[float]:
+    """Elements that each unit holds, as a stage of its own."""
+    units = (EMBEDDINGS, *blocks(model), HEAD)
+    return [float(sum(each.numel() for each in _stage(model, [unit]).parameters())) for unit in units]
+
+
+def _positions(model: nn.Module) -> int:
+    """How many tokens a model can place; RoBERTa counts positions from the one after the padding token's."""
+    config: Any = model.config
+    return config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
+
+
+def _layout(model: nn.Module) -> Layout:
+    """The layout of a model.
+
+    Raises:
+        ConfigError: a model of another type, or one without a head.
+    """
+    name, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(kind, str) or kind not in LAYOUTS:
+        raise ConfigError(f"{name} cannot be cut into stages: only {', '.join(LAYOUTS)} can",
+                          "use one of them, or write its stages as modules by hand")
+    if model.base_model is model:
+        raise ConfigError(f"{name} cannot be cut into stages: it has no head", "use the model for a task")
+    return LAYOUTS[kind]
+
+
+def _no_block(model: nn.Module, name: str, names: Sequence[str]) -> tuple[str, str]:
+    """Why a model cannot be cut at a name, and what to do."""
+    kind = type(model).__name__
+    around = next((block for block in names if name.startswith(f"{block}.")), None)
+    if around:
+        return f"{kind} cannot be cut at {name}: it lies within {around}", f"cut at {around}, before or after it"
+    if name in dict(model.named_modules()):
+        return (f"{kind} cannot be cut at {name}: it is no block",
+                f"cut at {names[0]} (beginning) to {names[-1]} (end)")
+    return f"{kind} has no module {name}", nearest(name, names) or f"its blocks are {names[0]} to {names[-1]}"

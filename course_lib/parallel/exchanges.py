@@ -1,0 +1,138 @@
+"""The exchanges of tensor and sequence parallelism: collectives that autograd knows, in conjugate pairs.
+
+A layer's region of split work lies between two exchanges. Each is an autograd function whose backward is the other's
+forward, its conjugate:
+
+============== =============== =============== ==================================================================
+exchange       forward         backward        stands where
+============== =============== =============== ==================================================================
+copy           nothing         all-reduce      the same tensor enters the region on every rank (f in Megatron-LM)
+reduce         all-reduce      nothing         partial sums leave the region (g)
+scatter        own slice       all-gather      a replicated tensor becomes slices
+gather         all-gather      own slice       slices become a replicated tensor
+all_gather     all-gather      reduce-scatter  slices of the sequence enter the region (g of sequence parallelism)
+reduce_scatter reduce-scatter  all-gather      partial sums leave it as slices of the sequence
+============== =============== =============== ==================================================================
+
+Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.errors import ConfigError
+
+Group: TypeAlias = dist.ProcessGroup | None
+SEQUENCE = 1
+"""Dimension of the tokens in a hidden state of shape (rows, tokens, width)."""
+PAD_SEQUENCES = "pad the sequences to a multiple of the ranks, as a collator does with pad_to_multiple_of"
+
+
+# --- What moves: plain collectives, out of place, along any dimension ---
+
+def _nothing(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _all_reduce(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def gathered(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """All ranks' tensors, which have one shape, put together along ``dim``, on every rank; autograd sees nothing."""
+    ranks = dist.get_world_size(group)
+    stacked = tensor.new_empty(ranks * len(tensor), *tensor.shape[1:])  # along the first dimension, as c10d has it
+    dist.all_gather_single(stacked, tensor.contiguous(), group=group)
+    return torch.cat(stacked.chunk(ranks), dim)
+
+
+def _own_slice(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    return _slices(tensor, group, dim)[dist.get_rank(group)].contiguous()
+
+
+def _reduce_scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    slices = _slices(tensor, group, dim)
+    own = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter_single(own, torch.cat(slices), group=group)
+    return own
+
+
+def _slices(tensor: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:
+    ranks = dist.get_world_size(group)
+    check_divides(f"dimension {dim} of a {tuple(tensor.shape)} tensor", tensor.shape[dim], ranks, PAD_SEQUENCES)
+    return tensor.chunk(ranks, dim)
+
+
+def check_divides(what: str, size: int, ranks: int, instead: str) -> None:
+    """Refuse a size that the ranks cannot share evenly.
+
+    Raises:
+        ConfigError: it is not a multiple of the number of ranks.
+    """
+    if size % ranks:
+        raise ConfigError(f"{what} is {size}, which {ranks} tensor-parallel ranks cannot share evenly", instead)
+
+
+# --- The exchanges: a collective forward, its conjugate backward ---
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Callable, backward: Callable, group: Group, dim: int) -> Tensor:
+        ctx.conjugate, ctx.group, ctx.dim = backward, group, dim
+        return forward(tensor, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
+        return ctx.conjugate(gradient, ctx.group, ctx.dim), None, None, None, None
+
+
+def copy(tensor: Tensor, group: Group = None) -> Tensor:
+    """Forward nothing, backward all-reduce: each rank's part of the work brings a part of the gradient."""
+    return _Exchange.apply(tensor, _nothing, _all_reduce, group, 0)
+
+
+def reduce(tensor: Tensor, group: Group = None) -> Tensor:
+    """Forward all-reduce, backward nothing: the sum's gradient is each summand's."""
+    return _Exchange.apply(tensor, _all_reduce, _nothing, group, 0)
+
+
+def scatter(tensor: Tensor, group: Group = None, dim: int = -1) -> Tensor:
+    """Forward this rank's slice along ``dim``, backward all-gather.
+
+    Raises:
+        ConfigError: the dimension does not divide by the number of ranks.
+    """
+    return _Exchange.apply(tensor, _own_slice, gathered, group, dim)
+
+
+def gather(tensor: Tensor, group: Group = None, dim: int = -1) -> Tensor:
+    """Forward all-gather along ``dim``, backward this rank's slice: what follows is the same on every rank."""
+    return _Exchange.apply(tensor, gathered, _own_slice, group, dim)
+
+
+def all_gather(tensor: Tensor, group: Group = None, dim: int = SEQUENCE) -> Tensor:
+    """Forward all-gather along ``dim``, backward reduce-scatter: what follows is another part of work on each rank."""
+    return _Exchange.apply(tensor, gathered, _reduce_scatter, group, dim)
+
+
+def reduce_scatter(tensor: Tensor, group: Group = None, dim: int = SEQUENCE) -> Tensor:
+    """Forward reduce-scatter along ``dim``, backward all-gather.
+
+    Raises:
+        ConfigError: the dimension does not divide by the number of ranks.
+    """
+    return _Exchange.apply(tensor, _reduce_scatter, gathered, group, dim)
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
+    """All-reduce the parameters' gradients in each backward, before they are accumulated."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: _all_reduce(gradient, group, 0))

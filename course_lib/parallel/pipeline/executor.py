@@ -1,0 +1,253 @@
+"""Run a table: each rank walks its row, and what the row says is what happens.
+
+The executor knows no schedule. It knows seven words: F, B, I, W, send, receive, and in what order they come is the
+table's affair.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from course_lib.errors import ConfigError
+from course_lib.parallel.pipeline.actions import COMPUTE, SEND_B, SEND_F, Action, B, F, I, Schedule
+from course_lib.parallel.pipeline.backward import SplitBackward
+from course_lib.parallel.pipeline.mail import Forms, Mail, Tensors
+from course_lib.parallel.pipeline.passes import lower, without_communication
+from course_lib.parallel.pipeline.simulate import Span
+from course_lib.parallel.pipeline.validate import check
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""From the last stage's output and the targets of a micro-batch to a scalar."""
+
+
+@dataclass
+class Pass:
+    """What one rank did in one pass over its row.
+
+    Attributes:
+        losses: of each micro-batch, detached scalars, on the rank of the last stage; else empty.
+        outputs: of the last stage for each micro-batch, detached, if they were to be kept; else empty.
+        spans: of the rank's computations, in seconds on ``time.perf_counter``'s clock, without the wait for input.
+        peak: the most micro-batches whose activations the rank held at once, counted for each of its stages.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    peak: int = 0
+
+
+@dataclass
+class _Activations:
+    """What a stage holds of a micro-batch from its forward to the end of its backward.
+
+    The outputs themselves are gone when they have been sent: autograd needs only the edges of its graph.
+    """
+
+    inputs: Tensors
+    outputs: tuple[GradientEdge, ...]
+    gradients: Tensors = ()  # of the loss with respect to itself; else they come from the next stage
+    split: SplitBackward | None = None
+
+
+class PipelineExecutor:
+    """Runs a table on this rank's stages.
+
+    A stage is a module that takes what the stage before it returned, a tensor or a tuple of tensors; the first one
+    takes the inputs of the batch. Each stage gets all extras besides, by name. Gradients add up in ``.grad`` over
+    micro-batches and steps, as in one process.
+
+    ```python
+    executor = PipelineExecutor(make("1f1b", ranks=2, microbatches=4), {rank: stage}, cross_entropy)
+    done = executor.step(x, targets=y)
+    optimizer.step()
+    ```
+
+    Args:
+        schedule: the table, with or without its sends and receives; it is proved first.
+        stages: the stages that live on this rank, by number.
+        loss_function: of the last stage's output (its first tensor) and targets.
+        group: whose rank r runs row r; the default group by default.
+        device: of the stages.
+    Raises:
+        ConfigError: a table that cannot run, or other stages than the table has for this rank.
+    """
+
+    def __init__(self, schedule: Schedule, stages: Mapping[int, nn.Module], loss_function: LossFunction,
+                 group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
+        check(schedule)
+        self.rank = dist.get_rank(group)
+        if dist.get_world_size(group) != schedule.ranks:
+            raise ConfigError(f"{schedule.name} is a table for {schedule.ranks} ranks, "
+                              f"and there are {dist.get_world_size(group)}", "make it for as many as there are")
+        if tuple(sorted(stages)) != schedule.stages_of(self.rank):
+            raise ConfigError(f"rank {self.rank} was given stages {sorted(stages)}, and {schedule.name} has "
+                              f"{list(schedule.stages_of(self.rank))} there", "give each rank the stages of its row")
+        self.table = schedule if schedule.lowered else lower(schedule)
+        self.stages, self.loss_function, self.group = dict(stages), loss_function, group
+        self.device = torch.device(device)
+        self.forms: Forms = {}
+        self._forward_tables: dict[int, Schedule] = {}
+
+    def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
+             keep_outputs: bool = False, **extras: Tensor) -> Pass:
+        """Forward and backward of one batch; a collective call.
+
+        Every rank is given the same batch, cut into micro-batches along the first dimension; it uses what its stages
+        need of it.
+
+        Args:
+            *inputs: of the first stage.
+            targets: of the loss function.
+            scale: what the loss of a micro-batch counts in the gradients; by default 1 / micro-batches, so that they
+                are those of the mean. With a loss that is a sum over targets: 1 / the batch's number of targets.
+            keep_outputs: return the last stage's outputs.
+            **extras: by name, for every stage.
+        Raises:
+            ConfigError: fewer rows than micro-batches.
+        """
+        if scale is None:
+            scale = 1 / self.table.microbatches
+        with torch.enable_grad():
+            return _Run(self, self.table, inputs, targets, extras, scale, keep_outputs).walk()
+
+    def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, **extras: Tensor) -> Pass:
+        """The table's forwards alone, without gradients; a collective call.
+
+        Like :meth:`step`, but a batch may have fewer rows than the table has micro-batches. Outputs are kept; losses
+        come where there are targets.
+        """
+        rows = _rows(inputs, extras)
+        microbatches = min(rows, self.table.microbatches)
+        if microbatches not in self._forward_tables:
+            self._forward_tables[microbatches] = _forwards(self.table, microbatches)
+        table = self._forward_tables[microbatches]
+        with torch.no_grad():
+            return _Run(self, table, inputs, targets, extras, 1.0, keep_outputs=True).walk()
+
+
+class _Run:
+    """One pass of an executor over its row."""
+
+    def __init__(self, executor: PipelineExecutor, table: Schedule, inputs: Sequence[Tensor], targets: Tensor | None,
+                 extras: Mapping[str, Tensor], scale: float | Tensor, keep_outputs: bool):
+        self.executor, self.table, self.scale, self.keep_outputs = executor, table, scale, keep_outputs
+        rows, parts = _rows(inputs, extras), table.microbatches
+        if rows < parts:
+            raise ConfigError(f"a batch of {rows} rows for {parts} micro-batches",
+                              "take fewer micro-batches, or a larger batch")
+        self.inputs = list(zip(*(each.tensor_split(parts) for each in inputs), strict=True)) or [()] * parts
+        self.extras = [dict(zip(extras, values, strict=True)) for values in
+                       zip(*(each.tensor_split(parts) for each in extras.values()), strict=True)] or [{}] * parts
+        self.targets = [None] * parts if targets is None else targets.tensor_split(parts)
+        kinds = [(torch.is_grad_enabled(), *((each.shape, each.dtype) for each in (*some, *others.values())))
+                 for some, others in zip(self.inputs, self.extras, strict=True)]
+        self.mail = Mail(table, executor.group, executor.device, executor.forms, kinds)
+        self.held: dict[tuple[int, int], _Activations] = {}
+        self.done = Pass()
+
+    def walk(self) -> Pass:
+        """Do what the row says, from its first action to its last."""
+        for action in self.table.rows[self.executor.rank]:
+            if action.kind in COMPUTE:
+                self.compute(action)
+            elif action.kind in (SEND_F, SEND_B):
+                self.mail.send(action)
+            else:
+                self.mail.receive(action)
+        self.mail.close()
+        return self.done
+
+    def compute(self, action: Action) -> None:
+        """One of the four words: take what it needs, compute, hand over what comes of it."""
+        stage, kind, microbatch = action
+        given = self.mail.take(action) if self.table.source(action) else ()
+        start = time.perf_counter()
+        if kind == F:
+            made = self.forward(stage, microbatch, given)
+        elif kind == B:
+            made = self.backward(stage, microbatch, given)
+        elif kind == I:
+            made = self.backward_input(stage, microbatch, given)
+        else:
+            made = self.backward_weight(stage, microbatch)
+        self.done.spans.append(Span(action, start, time.perf_counter()))
+        if kind == F and stage + 1 < self.table.stages:
+            self.mail.hand_over(Action(stage + 1, F, microbatch), made)
+        elif kind in (B, I) and stage > 0:
+            self.mail.hand_over(Action(stage - 1, B, microbatch), made)
+
+    def forward(self, stage: int, microbatch: int, given: Tensors) -> Tensors:
+        """Phase F: the outputs; held are the inputs, as leaves of a graph of the stage's own."""
+        inputs = tuple(each.detach().requires_grad_(each.requires_grad) for each in given or self.inputs[microbatch])
+        result = self.executor.stages[stage](*inputs, **self.extras[microbatch])
+        outputs = result if isinstance(result, tuple) else (result,)
+        gradients: Tensors = ()
+        roots = outputs
+        if stage + 1 == self.table.stages:
+            roots, gradients = self.loss(outputs, microbatch)
+        if torch.is_grad_enabled():
+            edges = tuple(get_gradient_edge(each) for each in roots if each.requires_grad)
+            wanted = tuple(each for each in inputs if each.requires_grad)
+            self.held[stage, microbatch] = _Activations(wanted, edges, gradients)
+            self.done.peak = max(self.done.peak, len(self.held))
+        return outputs
+
+    def loss(self, outputs: Tensors, microbatch: int) -> tuple[Tensors, Tensors]:
+        """The loss of a micro-batch, and what it counts in the gradients; neither where nothing is to be scored."""
+        if self.keep_outputs:
+            self.done.outputs.append(outputs[0].detach())
+        target = self.targets[microbatch]
+        if target is None:
+            return (), ()
+        loss = self.executor.loss_function(outputs[0], target)
+        self.done.losses.append(loss.detach())
+        return (loss,), (torch.as_tensor(self.scale, dtype=loss.dtype, device=loss.device),)
+
+    def backward(self, stage: int, microbatch: int, given: Tensors) -> Tensors:
+        """Phase B: the gradients of the inputs; those of the weights are added up in their ``.grad``."""
+        held = self.held.pop((stage, microbatch))
+        if held.outputs:
+            torch.autograd.backward(held.outputs, held.gradients or given)
+        return _gradients(held.inputs, [each.grad for each in held.inputs])
+
+    def backward_input(self, stage: int, microbatch: int, given: Tensors) -> Tensors:
+        """Phase I: the gradients of the inputs alone."""
+        held = self.held[stage, microbatch]
+        held.split = SplitBackward(held.outputs, held.inputs)
+        return _gradients(held.inputs, held.split.input(held.gradients or given))
+
+    def backward_weight(self, stage: int, microbatch: int) -> Tensors:
+        """Phase W: the gradients of the weights, from what phase I left; nothing to hand over."""
+        held = self.held.pop((stage, microbatch))
+        assert held.split is not None  # the validator: I comes before W
+        held.split.weight()
+        return ()
+
+
+def _gradients(inputs: Tensors, found: Sequence[Tensor | None]) -> Tensors:
+    """Gradients for the stage before, which waits for one of each tensor that it gave: zeros where it was not used."""
+    return tuple(torch.zeros_like(each) if gradient is None else gradient
+                 for each, gradient in zip(inputs, found, strict=True))
+
+
+def _rows(inputs: Sequence[Tensor], extras: Mapping[str, Tensor]) -> int:
+    """Rows of a batch."""
+    sizes = {len(each) for each in (*inputs, *extras.values())}
+    if len(sizes) != 1:
+        raise ConfigError(f"a batch of tensors of {sorted(sizes)} rows" if sizes else "a batch without tensors",
+                          "give every rank the whole batch, all tensors with the same number of rows")
+    return sizes.pop()
+
+
+def _forwards(table: Schedule, microbatches: int) -> Schedule:
+    """The forwards of the first micro-batches, in the order of the table."""
+    bare = without_communication(table)
+    rows = tuple(tuple(action for action in row if action.kind == F and action.microbatch < microbatches)
+                 for row in bare.rows)
+    return lower(replace(bare, rows=rows, microbatches=microbatches))

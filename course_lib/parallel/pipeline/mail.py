@@ -1,0 +1,140 @@
+"""What a rank of a pipeline hands to other ranks, and to other stages of its own, during one pass over a table."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.parallel.pipeline.actions import RECV_F, SEND_F, Action, B, I, Schedule
+from course_lib.parallel.pipeline.passes import partner
+
+Tensors = tuple[Tensor, ...]
+
+
+class Form(NamedTuple):
+    """What a tensor looks like, so that a rank can make room for it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Form":
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+Forms = dict[tuple, tuple[Form, ...]]
+"""What a stage's outputs look like, by stage and kind of micro-batch."""
+
+
+class Mail:
+    """The letters of one pass: each is what a forward or backward of one stage gives to that of the next.
+
+    A letter bears the name of the action that will use it; a letter for ``2I0`` is addressed to ``2B0``. The first
+    time that a stage's outputs have a new form, the sender tells it ahead of them; gradients that come back look alike.
+
+    Args:
+        table: with its sends and receives.
+        group: whose ranks are those of the table.
+        device: where tensors are received.
+        forms: what is known from earlier passes; grows.
+        kinds: of each micro-batch; those of one kind have letters of one form, and all ranks know the kinds.
+    """
+
+    def __init__(self, table: Schedule, group: dist.ProcessGroup | None, device: torch.device, forms: Forms,
+                 kinds: Sequence[Any]):
+        self.table, self.group, self.device, self.forms, self.kinds = table, group, device, forms, kinds
+        self._letters: dict[Action, Tensors] = {}
+        self._posted: dict[Action, list[dist.Work]] = {}
+        self._sent: list[tuple[Action, list[dist.Work], Tensors]] = []
+        self._place = {_address(action): place for row in table.rows for place, action in enumerate(row)}
+
+    def hand_over(self, user: Action, tensors: Tensors) -> None:
+        """Put a letter where its user will take it, or where a send will."""
+        self._letters[_address(user)] = tensors
+
+    def send(self, action: Action) -> None:
+        """Send a letter and go on."""
+        letter = self._letters.pop(_user(action))
+        peer = self._peer(action)
+        key = action.stage, self.kinds[action.microbatch]
+        if action.kind == SEND_F and key not in self.forms:
+            self.forms[key] = tuple(map(Form.of, letter))
+            dist.send_object_list([self.forms[key]], group=self.group, group_dst=peer, device=self.device)
+        tensors = tuple(tensor.detach().contiguous() for tensor in letter)
+        works = [_begun(dist.isend(tensor, group=self.group, group_dst=peer)) for tensor in tensors]
+        self._sent.append((_user(action), works, tensors))
+
+    def receive(self, action: Action) -> None:
+        """Make room for a letter, ask for it and go on."""
+        peer = self._peer(action)
+        forward = action.kind == RECV_F
+        key = action.stage - forward, self.kinds[action.microbatch]
+        if key not in self.forms:
+            told: list[Any] = [None]
+            dist.recv_object_list(told, group=self.group, group_src=peer, device=self.device)
+            self.forms[key] = told[0]
+        tensors = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device)
+                        for form in self.forms[key] if forward or form.requires_grad)
+        self._posted[_user(action)] = [_begun(dist.irecv(tensor, group=self.group, group_src=peer))
+                                       for tensor in tensors]
+        if forward:
+            for tensor, form in zip(tensors, self.forms[key], strict=True):
+                tensor.requires_grad_(form.requires_grad)
+        self._letters[_user(action)] = tensors
+
+    def take(self, user: Action) -> Tensors:
+        """A letter, as soon as it is there."""
+        user = _address(user)
+        if user in self._posted:
+            for work in self._posted.pop(user):
+                work.wait()
+            self._release(user)
+        return self._letters.pop(user)
+
+    def close(self) -> None:
+        """Wait until everything that was sent has been received."""
+        for _, works, _ in self._sent:
+            for work in works:
+                work.wait()
+
+    def _release(self, received: Action) -> None:
+        """Free what the sender of a letter had certainly used before it wrote: its row says so.
+
+        Otherwise every output that was sent would stay alive to the end of the pass.
+        """
+        sender = self.table.stage_ranks[partner(_message(received)).stage]
+        written = self._place[partner(_message(received))]
+        kept = []
+        for user, works, tensors in self._sent:
+            if self.table.stage_ranks[user.stage] == sender and self._place[user] < written:
+                for work in works:
+                    work.wait()
+            else:
+                kept.append((user, works, tensors))
+        self._sent = kept
+
+    def _peer(self, message: Action) -> int:
+        return self.table.stage_ranks[partner(message).stage]
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # torch gives None to a rank that is not in the group
+    return work
+
+
+def _address(action: Action) -> Action:
+    return action._replace(kind=B) if action.kind == I else action
+
+
+def _user(message: Action) -> Action:
+    """Who will use what is sent or received."""
+    receive = message if message.kind.startswith("RECV") else partner(message)
+    return receive._replace(kind=receive.kind[-1])
+
+
+def _message(user: Action) -> Action:
+    """The receive that brings a user's letter."""
+    return user._replace(kind=f"RECV_{user.kind}")

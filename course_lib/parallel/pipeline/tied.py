@@ -1,0 +1,36 @@
+"""Weights that two stages share, such as an embedding that is the output head too."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[int, nn.Module],
+                         stage_ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+    """Add up the gradients of each shared weight over the ranks that hold a copy; a collective call.
+
+    To be called once before the optimizer's step. The sum is the same to the last bit everywhere, so that copies that
+    began alike stay alike. Stages of one rank share the weight itself, and its gradient is complete among them.
+
+    Args:
+        shared: for each weight, its name in each stage that holds it.
+        stages: of this rank, by number.
+        stage_ranks: the rank of each stage; the table has it.
+        group: whose ranks these are.
+    """
+    rank = dist.get_rank(group)
+    for names in shared:
+        holders = sorted({stage_ranks[stage] for stage in names})
+        if rank not in holders:
+            continue
+        stage = next(stage for stage in names if stage_ranks[stage] == rank)
+        weight = stages[stage].get_parameter(names[stage])
+        own = torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
+        parts = {peer: own if peer == rank else torch.empty_like(own) for peer in holders}
+        exchange = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for peer in holders if peer != rank
+                    for operation, tensor in ((dist.isend, own), (dist.irecv, parts[peer]))]
+        for work in dist.batch_isend_irecv(exchange) if exchange else ():
+            work.wait()
+        weight.grad = torch.stack([parts[peer] for peer in holders]).sum(0)

@@ -1,0 +1,301 @@
+"""Tensor parallelism for whole models: a plan says by name which layer of a block is split, and how.
+
+Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3, figures 3 and 4: attention by heads, the MLP by
+its inner width, embedding and head by the vocabulary.
+"""
+
+import enum
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.errors import ConfigError, ModelError
+from course_lib.parallel.agreement import check_ranks_agree
+from course_lib.parallel.exchanges import SEQUENCE, Group, all_gather, check_divides, copy, gather, scatter
+from course_lib.parallel.tensor import (
+    ANOTHER_SIZE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Split,
+    VocabParallelEmbedding,
+    causal_loss,
+    sequence_parallel_norm,
+)
+
+
+class Role(enum.Enum):
+    """What a module of a block does in tensor parallelism."""
+
+    ENTER = "enter"  # its hidden states go to several column-parallel layers, and pass the exchange once for all
+    COLUMN = "column"
+    QKV = "qkv"  # column-parallel, with query, key and value side by side in one matrix
+    ROW = "row"
+    NORM = "norm"  # works on slices of the sequence with sequence parallelism
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Names of an architecture's modules, and what becomes of them.
+
+    Attributes:
+        blocks: the list of blocks.
+        roles: by name within a block. What is not named stays whole, on every rank.
+        embedding: of the tokens, split by the vocabulary.
+        head: that makes the logits, split likewise; a model may lack it.
+        final_norm: after the last block, if there is one.
+        own_loss: the loss is asked of ``model.loss_function``, and can be replaced by the vocabulary-parallel one.
+        divided: by name within a block, attributes that count heads or columns and are now a rank's share.
+    """
+
+    blocks: str
+    roles: Mapping[str, Role]
+    embedding: str
+    head: str
+    final_norm: str = ""
+    own_loss: bool = True
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def blocks_of(self, module: nn.Module) -> dict[str, nn.Module]:
+        """A model's, or a pipeline stage's, blocks in order, by their full names."""
+        return {name: each for name, each in module.named_modules()
+                if re.fullmatch(rf"(.+\.)?{re.escape(self.blocks)}\.\d+", name)}
+
+    def divide(self, block: nn.Module, ranks: int) -> None:
+        """Set a block's counts to a rank's share."""
+        for each, attributes in self.divided.items():
+            owner = block.get_submodule(each)
+            for attribute in attributes:
+                setattr(owner, attribute, getattr(owner, attribute) // ranks)
+
+
+PLANS: Mapping[str, Plan] = {
+    "gpt2": Plan(
+        blocks="h",
+        roles={"ln_1": Role.NORM, "attn.c_attn": Role.QKV, "attn.c_proj": Role.ROW,
+               "ln_2": Role.NORM, "mlp.c_fc": Role.COLUMN, "mlp.c_proj": Role.ROW},
+        embedding="wte", head="lm_head", final_norm="ln_f", divided={"attn": ("split_size", "num_heads")}),
+    "bert": Plan(
+        blocks="encoder.layer",
+        roles={"attention.self": Role.ENTER, "attention.self.query": Role.COLUMN, "attention.self.key": Role.COLUMN,
+               "attention.self.value": Role.COLUMN, "attention.output.dense": Role.ROW,
+               "attention.output.LayerNorm": Role.NORM, "intermediate.dense": Role.COLUMN, "output.dense": Role.ROW,
+               "output.LayerNorm": Role.NORM},
+        embedding="word_embeddings", head="predictions.decoder", own_loss=False,
+        divided={"attention.self": ("num_attention_heads", "all_head_size")}),
+    "llama": Plan(
+        blocks="layers",
+        roles={"input_layernorm": Role.NORM, "self_attn": Role.ENTER, "self_attn.q_proj": Role.COLUMN,
+               "self_attn.k_proj": Role.COLUMN, "self_attn.v_proj": Role.COLUMN, "self_attn.o_proj": Role.ROW,
+               "post_attention_layernorm": Role.NORM, "mlp": Role.ENTER, "mlp.gate_proj": Role.COLUMN,
+               "mlp.up_proj": Role.COLUMN, "mlp.down_proj": Role.ROW},
+        embedding="embed_tokens", head="lm_head", final_norm="norm"),
+}
+"""Plans by ``config.model_type``."""
+
+
+class TensorParallel(nn.Module):
+    """A model whose matrices are split over the ranks of a group, which all see the same rows.
+
+    All ranks take the parameters and buffers of the group's first. Gradients are right as ``backward()`` returns: of
+    the own piece where a parameter is split, the same whole on every rank where it is not. Around it goes
+    :class:`course_lib.parallel.ddp.DataParallel` over another axis of the rank grid.
+
+    Every rank seeds torch's generator alike; see :mod:`course_lib.parallel.tensor` for dropout.
+
+    Args:
+        module: a Hugging Face model, or a stage with its blocks; changed in place.
+        group: the ranks to split over; None is all ranks.
+        plan: by default that of the model's type in ``PLANS``.
+        sequence: sequence parallelism: between the split layers each rank has its slice of the tokens, whose number
+            divides by that of the ranks. What comes before the first block and after the final norm sees all tokens.
+        split_vocabulary: split the embedding and the head too.
+        split_loss: take the loss from split logits, which then are never whole: ``output.logits`` is this rank's
+            columns.
+    Attributes:
+        splits: how the split parameters lie over the ranks, by their names, which are those of the whole model.
+    Raises:
+        ConfigError: heads, widths or a vocabulary that the ranks cannot share evenly; an option that the model lacks.
+        ModelError: the ranks' models differ, there is no plan, or a block has parameters that the plan does not know.
+    """
+
+    def __init__(self, module: nn.Module, group: Group = None, *, plan: Plan | None = None, sequence: bool = False,
+                 split_vocabulary: bool = True, split_loss: bool = False):
+        super().__init__()
+        self.plan, config = plan_of(module, plan)
+        self.module, self.group, self.sequence = module, group, sequence
+        self.ranks = dist.get_world_size(group)
+        blocks = self.plan.blocks_of(module)
+        check_splittable(self.plan, blocks, config, self.ranks, sequence)
+        take_over_first(module, group)
+
+        self._pieces: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter: what this rank keeps of it
+        self._splits: dict[nn.Parameter, Split] = {}
+        for name, block in blocks.items():
+            self._split_block(name, block)
+        if sequence:
+            self._slice_between(list(blocks.values()))
+        if split_vocabulary:
+            self._split_vocabulary(split_loss)
+        elif split_loss:
+            raise ConfigError("split_loss needs split logits", "set split_vocabulary too")
+        self._tie()
+        self.splits = {name: self._splits[parameter]
+                       for name, parameter in module.named_parameters(remove_duplicate=False)
+                       if parameter in self._splits}
+        del self._pieces, self._splits  # and with them the whole parameters
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, on every rank, from parameters' values or gradients by name; a collective call."""
+        return {name: self.splits[name].whole(tensor.detach(), self.group) if name in self.splits else tensor.detach()
+                for name, tensor in tensors.items()}
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The whole model's state, on every rank, under the names and in the shapes that it had; a collective call."""
+        return self.whole(self.module.state_dict())
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the whole model's parameters, on every rank; a collective call."""
+        return self.whole({name: parameter.grad for name, parameter in self.module.named_parameters()
+                           if parameter.grad is not None})
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to an L2 norm over the whole model of at most ``max_norm``; returns the norm before.
+
+        Squares of split gradients are added up over the ranks, those of replicated ones counted once.
+        """
+        parameters = dict(self.module.named_parameters())
+        split = nn.utils.get_total_norm([p.grad for name, p in parameters.items()
+                                         if p.grad is not None and name in self.splits]).square()
+        dist.all_reduce(split, group=self.group)
+        replicated = nn.utils.get_total_norm([p.grad for name, p in parameters.items()
+                                              if p.grad is not None and name not in self.splits]).square()
+        norm = (split + replicated).sqrt()
+        nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
+        return norm
+
+    def _split_block(self, name: str, block: nn.Module) -> None:
+        """Give each named module of a block its role."""
+        entered = tuple(f"{each}." for each, role in self.plan.roles.items() if role is Role.ENTER)
+        for each, role in self.plan.roles.items():
+            whole, full = block.get_submodule(each), f"{name}.{each}"
+            if role is Role.ENTER:
+                enter = all_gather if self.sequence else copy
+                whole.register_forward_pre_hook(functools.partial(exchange_hidden, enter, self.group),
+                                                with_kwargs=True)
+            elif role in (Role.COLUMN, Role.QKV):
+                self._replace(full, ColumnParallelLinear(
+                    whole, self.group, fused=3 if role is Role.QKV else 1, sequence=self.sequence,
+                    entered=each.startswith(entered)))
+            elif role is Role.ROW:
+                self._replace(full, RowParallelLinear(whole, self.group, sequence=self.sequence))
+            elif self.sequence:
+                sequence_parallel_norm(whole, self.group)
+        self.plan.divide(block, self.ranks)
+
+    def _slice_between(self, blocks: list[nn.Module]) -> None:
+        """Give the first block slices of the sequence, and put them together after the last, or the final norm."""
+        to_slices = functools.partial(scatter, dim=SEQUENCE)
+        blocks[0].register_forward_pre_hook(functools.partial(exchange_hidden, to_slices, self.group),
+                                            with_kwargs=True)
+        last = blocks[-1]
+        if (name := named(self.module, self.plan.final_norm)) is not None:
+            last = sequence_parallel_norm(self.module.get_submodule(name), self.group)
+        last.register_forward_hook(lambda module, args, hidden: gather(hidden, self.group, SEQUENCE))
+
+    def _split_vocabulary(self, split_loss: bool) -> None:
+        """Split embedding, head and loss, as far as the module has them."""
+        if (name := named(self.module, self.plan.embedding)) is not None:
+            embedding = self.module.get_submodule(name)
+            assert isinstance(embedding, nn.Embedding)
+            self._replace(name, VocabParallelEmbedding(embedding, self.group))
+        head = named(self.module, self.plan.head)
+        if split_loss and (head is None or not self.plan.own_loss):
+            raise ConfigError(f"{type(self.module).__name__} does not take its loss from split logits",
+                              "leave split_loss out: the logits are then gathered")
+        if head is not None:
+            self._replace(head, ColumnParallelLinear(self.module.get_submodule(head), self.group,
+                                                     gather_output=not split_loss))
+        if split_loss:
+            self.module.loss_function = functools.partial(causal_loss, group=self.group)  # type: ignore[assignment]
+
+    def _replace(self, name: str, split: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) -> None:
+        """Put a split layer in a whole one's place, and note what became of its parameters."""
+        for each, parameter in self.module.get_submodule(name).named_parameters(recurse=False):
+            piece = self._pieces.setdefault(parameter, split.get_parameter(each))
+            setattr(split, each, piece)
+            if each in split.splits:
+                self._splits[piece] = split.splits[each]
+        self.module.set_submodule(name, split)
+
+    def _tie(self) -> None:
+        """Where a parameter that was split had another name, the piece has it now."""
+        for module in self.module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter in self._pieces:
+                    module._parameters[name] = self._pieces[parameter]
+
+
+def plan_of(module: nn.Module, plan: Plan | None = None) -> tuple[Plan, Any]:
+    """The plan for a model or a stage of one, and its transformers config.
+
+    Raises:
+        ModelError: no module has a config, or its type has no plan.
+    """
+    config = next((each.config for each in module.modules() if hasattr(each, "config")), None)
+    kind = getattr(config, "model_type", type(module).__name__)
+    if plan is None and kind not in PLANS:
+        raise ModelError(f"there is no tensor-parallel plan for {kind}",
+                         f"hand in a Plan of its modules' names, or use one of {', '.join(PLANS)}")
+    return plan or PLANS[kind], config
+
+
+def named(module: nn.Module, name: str) -> str | None:
+    """Full name of the module that ends in ``name``, if there is one."""
+    return next((each for each, _ in module.named_modules() if name and f".{each}".endswith(f".{name}")
+                 and not re.search(r"\.\d+\.", f".{each}")), None)
+
+
+def check_splittable(plan: Plan, blocks: Mapping[str, nn.Module], config: Any, ranks: int, sequence: bool) -> None:
+    """Refuse a model that the plan does not fit, before anything is changed.
+
+    Raises:
+        ConfigError: query or key-value heads that the ranks cannot share evenly.
+        ModelError: no blocks, or a parameter that would see a slice of the sequence without the plan's knowing.
+    """
+    if not blocks:
+        raise ModelError(f"the model has no blocks under `{plan.blocks}`", "hand in a Plan with its names")
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config, heads, None) is not None:
+            check_divides(heads, getattr(config, heads), ranks, ANOTHER_SIZE)
+    for name, _ in next(iter(blocks.values())).named_parameters():
+        if sequence and not any(name.startswith(f"{each}.") for each, role in plan.roles.items()
+                                if role is not Role.ENTER):
+            raise ModelError(f"the plan does not name `{name}` of a block, whose gradient would miss the other "
+                             "ranks' tokens", "name it in the Plan, or leave sequence parallelism out")
+
+
+def take_over_first(module: nn.Module, group: Group) -> None:
+    """Parameters and buffers as the group's first rank has them; a collective call."""
+    check_ranks_agree(module, group)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def exchange_hidden(exchange: Any, ranks: Any, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Pass a module's hidden states, its first argument, through an exchange on their way in.
+
+    Args:
+        exchange: takes the hidden states, and the ranks.
+        ranks: a process group or a device mesh.
+    """
+    if args:
+        return (exchange(args[0], ranks), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": exchange(kwargs["hidden_states"], ranks)}

@@ -1,0 +1,293 @@
+"""Stages of a model on the ranks of a pipeline, and pipelines side by side: what the pipeline trainer stands on."""
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from course_lib.errors import ConfigError
+from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
+from course_lib.parallel.pipeline.actions import I, Schedule
+from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
+from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.simulate import Costs, simulate
+from course_lib.parallel.pipeline.tied import sum_shared_gradients
+from course_lib.parallel.pipeline.torch_engine import TorchPipeline
+from course_lib.parallel.shards import Piece, gather_whole
+from course_lib.parallel.zero import Zero1
+from course_lib.runtime.topology import RankGrid
+from course_lib.training.engines.pieces import PieceEngine
+from course_lib.training.loss import summed_loss
+from course_lib.training.optimization import parameter_groups
+from course_lib.training.precision import autocast
+
+
+class OwnStages(nn.Module):
+    """The stages of this rank; only their parameters are here. Never called: the executor calls each stage."""
+
+    def __init__(self, stages: Mapping[int, nn.Module]):
+        super().__init__()
+        self.stages = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
+
+
+class _InPrecision(nn.Module):
+    """A stage whose forward runs under autocast; its backward, later, must not."""
+
+    def __init__(self, stage: nn.Module, precision: str, device: torch.device):
+        super().__init__()
+        self.stage, self.precision, self.device = stage, precision, device
+
+    def forward(self, *received: Tensor, **batch: Tensor) -> Any:
+        with autocast(self.precision, self.device):
+            return self.stage(*received, **batch)
+
+
+class PipelineEngine(PieceEngine):
+    """D pipelines of P ranks; gradients of a stage are reduced over its D copies, whose ranks may share its optimizer
+    state (ZeRO-1).
+
+    Attributes:
+        grid: the ranks as (dp, pp).
+        place: this rank's place in it.
+        schedule: the table that every pipeline runs.
+        split: where the model is cut.
+        stages: of this rank, by number.
+    """
+
+    def connect(self) -> None:
+        super().connect()
+        pipeline, ranks = self.config.pipeline, self.accelerator.num_processes
+        if ranks < 2:
+            raise ConfigError("a pipeline needs several processes, and there is one", "use --num_processes 2 or more")
+        self.grid = self._grid(ranks)
+        self.groups, self.place = self.grid.groups(), self.grid.coordinates(self.accelerator.process_index)
+        self.schedule = self._schedule(pipeline.pipeline_chunks or min(2 * self.grid.pp, self.config.run.batch_size))
+
+    def _grid(self, ranks: int) -> RankGrid:
+        pipeline = self.config.pipeline
+        data = pipeline.data_parallel_size or (ranks // pipeline.pipeline_parallel_size or 1
+                                               if pipeline.pipeline_parallel_size else 1)
+        stages = pipeline.pipeline_parallel_size or ranks // data
+        if data * stages != ranks:
+            raise ConfigError(f"{data} pipelines of {stages} ranks are {data * stages} ranks, and there are {ranks}",
+                              "choose data_parallel_size × pipeline_parallel_size equal to the number of processes")
+        return RankGrid(dp=data, pp=stages)
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        pipeline = self.config.pipeline
+        schedule = make(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
+        splits = any(action.kind == I for row in schedule.rows for action in row)
+        if splits and self.config.model.activation_checkpointing:
+            raise ConfigError(f"{schedule.name} splits the backward, and with activation_checkpointing each half "
+                              "would compute the forward again", "use gpipe, 1f1b, interleaved or looped_bfs")
+        return schedule
+
+    def take(self, model: nn.Module) -> nn.Module:
+        """Cut the model and keep this rank's stages.
+
+        Raises:
+            ConfigError: the model cannot be cut so.
+        """
+        pipeline, stages = self.config.pipeline, self.schedule.stages
+        self.model = model
+        self.remember()
+        self.trained_names = [self.names[p] for group in parameter_groups(model, 0.0) for p in group["params"]]
+        if self.buffer_names:
+            raise ConfigError(f"{type(model).__name__} stores buffers ({self.buffer_names[0]}), which no stage owns",
+                              "train it with --training_type accelerated")
+        if pipeline.split_spec:
+            self.split: Split = split_at(model, parse_spec(pipeline.split_spec))
+            if self.split.stages != stages:
+                raise ConfigError(f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
+                                  f"on {self.grid.pp} ranks", f"name {stages - 1} places to cut at")
+        else:
+            self.split = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length)
+        self.stages = cut(model, self.split, self.schedule.stages_of(self.place.pp))
+        self.shared = shared_weights(model, self.split)
+        without_weights = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                           for p in model.parameters()}
+        self.shell = copy.deepcopy(model, without_weights)  # type: ignore[arg-type]
+        own = OwnStages(self.stages)
+        if not any(parameter.requires_grad for parameter in own.parameters()):
+            raise ConfigError(f"the stages of rank {self.place.pp} have nothing to train",
+                              "cut elsewhere with --split_spec")
+        self.all_names = list(self.names.values())
+        self.names = {parameter: self.names[parameter] for parameter in own.parameters()}  # the others may go
+        return own
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        config, device = self.config, self.accelerator.device
+        self.model, self.wrapped, self.optimizer = model, model, optimizer
+        self.copies = self._second_copies()
+        self.zero: Zero1 | None = None
+        if config.parallel.strategy == "zero1":
+            self.zero = Zero1(model, optimizer, group=self.groups.dp, bucket_bytes=self.bucket_bytes)
+        else:
+            for tensor in model.parameters():
+                dist.broadcast(tensor.detach(), group=self.groups.dp, group_src=0)
+        stages = {number: _InPrecision(stage, self.accelerator.mixed_precision, device)
+                  for number, stage in self.stages.items()}
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return summed_loss(logits, labels, config.data.task)
+
+        self.forwards = PipelineExecutor(self.schedule, stages, loss, self.groups.pp, device)
+        runtime = TorchPipeline if config.parallel.chosen_engine == "torch" else None
+        self.executor = runtime(self.schedule, stages, loss, self.groups.pp, device) if runtime else self.forwards
+
+    @property
+    def bucket_bytes(self) -> int:
+        return round(self.config.parallel.bucket_mb * 2**20)
+
+    def _second_copies(self) -> set[nn.Parameter]:
+        """This rank's copies of tied weights that count on an earlier rank."""
+        ranks, found = self.schedule.stage_ranks, set()
+        for names in self.shared:
+            first = ranks[min(names)]
+            found |= {self.stages[stage].get_parameter(name) for stage, name in names.items()
+                      if stage in self.stages and ranks[stage] == self.place.pp != first}
+        return found
+
+    # --- one step ---
+
+    def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> Pass:
+        """Forward and backward of one batch of this rank's pipeline; gradients are added up."""
+        # ZeRO-1 takes the mean over the pipelines; the loss is already a share of their sum.
+        return self.executor.step(targets=batch["labels"], scale=scale * (self.grid.dp if self.zero else 1),
+                                  input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """The last stage's outputs for one batch; None on ranks without it."""
+        done = self.forwards.evaluate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return torch.cat(done.outputs) if done.outputs else None
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.schedule.stages - 1 in self.stages
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """A tensor of the rank that has the last stage, on every rank of its pipeline, which bring room for it."""
+        dist.broadcast(tensor, group=self.groups.pp, group_src=self.schedule.stage_ranks[-1])
+        return tensor
+
+    def step(self, max_norm: float) -> Tensor:
+        sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
+        if self.zero:
+            self.zero.reduce()
+        else:
+            self._reduce()
+        norm = self._clip(max_norm)
+        optimizer = self.zero or self.optimizer
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    def _reduce(self) -> None:
+        """Add the gradients up over the pipelines, in buckets."""
+        if self.grid.dp == 1:
+            return
+        waiting: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        bucket: list[Tensor] = []
+        gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
+        for i, gradient in enumerate(gradients):
+            bucket.append(gradient)
+            if i == len(gradients) - 1 or sum(each.nbytes for each in bucket) >= self.bucket_bytes:
+                flat = torch.cat([each.flatten() for each in bucket])
+                waiting.append((dist.all_reduce(flat, group=self.groups.dp, async_op=True), flat, bucket))
+                bucket = []
+        for work, flat, sent in waiting:
+            work.wait()
+            for gradient, summed in zip(sent, flat.split([each.numel() for each in sent]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all stages down to a common L2 norm; gives the norm before.
+
+        A tied weight, whose gradient is whole in each of its copies, counts once.
+        """
+        if self.zero:
+            found = [(p, bucket.gradient[bucket.places[p]]) for bucket in self.zero.buckets
+                     for p in bucket.runs if bucket.gradient is not None]
+        else:
+            found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        square = torch.zeros((), device=self.accelerator.device)
+        for parameter, gradient in found:
+            if parameter not in self.copies:
+                square += gradient.float().square().sum()
+        dist.all_reduce(square, group=None if self.zero else self.groups.pp)  # all ranks, where each has a slice
+        norm = square.sqrt()
+        for _, gradient in found:
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    # --- checkpoints, and the whole model ---
+
+    def pieces(self) -> dict[str, Piece]:
+        """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
+        device = self.accelerator.device
+        found = {name: Piece(self.state_shapes[name], 0, torch.empty(0, device=device)) for name in self.all_names}
+        return found | self._own_pieces()
+
+    def _own_pieces(self) -> dict[str, Piece]:
+        local = self.zero.pieces() if self.zero else {
+            name: Piece(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
+        return {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
+
+    def updated(self) -> dict[str, tuple[Piece, Tensor]]:
+        if self.zero:
+            return super().updated()
+        return {name: (piece, parameter) for (name, piece), parameter in
+                zip(self._own_pieces().items(), self.model.parameters(), strict=True) if parameter.requires_grad}
+
+    def stored(self, pieces: Mapping[str, Piece], keep_shape: bool = False) -> dict[str, Piece]:
+        """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
+
+        Args:
+            keep_shape: leave an empty piece where another rank is the owner.
+        """
+        elsewhere = {self.names[parameter] for parameter in self.copies}
+        if not self.zero and self.place.dp > 0:
+            elsewhere = set(self.all_names)
+        kept = {}
+        for key, piece in pieces.items():
+            if key not in elsewhere and key.rpartition("/")[0] not in elsewhere:
+                kept[key] = piece
+            elif keep_shape:
+                kept[key] = Piece(piece.shape, 0, piece.data[:0])
+        return kept
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        if self.zero:
+            self.zero.refresh()
+        whole = gather_whole(self.stored(self.pieces(), keep_shape=True))
+        return whole | {name: whole[first] for name, first in self.ties.items()} if whole else {}
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {}
+
+    def refresh(self) -> None:
+        if self.zero:
+            self.zero.refresh()
+
+    def resident(self) -> dict[str, list[Tensor]] | None:
+        return self.zero.resident() if self.zero else None
+
+    def bare_model(self) -> nn.Module:
+        return self.shell
+
+    def autocast(self, precision: str) -> AbstractContextManager:
+        return autocast("no", self.accelerator.device)  # each stage has its own
+
+    def describe(self) -> dict[str, Any]:
+        """What a summary says of the pipeline; the bubble is the simulator's, for the stages' costs as counted."""
+        costs = self.split.stage_costs
+        timeline = simulate(self.schedule, Costs(forward=costs, input=costs, weight=costs))
+        return {"schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
+                "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,
+                "pipeline_chunks": self.schedule.microbatches, "split": str(self.split).splitlines(),
+                "predicted_bubble": float(timeline.bubble)}
