@@ -20,6 +20,12 @@ def print_summary(config: Config, summary: dict[str, Any]) -> None:
     facts = Table(show_header=False, box=None)
     train = summary["train"]
     facts.add_row("processes", f"{summary['world_size']} ({summary['device']}, precision {summary['mixed_precision']})")
+    if pipeline := summary.get("pipeline"):
+        facts.add_row("pipeline", f"{pipeline['schedule']}, {pipeline['stages']} stages on "
+                                  f"{pipeline['pipeline_parallel_size']} ranks × {pipeline['data_parallel_size']}, "
+                                  f"{pipeline['pipeline_chunks']} micro-batches, "
+                                  f"{pipeline['predicted_bubble']:.0%} idle by the simulator")
+        facts.add_row("", pipeline["split"][-1])
     facts.add_row("training", f"{train['steps']} steps, {train['seconds']:.0f} s, "
                               f"{train['samples_per_second']:.0f} samples/s")
     facts.add_row("peak memory", memory)

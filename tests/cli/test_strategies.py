@@ -99,3 +99,18 @@ def test_the_generated_files_serve_any_script(tmp_path):
     assert ran.returncode == 0, ran.stderr
     for rank in range(2):
         assert (tmp_path / f"said-{rank}").read_text() == f"rank {rank} of 2: DEEPSPEED, stage 2"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_course_train_in_stages(tmp_path, ddp):
+    done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--schedule",
+               "zbv", "--batch_size", "32", "--pipeline_chunks", "4", "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "zbv, 4 stages on 2 ranks × 1, 4 micro-batches" in " ".join(done.stdout.split())
+    # The same rows as two processes of 16 each; the ranks draw other dropout masks, so only the first loss is near.
+    assert losses_of(tmp_path / "run")[0] == pytest.approx(ddp[0], abs=0.1)
+    refused = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--strategy",
+                  "zero3", "--output_dir", tmp_path / "other")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
+    assert "zero3 moves gradients or parameters in every micro-batch" in refused.stderr
