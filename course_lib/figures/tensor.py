@@ -1,0 +1,136 @@
+"""What tensor parallelism sends and holds, what each axis of the grid sends, and what the order of the axes costs."""
+
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.runtime.topology import AXES, RankGrid
+
+AXIS_COLOURS = {"dp": COLOURS["gradients"], "pp": COLOURS["activations"], "tp": COLOURS["communication"]}
+"""An axis has the colour of what it carries: gradients, activations; partial sums have none of their own."""
+CARRIES = {"dp": "dp: gradients", "pp": "pp: hidden states", "tp": "tp: partial sums"}
+PARTS = {"compute": COLOURS["forward"], **AXIS_COLOURS, "idle": COLOURS["idle"]}
+KB, MB = 1e3, 1e6
+
+
+def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: Mapping[str, float]) -> Figure:
+    """Bytes that a rank sends in a step, and the most activations that it holds, for several ways to run one model.
+
+    Args:
+        sent: bytes, by the name of the way.
+        held: bytes, likewise.
+        predicted: bytes held, for those ways for which there is a prediction.
+    """
+    plain, sequence = list(held)[-2:]
+    saved = 1 - held[sequence] / held[plain]
+    more = sent[sequence] / sent[plain] - 1
+    with canvas(f"Sequence parallelism: {more:+.0%} bytes sent, {-saved:.0%} activations held", ncols=2,
+                height=2.9, sharey=True) as (figure, (left, right)):
+        for row, name in enumerate(held):
+            for axes, value, colour in ((left, sent[name] / KB, COLOURS["communication"]),
+                                        (right, held[name] / MB, COLOURS["activations"])):
+                axes.barh(row, value, height=0.55, color=colour)
+                axes.annotate(f"{value:.3g}", (value, row), xytext=(5, 0), textcoords="offset points", va="center")
+            if name in predicted:
+                right.barh(row, predicted[name] / MB, height=0.74, edgecolor="black", **PREDICTED)
+        left.set_yticks(range(len(held)), list(held))
+        left.invert_yaxis()
+        left.set_xlabel("kB sent by a rank in a step")
+        right.set_xlabel("MB of activations at the peak\n(hatched: predicted)")
+        for axes in (left, right):
+            axes.margins(x=0.18)
+            axes.grid(axis="y", visible=False)
+            axes.grid(axis="x")
+    return figure
+
+
+def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[str, float]) -> Figure:
+    """The ranks of a grid with their links, as wide as what one rank sends along them, and the same as bars.
+
+    Args:
+        grid: the ranks.
+        sent: bytes that the first rank sent in a step, by axis.
+        predicted: the same by formula.
+    """
+    most = max(sent, key=lambda axis: sent[axis])
+    others = sum(sent.values()) - sent[most]
+    with canvas(f"The {most} axis sends {sent[most] / others:.1f} times what the others send together", ncols=2,
+                width=7.4, height=3.5, width_ratios=(3, 2)) as (figure, (left, right)):
+        _links(left, grid, sent)
+        for row, axis in enumerate(AXES):
+            value = sent[axis] / KB
+            right.barh(row, value, height=0.5, color=AXIS_COLOURS[axis])
+            right.barh(row, predicted[axis] / KB, height=0.7, edgecolor="black", **PREDICTED)
+            right.annotate(f"{value:.0f}", (value, row), xytext=(6, 0), textcoords="offset points", va="center")
+        right.set_yticks(range(len(AXES)), AXES, fontweight="bold")
+        right.invert_yaxis()
+        right.margins(x=0.17)
+        right.grid(axis="y", visible=False)
+        right.grid(axis="x")
+        right.set_xlabel("kB sent by rank 0 in a step\n(hatched: predicted)")
+    return figure
+
+
+def _links(axes: Axes, grid: RankGrid, sent: Mapping[str, int]) -> None:
+    """Copies side by side, stages from left to right in each, tensor-parallel ranks one below the other."""
+    step = grid.pp + 0.9
+    places = {rank: (place.dp * step + place.pp, -1.5 * place.tp)
+              for rank in range(grid.world_size) for place in [grid.coordinates(rank)]}
+    width = {axis: 2 + 9 * sent[axis] / max(sent.values()) for axis in AXES}
+    for axis in ("dp", "pp", "tp"):
+        for line in grid.lines(axis):
+            for here, there in zip(line, line[1:], strict=False):
+                (x, y), (to_x, to_y) = places[here], places[there]
+                bend = 0.18 if grid.coordinates(here).tp else -0.18
+                arc = f"arc3,rad={bend}" if axis == "dp" else "arc3"
+                axes.annotate("", (to_x, to_y), (x, y), arrowprops={
+                    "arrowstyle": "-", "color": AXIS_COLOURS[axis], "linewidth": width[axis], "connectionstyle": arc,
+                    "shrinkA": 0, "shrinkB": 0}, zorder=1)
+    for rank, (x, y) in places.items():
+        axes.scatter(x, y, s=330, color="white", edgecolor="black", linewidth=1.2, zorder=3)
+        axes.text(x, y, str(rank), ha="center", va="center", zorder=4, fontweight="bold")
+    bottom = min(y for _, y in places.values())
+    for copy in range(grid.dp):
+        axes.text(copy * step + (grid.pp - 1) / 2, bottom - 1.05, f"copy {copy}", ha="center", va="center", fontsize=9)
+    for row, (axis, text) in enumerate(CARRIES.items()):
+        axes.text(-0.4, 2.1 - 0.42 * row, text, color=AXIS_COLOURS[axis], fontweight="bold", fontsize=9, va="center")
+    axes.set(xlim=(-0.5, (grid.dp - 1) * step + grid.pp - 0.5), ylim=(bottom - 1.3, 2.4))
+    axes.axis("off")
+
+
+def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Seconds of a step for each order of the axes as stacked bars, and below them half the GPUs.
+
+    Args:
+        steps: seconds by part, by the name of the order.
+        half: the same with half the GPUs, in the best order; one row.
+    """
+    rows = {**dict(sorted(steps.items(), key=lambda item: sum(item[1].values()))), **half}
+    totals = [sum(parts.values()) for parts in rows.values()]
+    best, *_, worst, with_half = totals
+    finding = "slower" if worst > with_half else "no slower"
+    with canvas(f"The worst order takes {worst / best:.1f} times the best, and is {finding} than "
+                "half the GPUs", height=3.9) as (figure, axes):
+        for row, parts in enumerate(rows.values()):
+            left = 0.0
+            for part, colour in PARTS.items():
+                axes.barh(row, parts[part], left=left, height=0.66, facecolor=colour, edgecolor="white", linewidth=0.5)
+                left += parts[part]
+            axes.annotate(f"{left:.1f} s", (left, row), xytext=(5, 0), textcoords="offset points", va="center")
+        _name_parts(axes, max(totals))
+        axes.axhline(len(steps) - 0.5, color="black", linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
+        axes.set(ylim=(len(rows) - 0.5, -1.0), xlabel="computed seconds of a step, nothing hidden behind computation")
+        axes.margins(x=0.13)
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x")
+    return figure
+
+
+def _name_parts(axes: Axes, end: float) -> None:
+    """The names of the parts above the bars, in their colours."""
+    for place, (part, colour) in enumerate(PARTS.items()):
+        axes.text(0.16 * end * place, -0.75, part, va="center", fontweight="bold",
+                  color=COLOURS["neutral"] if part == "idle" else colour, fontsize=9)

@@ -1,0 +1,324 @@
+"""Data, pipeline and tensor parallelism at once, on a rank grid: what each axis does, and what it sends.
+
+The functions run on ranks (:func:`course_lib.runtime.launch.launch`) and return plain numbers.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from course_lib.modeling.stages import cut, shared_weights, split_evenly
+from course_lib.parallel.pipeline.actions import Schedule
+from course_lib.parallel.pipeline.executor import LossFunction, PipelineExecutor
+from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.tied import sum_shared_gradients
+from course_lib.parallel.tensor_plans import TensorParallel
+from course_lib.runtime.meter import Meter
+from course_lib.runtime.topology import AXES, RankGrid
+
+VOCABULARY = 64
+
+
+class Hybrid:
+    """One rank's share of a model that is copied over dp, cut over pp and split over tp; made by all ranks together.
+
+    The order matters only here: first every matrix is split, so that a tied embedding stays one weight; then the model
+    is cut; and the copies' gradients are averaged after the last micro-batch.
+
+    Args:
+        model: a Hugging Face model for a task with a tensor-parallel plan, the same on all ranks; changed in place.
+        grid: fills the ranks.
+        schedule: the table of each pipeline, for ``grid.pp`` ranks.
+        loss_function: of a micro-batch's logits and targets.
+        split_vocabulary: split embedding and head over tp too.
+    Attributes:
+        stages: of this rank, by number.
+        parameters: this rank's, by their names in the model; a piece where they are split.
+    """
+
+    def __init__(self, model: nn.Module, grid: RankGrid, schedule: Schedule, loss_function: LossFunction,
+                 split_vocabulary: bool = True):
+        self.grid, self.schedule, self.groups = grid, schedule, grid.groups()
+        self.place = grid.coordinates(dist.get_rank())
+        places = split_evenly(model, schedule.stages, "parameters")
+        self.tensor = TensorParallel(model, self.groups.tp, split_vocabulary=split_vocabulary)
+        self.shared = shared_weights(model, places)
+        self.stages = cut(model, places, schedule.stages_of(self.place.pp))
+        self.executor = PipelineExecutor(schedule, self.stages, loss_function, self.groups.pp)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.parameters = {names[p]: p for stage in self.stages.values() for p in stage.parameters()}
+
+    def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """Forward and backward of a global batch, of which each copy takes its rows; the gradients are in ``.grad``.
+
+        Args:
+            tokens: int64, (rows, tokens), the same on all ranks; rows divide by dp and the table's micro-batches.
+            targets: likewise.
+        Returns:
+            The losses of this copy's micro-batches, on the rank of the last stage; else nothing.
+        """
+        mine, theirs = (each.chunk(self.grid.dp)[self.place.dp] for each in (tokens, targets))
+        done = self.executor.step(input_ids=mine, targets=theirs)
+        sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
+        average_gradients(self.parameters.values(), self.groups.dp)
+        return done.losses
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole model's tensors on every rank, from those of this rank's parameters by name; a collective call."""
+        stages: list[dict[str, Tensor]] = [{} for _ in range(self.grid.pp)]
+        dist.all_gather_object(stages, self.tensor.whole(tensors), group=self.groups.pp)
+        return functools.reduce(lambda some, more: more | some, stages)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The whole model's gradients on every rank; a collective call."""
+        return self.whole({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of the whole model's gradient, each element counted once; a collective call.
+
+        Pieces are added up over tp, stages over pp; what tp ranks have alike, and a tied weight's second copy on a
+        later stage, is left out of the sum.
+        """
+        ranks = self.schedule.stage_ranks
+        copies = {self.stages[stage].get_parameter(name) for names in self.shared for stage, name in names.items()
+                  if stage in self.stages and ranks[stage] == self.place.pp != ranks[min(names)]}
+        square = torch.zeros(())
+        for name, parameter in self.parameters.items():
+            counts = name in self.tensor.splits or self.place.tp == 0
+            if counts and parameter not in copies and parameter.grad is not None:
+                square = square + parameter.grad.square().sum()
+        for group in (self.groups.tp, self.groups.pp):
+            dist.all_reduce(square, group=group)
+        return square.sqrt()
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """The mean of the copies' gradients, once a step, in one message."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([each.flatten() for each in gradients])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def axis_of(grid: RankGrid, ranks: Iterable[int]) -> str:
+    """The axis that some ranks, more than one, lie along."""
+    places = zip(*(grid.coordinates(rank) for rank in ranks), strict=True)
+    (axis,) = [axis for axis, along in zip(AXES, places, strict=True) if len(set(along)) > 1]
+    return axis
+
+
+def sent_by_axis(grid: RankGrid, meter: Meter) -> dict[str, int]:
+    """Bytes that this rank sent along each axis, under the ring model."""
+    sent = dict.fromkeys(AXES, 0)
+    for each in meter.collectives:
+        if each.sent:
+            sent[axis_of(grid, each.ranks)] += each.sent
+    return sent
+
+
+def tiny_gpt2(layers: int = 4, width: int = 32, heads: int = 4, length: int = 16, tied: bool = True) -> GPT2LMHeadModel:
+    """A GPT-2 without dropout, the same weights on every call."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=VOCABULARY, n_layer=layers, n_embd=width, n_head=heads, n_positions=length, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, initializer_range=0.1,
+        tie_word_embeddings=tied)).train()
+
+
+def batch(rows: int, length: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens and the next ones as targets; int64, (rows, length) each."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (rows, length + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of logits (rows, tokens, vocabulary)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# --- One step on the grid, watched ---
+
+@dataclass(frozen=True)
+class Step:
+    """One step on the grid, as one rank saw it, beside one process with the same global batch.
+
+    Attributes:
+        loss: of the global batch.
+        norm: of the whole gradient.
+        apart: the largest distance of a gradient from one process's, as a share of the largest gradient.
+        sent: bytes that this rank sent along each axis, under the ring model.
+        held: bytes of this rank's parameters.
+        whole_loss: of one process.
+        whole_norm: of one process.
+    """
+
+    loss: float
+    norm: float
+    apart: float
+    sent: dict[str, int]
+    held: int
+    whole_loss: float
+    whole_norm: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A small GPT-2 whose head is not its embedding, and its global batch."""
+
+    layers: int = 4
+    width: int = 64
+    heads: int = 4
+    tokens: int = 32
+    rows: int = 16
+    microbatches: int = 4
+
+    def hidden_bytes(self, grid: RankGrid) -> int:
+        """Of one micro-batch's hidden state in float32, on each rank."""
+        return 4 * self.rows // grid.dp // self.microbatches * self.tokens * self.width
+
+    def first_rank_bytes(self, grid: RankGrid) -> float:
+        """Of the parameters of a rank that has the embeddings, in float32: matrices are split, norms are not."""
+        block = (12 * self.width**2 + 7 * self.width) / grid.tp + 6 * self.width
+        return 4 * (self.layers / grid.pp * block + (VOCABULARY + self.tokens) * self.width)
+
+
+def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b") -> Step:
+    """One forward and backward of a global batch; embedding and head whole, on the first and the last stage."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+    def build() -> GPT2LMHeadModel:
+        return tiny_gpt2(work.layers, work.width, work.heads, work.tokens, tied=False)
+
+    tokens, targets = batch(work.rows, work.tokens)
+    whole = build()
+    whole_loss = next_token_loss(whole(input_ids=tokens).logits, targets)
+    whole_loss.backward()
+    wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    hybrid = Hybrid(build(), grid, make(schedule, grid.pp, work.microbatches), next_token_loss, split_vocabulary=False)
+    with Meter() as meter:
+        losses = hybrid.step(tokens, targets)
+    loss = torch.stack(losses).mean() / grid.dp if losses else torch.zeros(())
+    for group in (hybrid.groups.dp, hybrid.groups.pp):
+        dist.all_reduce(loss, group=group)
+    found = hybrid.gradients()
+    apart = max((found[name] - each).abs().max().item() for name, each in wanted.items())
+    return Step(loss.item(), hybrid.gradient_norm().item(), apart / max(g.abs().max().item() for g in wanted.values()),
+                sent_by_axis(grid, meter), sum(p.nbytes for p in hybrid.parameters.values()), whole_loss.item(),
+                nn.utils.get_total_norm(wanted.values()).item())
+
+
+# --- The same bytes over links of two speeds, computed ---
+
+@dataclass(frozen=True)
+class Machines:
+    """A cluster, in the few numbers that decide here.
+
+    Attributes:
+        gpus: in one machine.
+        inside: bytes/s of a GPU to others of its machine, one way.
+        across: bytes/s of a GPU's network card, one way.
+        flops: FLOP/s that a GPU reaches in training.
+        memory: bytes of a GPU.
+    """
+
+    gpus: int = 8
+    inside: float = 450e9
+    across: float = 50e9
+    flops: float = 400e12
+    memory: float = 80e9
+
+    def speed(self, size: int, stride: int) -> float:
+        """Bytes/s of a ring of ``size`` ranks that lie ``stride`` apart.
+
+        It uses the cards of as many GPUs of a machine as it has members there.
+        """
+        if size * stride <= self.gpus:
+            return self.inside
+        return min(self.inside, self.across * max(1, self.gpus // stride))
+
+
+@dataclass(frozen=True)
+class Training:
+    """A large GPT and its batch, in 16-bit numbers; micro-batches of one row."""
+
+    layers: int
+    width: int
+    tokens: int = 2048
+    rows: int = 512
+
+    @property
+    def parameters(self) -> float:
+        return 12 * self.layers * self.width**2
+
+    def fits(self, grid: RankGrid, machines: Machines) -> bool:
+        """Whether weights, gradients and Adam's states, 16 bytes a parameter, and the activations fit.
+
+        Activations are 34 bytes a token, layer and column of the width, all of them split over tp, for as many
+        micro-batches as 1F1B has in flight on the first stage (arXiv 2205.05198, sections 4.2 and 4.3; the attention
+        matrix is not stored).
+        """
+        states = 16 * self.parameters / (grid.pp * grid.tp)
+        activations = 34 * self.tokens * self.width * self.layers / grid.tp
+        return states + activations <= machines.memory
+
+    def seconds(self, grid: RankGrid, machines: Machines, order: tuple[str, ...] = AXES) -> dict[str, float]:
+        """Seconds of a step: of computing, of each axis' bytes with nothing hidden, and of waiting in the pipeline.
+
+        Args:
+            order: of the axes over the ranks, from the outermost to the innermost.
+        """
+        sizes, stride, speed = {axis: getattr(grid, axis) for axis in AXES}, 1, {}
+        for axis in reversed(order):
+            speed[axis] = machines.speed(sizes[axis], stride)
+            stride *= sizes[axis]
+        microbatches, share = self.rows / grid.dp, self.parameters / (grid.pp * grid.tp)
+        hidden = 2 * self.tokens * self.width
+        once = {"compute": 6 * share * self.tokens / machines.flops,
+                "tp": 4 * self.layers / grid.pp * 2 * (grid.tp - 1) / grid.tp * hidden / speed["tp"],
+                "pp": 2 * hidden * (grid.pp > 1) / speed["pp"]}
+        parts = {name: microbatches * each for name, each in once.items()}
+        parts["dp"] = 2 * (grid.dp - 1) / grid.dp * 2 * share / speed["dp"]
+        return parts | {"idle": (grid.pp - 1) * sum(once.values())}
+
+
+def orders() -> list[tuple[str, ...]]:
+    """The six orders of the axes, each from the outermost to the innermost."""
+    return list(permutations(AXES))
+
+
+def best_grid(training: Training, gpus: int, machines: Machines) -> tuple[RankGrid, float] | None:
+    """The quickest grid that fits, and its seconds a step; None where none fits."""
+    found = [(sum(training.seconds(grid, machines).values()), grid) for grid in _grids(gpus)
+             if training.layers % grid.pp == 0 and training.width % grid.tp == 0 and training.rows % grid.dp == 0
+             and training.fits(grid, machines)]
+    if not found:
+        return None
+    seconds, grid = min(found, key=lambda pair: pair[0])
+    return grid, seconds
+
+
+def best_grids(sizes: Mapping[str, tuple[int, int]], gpus: Iterable[int], machines: Machines) -> dict[str, list[str]]:
+    """The quickest grid as ``dp × pp × tp``, a list over the numbers of GPUs for each model of (layers, width)."""
+    table = {}
+    for name, (layers, width) in sizes.items():
+        training = Training(layers, width)
+        found = [best_grid(training, count, machines) for count in gpus]
+        table[f"{name}, {training.parameters / 1e9:.1f}B"] = [
+            f"{each[0].dp} × {each[0].pp} × {each[0].tp}" if each else "does not fit" for each in found]
+    return table
+
+
+def _grids(gpus: int) -> list[RankGrid]:
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    return [RankGrid(gpus // pp // tp, pp, tp) for pp in sizes for tp in sizes if gpus % (pp * tp) == 0]

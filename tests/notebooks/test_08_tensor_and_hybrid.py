@@ -1,0 +1,122 @@
+"""What lesson 08 claims, measured anew: exchanges, bytes, engines that agree, the grid, the order of its axes."""
+
+import nbformat
+import pytest
+import torch.distributed as dist
+
+from course_lib.errors import ConfigError
+from course_lib.parallel.tensor_plans import TensorParallel
+from course_lib.runtime.launch import launch
+from course_lib.runtime.topology import RankGrid
+from course_lib.training import hybrid_lab
+from course_lib.training.tensor_lab import Shape
+from tests.notebooks.conftest import NOTEBOOKS
+
+pytestmark = pytest.mark.timeout(300)
+
+LAYERS, WIDTH, VOCABULARY = 4, 32, 128
+
+
+@pytest.fixture(scope="module")
+def lesson(run_lesson):
+    return run_lesson("08_tensor_and_hybrid", world_size=2, layers=LAYERS, width=WIDTH, steps=6, vocabulary=VOCABULARY)
+
+
+def test_an_exchange_that_is_left_out(lesson):
+    assert lesson["right_pair_apart"] < 1e-5 and lesson["output_apart_without_copy"] < 1e-5
+    assert lesson["wrong_without_copy"] == 1 and lesson["wrong_without_reduce"] == 4
+    assert lesson["first_loss_apart_when_broken"] < 1e-5
+    assert lesson["losses_apart"] < 5e-6 < 5e-3 < lesson["losses_apart_when_broken"]
+    assert lesson["broken_loss_fell_by"] > 0.05, "it looks as if it trained"
+    assert lesson["replicas_drifted_by"] > 1e-3
+
+
+def test_what_moves_and_what_is_held(lesson):
+    hidden = Shape(LAYERS, WIDTH).hidden_bytes
+    assert lesson["all_reduces_forward"] == lesson["all_reduces_backward"] == 2 * LAYERS
+    assert lesson["other_collectives"] == 0 and lesson["kB_sent"] == 4 * LAYERS * hidden / 1e3
+    assert lesson["tokens_where_equal"] == pytest.approx(3 * WIDTH, rel=0.05)
+    assert 0.5 < lesson["parameters_held"] < 0.65
+    assert lesson["gradients_apart"] < 1e-5 and lesson["sequence_gradients_apart"] < 1e-5
+    assert lesson["kB_of_activations_saved"] == pytest.approx((LAYERS + 0.5) * hidden / 1e3, rel=0.1)
+    assert 1 < lesson["sequence_sends"] < 1.15
+
+
+def test_cross_entropy_without_gathering(lesson):
+    assert lesson["cross_entropy_ratio"] == pytest.approx(VOCABULARY / 6, rel=1e-6)
+    assert lesson["gathered_kB"] > 10 * lesson["parallel_kB"] > 0
+    assert lesson["cross_entropies_apart"] < 1e-5 and lesson["logit_gradients_apart"] < 1e-5
+
+
+def test_the_engines_agree(lesson):
+    assert lesson["engines_losses_apart"] < 1e-5 and lesson["engine_gradients_apart"] < 1e-5
+    assert lesson["same_collectives"]
+
+
+def test_the_grid_equals_one_process(lesson):
+    assert lesson["grid_loss_apart"] < 1e-5 and lesson["grid_norm_apart"] < 1e-5
+    assert lesson["grid_gradients_apart"] < 1e-5 < 0.1 < lesson["gradients_apart_without_dp"]
+
+
+def test_bytes_by_axis(lesson):
+    grid, work = RankGrid(2, 2, 2), hybrid_lab.Work(layers=LAYERS, width=WIDTH)
+    hidden = work.hidden_bytes(grid)
+    assert lesson["tp_kB"] == work.microbatches * LAYERS // 2 * 4 * hidden / 1e3
+    assert lesson["dp_kB"] == lesson["parameters_on_rank_0"] == work.first_rank_bytes(grid) / 1e3
+    told = lesson["pp_kB"] - work.microbatches * hidden / 1e3
+    assert 0 < told < 0.5, "the shapes are told once"
+    assert lesson["tp_kB"] > lesson["pp_kB"]
+
+
+def test_the_order_of_the_axes_is_worth_more_than_the_gpus(lesson):
+    assert 1.5 < lesson["worst_over_best"] < 9
+    assert lesson["worst_over_half_the_gpus"] > 1
+
+
+def test_where_three_axes_pay(lesson):
+    models = {"small": (24, 2048), "medium": (32, 4096), "large": (80, 8192), "huge": (96, 12288)}
+    grids = hybrid_lab.best_grids(models, (8, 64, 256), hybrid_lab.Machines())
+    assert lesson["best_on_256"] == {name: found[-1] for name, found in grids.items()}
+    sizes = {name.split(",")[0]: [[int(size) for size in each.split(" × ")] if "×" in each else None for each in found]
+             for name, found in grids.items()}
+    assert list(sizes) == list(models) and all(len(found) == 3 for found in sizes.values())
+    assert sizes["small"] == [[count, 1, 1] for count in (8, 64, 256)]
+    assert {name for name, found in sizes.items() if any(each and min(each) > 1 for each in found)} == {"large", "huge"}
+    assert all(each[2] <= 8 for found in sizes.values() for each in found if each)
+    assert sum(each is None for found in sizes.values() for each in found) == 2
+
+
+def test_the_computed_time_by_hand():
+    """Two layers on 2 x 2 x 2 in machines of two: tp inside, pp and dp across."""
+    machines = hybrid_lab.Machines(gpus=2, inside=100.0, across=10.0, flops=1000.0)
+    training, grid = hybrid_lab.Training(layers=2, width=10, tokens=5, rows=4), RankGrid(2, 2, 2)
+    seconds = training.seconds(grid, machines)
+    hidden, share = 2 * 5 * 10, 12 * 2 * 100 / 4
+    once = 6 * share * 5 / 1000, 4 * 1 * 1 * hidden / 100, 2 * hidden / 10
+    assert [seconds[part] for part in ("compute", "tp", "pp")] == pytest.approx([2 * each for each in once])
+    assert seconds["dp"] == pytest.approx(2 * share / 10) and seconds["idle"] == pytest.approx(sum(once))
+    turned = training.seconds(grid, machines, ("tp", "pp", "dp"))
+    assert turned["tp"] == 10 * seconds["tp"] and turned["dp"] == seconds["dp"] / 10
+    assert [machines.speed(*each) for each in ((2, 1), (2, 2), (4, 1), (1, 8))] == [100, 10, 20, 10]
+
+
+def errors():
+    dist.init_process_group("gloo")
+    told = []
+    for shape in (Shape(heads=3, width=48), Shape(vocabulary=257)):
+        try:
+            TensorParallel(shape.model())
+        except ConfigError as error:
+            told.append(f"ConfigError: {error}")
+    return told
+
+
+def test_what_goes_wrong_says_what_the_lesson_says(lesson):
+    told = launch(errors, num_processes=2, timeout=60, device="cpu")[0]
+    cells = nbformat.read(NOTEBOOKS / "08_tensor_and_hybrid.ipynb", as_version=4).cells
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown").replace("\n", " ")
+    headings = [part.strip("`.") for part in prose.split("**") if "Error: " in part]
+    assert len(headings) == len(told) == 2
+    for message, heading in zip(told, headings, strict=True):
+        assert message.startswith(heading)
+    assert lesson["drift_when_seeded_alike"] == 0 < 1e-4 < lesson["drift_when_seeded_by_rank"]
