@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from course_lib import __version__
-from course_lib.commands import doctor, evaluate, schedule, train
+from course_lib.commands import dashboard, doctor, evaluate, plan, push, runs, schedule, sweep, train
 from course_lib.errors import EXIT_INTERRUPTED, ConfigError, CourseError, nearest
 
-COMMANDS = (train, evaluate, schedule, doctor)
+COMMANDS = (train, evaluate, schedule, plan, runs, dashboard, sweep, push, doctor)
 
 
 class Parser(argparse.ArgumentParser):

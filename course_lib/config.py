@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, validated as a whole.
 
-A run is seven sections of plain fields. Leaf names are unique over the sections, so that
+A run is eight sections of plain fields. Leaf names are unique over the sections, so that
 ``learning_rate`` means one thing in a YAML file, flat or sectioned, and on the command line
 (``config_files`` reads both). This module imports no torch.
 """
@@ -236,6 +236,47 @@ class OutputConfig(_Strict):
     """Checkpoint folder to go on from, or `latest` for the newest whole one in output_dir."""
     async_save: bool = False
     """Go on training while a checkpoint is written (strategies that shard state)."""
+    push_to_hub: str | None = None
+    """Repository of the Hub, NAME or OWNER/NAME, to send the trained model to; needs HF_TOKEN or `hf auth login`."""
+    hub_private: bool = False
+    """Make that repository private, where it is not there yet."""
+
+
+TRACKERS = ("jsonl", "trackio", "wandb", "tensorboard")
+"""Trackers that can be named in ``tracker``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig(_Strict):
+    """Where a run's numbers go besides `metrics.jsonl`, and what goes with them."""
+
+    tracker: str = "jsonl"
+    """`jsonl` (local, read by `course runs` and `course dashboard`), `trackio` (local), `tensorboard`, \
+`wandb` (offline without WANDB_API_KEY), several with commas between, or `none`."""
+    project: str = "distributed-transformers"
+    """Project that the trackers put the run in."""
+    run_name: str | None = None
+    """The run's name; default: that of its folder."""
+    run_group: str | None = None
+    """Group that the run belongs to, for example a sweep; with track_every_rank default: the run's name."""
+    track_every_rank: bool = False
+    """Track a run on every rank, all in one group, rather than one on rank 0."""
+    track_system: bool = True
+    """Track every rank's processor, memory and GPU with logged lines, at most every 10 steps."""
+    watch: Literal["none", "gradients", "parameters", "all"] = "none"
+    """Histograms of these tensors with each logged line; of a rank's own shard where the state is sharded."""
+    log_predictions: NotNegative = 0
+    """Wrong predictions of the final evaluation to track, worst first, with the confusion matrix; 0: none."""
+    log_model: bool = False
+    """Track the trained model's files as an artifact."""
+    env_file: str | None = None
+    """File of `NAME=value` lines with keys, for example WANDB_API_KEY; its values are written nowhere."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names in ``tracker``, in order, each once; empty for `none`."""
+        names = [name.strip() for name in self.tracker.split(",")]
+        return tuple(dict.fromkeys(name for name in names if name != "none"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +290,7 @@ class Config(_Strict):
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     run: RunConfig = field(default_factory=RunConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
     def output_dir(self) -> Path:
@@ -378,7 +420,23 @@ def _check_together(config: Config) -> Config:
                           "set eval_steps, or leave it out for one each epoch")
     if out.resume_from_checkpoint and out.overwrite_output_dir:
         raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
+    _check_tracking(config)
     return config
+
+
+def _check_tracking(config: Config) -> None:
+    """Whether the trackers are there, and can show what they are asked to."""
+    tracking = config.tracking
+    for name in tracking.trackers:
+        if name not in TRACKERS:
+            raise ConfigError(f"unknown tracker `{name}`", nearest(name, (*TRACKERS, "none")))
+    strategy, engine = config.parallel.strategy, config.parallel.chosen_engine
+    flat = engine in ("deepspeed", "scratch") or config.run.training_type == "pipeline"
+    if tracking.watch in ("gradients", "all") and strategy != "ddp" and flat:
+        raise ConfigError(f"watch {tracking.watch}: the gradients of {strategy} are in flat buffers of the engine "
+                          f"{engine}", "use --watch parameters")
+    if tracking.log_predictions and config.data.task != "classification":
+        raise ConfigError(f"log_predictions needs classes, and the task is {config.data.task}", "leave it out")
 
 
 def _check_parallel(config: Config) -> None:

@@ -1,6 +1,7 @@
 """``course train``: fine-tune or train a model, on the ranks that are there or on those it starts."""
 
 import argparse
+from pathlib import Path
 
 from course_lib.commands.options import add_config_options, config_from
 
@@ -10,7 +11,8 @@ HELP = "train a model on one process or many, and score it beside honest baselin
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output"))
+    add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output",
+                                "tracking"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,6 +21,10 @@ def run(args: argparse.Namespace) -> int:
     from course_lib.runtime import ranks
 
     here = ranks.discover()
+    if config.output.push_to_hub and here.rank == 0:
+        from course_lib.cloud import hub
+
+        hub.prepare(config.output.push_to_hub, private=config.output.hub_private)  # before hours are spent
     if missing := ranks.to_start(here, config.run.num_processes):
         from course_lib.runtime.relaunch import relaunch
         from course_lib.training import outputs
@@ -34,4 +40,7 @@ def run(args: argparse.Namespace) -> int:
     summary = runs.train(config)
     if here.rank == 0:
         print_summary(config, summary)
+        if config.output.push_to_hub:
+            print("pushed:", hub.push(Path(summary["model_dir"]), config.output.push_to_hub,
+                                      private=config.output.hub_private), flush=True)
     return 0

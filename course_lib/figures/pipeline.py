@@ -9,8 +9,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, end_label
 from course_lib.parallel.pipeline.actions import B, F, I, Schedule, W
+from course_lib.parallel.pipeline.search import Candidate
 from course_lib.parallel.pipeline.simulate import Span, Timeline
 
 KINDS = {F: "forward", B: "backward", I: "backward-input", W: "backward-weight"}
@@ -45,9 +46,23 @@ def predicted_and_measured(predicted: Timeline, measured: Rows, title: str, unit
         title: the finding.
         unit: of the times, for the axis.
     """
-    panels = [(f"predicted: {float(predicted.bubble):.1%} idle", predicted.schedule, predicted.rows, True),
-              (f"measured: {idle_share(measured):.1%} idle", predicted.schedule, measured, False)]
-    return _draw(title, panels, unit)
+    return _draw(title, _pair("", predicted, measured), unit)
+
+
+def schedule_after_schedule(runs: Mapping[str, tuple[Timeline, Rows]], title: str, unit: str = "") -> Figure:
+    """Several of :func:`predicted_and_measured` under one another, all on one time axis, by the name of the schedule.
+
+    Args:
+        runs: what the simulator says, and for each rank what ran from when to when.
+        title: the finding.
+        unit: of the times, for the axis.
+    """
+    return _draw(title, [panel for name, run in runs.items() for panel in _pair(f"{name}, ", *run)], unit)
+
+
+def _pair(name: str, predicted: Timeline, measured: Rows) -> list[tuple[str, Schedule, Rows, bool]]:
+    return [(f"{name}predicted: {float(predicted.bubble):.1%} idle", predicted.schedule, predicted.rows, True),
+            (f"{name}measured: {idle_share(measured):.1%} idle", predicted.schedule, measured, False)]
 
 
 def idle_share(rows: Rows) -> float:
@@ -166,4 +181,27 @@ def bubble_beside_memory(timelines: Mapping[str, Timeline], title: str, limit: F
             axes.margins(x=0.14)
             axes.grid(axis="y", visible=False)
             axes.grid(axis="x")
+    return figure
+
+
+def step_times(found: Sequence[Candidate]) -> Figure:
+    """Time of a step against the number of micro-batches that the batch is cut into, and how much of it is idle.
+
+    Args:
+        found: one schedule with several numbers of micro-batches, in any order; all of them have a time line.
+    """
+    points = sorted((each.microbatches, float(each.timeline.makespan), float(each.timeline.bubble))
+                    for each in found if each.timeline)
+    counts, steps, idle = map(list, zip(*points, strict=True))
+    best = steps.index(min(steps))
+    title = f"The step is shortest with {counts[best]} micro-batches; the bubble goes on shrinking"
+    with canvas(title, height=3.0) as (figure, axes):
+        lost = [step * share for step, share in zip(steps, idle, strict=True)]
+        for values, name, colour in ((steps, "step", SERIES[0]), (lost, "of it idle", COLOURS["neutral"])):
+            axes.plot(counts, values, "o--", color=colour, markerfacecolor="white")
+            end_label(axes, counts[-1], values[-1], name, colour)
+        axes.annotate("shortest", (counts[best], steps[best]), xytext=(0, -16), textcoords="offset points", ha="center",
+                      fontsize=9, color=SERIES[0])
+        axes.set(xlabel="micro-batches that the same batch is cut into", ylabel="time (units of work)", ylim=(0, None))
+        axes.margins(x=0.08)
     return figure

@@ -1,20 +1,23 @@
-"""Measured bubbles: real ranks run a table on stages that only sleep, so that few cores can time many ranks.
+"""Real ranks run a table: on stages that only sleep, to measure bubbles; on a real model, to compare gradients.
 
-A sleeping stage needs no core: what is measured is the schedule and the messages, not how ranks share the machine.
+A sleeping stage needs no core: what is measured is the schedule and the messages, not how many ranks share a core.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from course_lib.modeling.stages import cut, shared_weights, split_evenly
 from course_lib.parallel.pipeline.actions import Schedule
-from course_lib.parallel.pipeline.executor import PipelineExecutor
+from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
 from course_lib.parallel.pipeline.simulate import Costs, Span, Timeline, simulate
+from course_lib.parallel.pipeline.tied import sum_shared_gradients
 from course_lib.runtime.launch import launch
 
 
@@ -60,10 +63,12 @@ class Measured:
     Attributes:
         predicted: by the simulator, in ms.
         rows: for each rank what ran from when to when, in ms; time 0 is the first start.
+        peaks: for each rank the most micro-batches that it held at once, counted for each of its stages.
     """
 
     predicted: Timeline
     rows: tuple[tuple[Span, ...], ...]
+    peaks: tuple[int, ...]
 
     @property
     def makespan(self) -> float:
@@ -86,14 +91,18 @@ def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 2, tim
     """
     ranks = {schedule.ranks for schedule in schedules.values()}
     by_rank = launch(_on_rank, schedules, costs, tries, num_processes=ranks.pop(), timeout=timeout, device="cpu")
-    return {name: Measured(simulate(schedule, costs), _best([found[name] for found in by_rank]))
-            for name, schedule in schedules.items()}
+    measured = {}
+    for name, schedule in schedules.items():
+        passes = [found[name] for found in by_rank]
+        rows = _best([[each.spans for each in tried] for tried in passes])
+        measured[name] = Measured(simulate(schedule, costs), rows, tuple(tried[0].peak for tried in passes))
+    return measured
 
 
-def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dict[str, list[list[Span]]]:
-    """Each table's spans of this rank by try, in seconds on the clock that the ranks of one machine share."""
+def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dict[str, list[Pass]]:
+    """Each table's passes on this rank; their times are on the clock that the ranks of one machine share."""
     dist.init_process_group("gloo")
-    found: dict[str, list[list[Span]]] = {}
+    found: dict[str, list[Pass]] = {}
     for name, schedule in schedules.items():
         seconds = [[float(cost) / 1000 for cost in costs.of(kind, schedule.stages)]
                    for kind in ("forward", "input", "weight")]
@@ -106,7 +115,7 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
         found[name] = []
         for _ in range(tries):
             dist.barrier()
-            found[name].append(executor.step(batch, targets=batch).spans)
+            found[name].append(executor.step(batch, targets=batch))
     dist.destroy_process_group()
     return found
 
@@ -119,3 +128,85 @@ def _best(by_rank: list[list[list[Span]]]) -> tuple[tuple[Span, ...], ...]:
         runs.append(tuple(tuple(Span(action, 1000 * (begin - start), 1000 * (end - start))
                                 for action, begin, end in row) for row in rows))
     return min(runs, key=lambda rows: max(row[-1].end for row in rows))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one step left.
+
+    Attributes:
+        loss: of the batch, nats a token.
+        by_name: of the model's parameters.
+        elements: parameters that each rank holds.
+    """
+
+    loss: float
+    by_name: dict[str, Tensor]
+    elements: list[int]
+
+    def apart(self, other: "Gradients") -> float:
+        """The largest difference of two gradients, which are of the same parameters."""
+        assert self.by_name.keys() == other.by_name.keys()
+        return max((gradient - other.by_name[name]).abs().max().item() for name, gradient in self.by_name.items())
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Mean over the tokens [B, L] that have one before them, in nats; logits [B, L, V]."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def unsplit(build: Callable[[], nn.Module], ids: Tensor) -> Gradients:
+    """One process, one batch."""
+    model = build()
+    loss = next_token_loss(model(input_ids=ids).logits, ids)
+    loss.backward()
+    return Gradients(loss.item(), _gradients(model), [sum(each.numel() for each in model.parameters())])
+
+
+def split(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor,
+          engine: type = PipelineExecutor, tied: bool = True, timeout: float = 120.0) -> dict[str, Gradients]:
+    """The same, cut into stages that real ranks run as each of some tables says, all for the same number of ranks.
+
+    Args:
+        schedules: the tables.
+        build: makes the whole model, alike on every rank.
+        ids: [B, L], of which each micro-batch gets as many rows.
+        engine: ``PipelineExecutor`` or ``TorchPipeline``.
+        tied: add up the gradients of weights that several stages share.
+    """
+    ranks = {schedule.ranks for schedule in schedules.values()}
+    by_rank = launch(_split_on_rank, schedules, build, ids, engine, tied, num_processes=ranks.pop(), timeout=timeout,
+                     device="cpu")
+    return {name: _joined([found[name] for found in by_rank]) for name in schedules}
+
+
+Part = tuple[list[float], dict[str, Tensor], int]
+"""Losses on the rank of the last stage, gradients by name, parameters held."""
+
+
+def _joined(parts: list[Part]) -> Gradients:
+    (losses,) = [losses for losses, _, _ in parts if losses]
+    return Gradients(sum(losses) / len(losses), {name: each for _, found, _ in parts for name, each in found.items()},
+                     [elements for _, _, elements in parts])
+
+
+def _split_on_rank(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor, engine: type,
+                   tied: bool) -> dict[str, Part]:
+    dist.init_process_group("gloo")
+    found: dict[str, Part] = {}
+    for name, schedule in schedules.items():
+        model = build()
+        where = split_evenly(model, schedule.stages, length=ids.shape[1])
+        stages = cut(model, where, schedule.stages_of(dist.get_rank()))
+        done = engine(schedule, stages, next_token_loss).step(targets=ids, input_ids=ids)
+        if tied:
+            sum_shared_gradients(shared_weights(model, where), stages, schedule.stage_ranks)
+        held = {parameter for stage in stages.values() for parameter in stage.parameters()}
+        found[name] = ([loss.item() for loss in done.losses], _gradients(model), sum(each.numel() for each in held))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}

@@ -18,6 +18,7 @@ from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks import Callback
 from course_lib.training.pipelined import PipelineTrainer
+from course_lib.training.tracking_callback import TrackingCallback
 
 TRAINERS: dict[str, type[BasicTrainer]] = {"basic": BasicTrainer, "accelerated": AcceleratedTrainer,
                                            "pipeline": PipelineTrainer}
@@ -46,7 +47,8 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
     is_main = ranks.discover().rank == 0
     if is_main:
         outputs.check(config)
-    trainer, text = build_trainer(config, callbacks)
+    tracking = TrackingCallback(config)
+    trainer, text = build_trainer(config, [*callbacks, tracking])
     if is_main:
         outputs.claim(config)
         launchfiles.write(config, trainer.precision, trainer.num_processes, trainer.model)
@@ -85,6 +87,7 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
         card = outputs.model_card(config, summary, trainer.source)
         outputs.write_model(config.output_dir / outputs.MODEL, trainer.bare_model(), weights, trainer.tokenizer, card)
         outputs.write_summary(config, summary)
+    tracking.finish(trainer, scores, split, text.splits[split]["text"], config.output_dir / outputs.MODEL)
     trainer.close()
     return summary
 

@@ -10,7 +10,7 @@ from course_lib import config_files
 from course_lib.config import Config, RunConfig, build, option, options
 from course_lib.errors import ConfigError
 
-NUMBER_OF_FIELDS = 73
+NUMBER_OF_FIELDS = 85
 
 
 def test_every_field_has_a_docstring_and_a_name_of_its_own():
@@ -67,6 +67,14 @@ def test_names_of_other_libraries(given, field, value):
     ({"best_metric": "perplexity"}, ["language-modelling"]),
     ({"early_stopping_patience": 2, "eval_steps": 0}, ["needs evaluations"]),
     ({"resume_from_checkpoint": "latest", "overwrite_output_dir": True}, ["exclude each other"]),
+    ({"training_type": "pipeline", "strategy": "fsdp"}, ["fsdp moves gradients or parameters in every micro-batch"]),
+    ({"training_type": "pipeline", "engine": "deepspeed"}, ["engine deepspeed has no pipelines"]),
+    ({"training_type": "pipeline", "torch_compile": True}, ["torch_compile makes one backward"]),
+    ({"training_type": "pipeline", "optimizer": "adafactor"}, ["cannot store adafactor's state"]),
+    ({"training_type": "pipeline", "mixed_precision": "fp16"}, ["fp16 needs a scaler that knows all stages"]),
+    ({"training_type": "pipeline", "batch_size": 4, "pipeline_chunks": 8}, ["batch_size 4 cannot be cut into 8"]),
+    ({"training_type": "pipeline", "num_processes": 4, "data_parallel_size": 3, "pipeline_parallel_size": 2},
+     ["data_parallel_size 3 × pipeline_parallel_size 2 is not num_processes 4"]),
     ({"eval_strategy": "sometimes"}, ["`eval_strategy` cannot be 'sometimes'", "`epoch`"]),
 ])
 def test_wrong_settings_are_refused_in_one_line(given, told):
@@ -100,6 +108,11 @@ def test_missing_and_undecodable_files(tmp_path):
         config_files.load([tmp_path / "quickstart.yaml"])
     with pytest.raises(ConfigError, match=r"no config file .*quikstart.yaml: did you mean .*quickstart.yaml"):
         config_files.load([tmp_path / "quikstart.yaml"])
+
+
+def test_a_split_spec_may_be_a_mapping():
+    config = config_files.load([], {"training_type": "pipeline", "split_spec": {"h.5": "end", "h.8": "beginning"}})
+    assert config.pipeline.split_spec == "h.5:end,h.8:beginning" and config.parallel.chosen_engine == "scratch"
 
 
 def test_configs_are_frozen_and_replace_validates():

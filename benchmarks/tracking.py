@@ -1,0 +1,98 @@
+"""What tracking costs: the time that a run's steps spend in it on rank 0, and its start and its end.
+
+    python benchmarks/tracking.py [--ranks 2] [--steps 100]
+
+The time is taken around the callback itself, so that it holds whatever the model; only histograms grow with it.
+"""
+
+import argparse
+import datetime
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from course_lib.config import build
+from course_lib.config_files import write_text
+from course_lib.runtime import machine
+from course_lib.runtime.launch import launch
+from course_lib.training.run import build_trainer
+from course_lib.training.tracking_callback import TrackingCallback
+
+CASES: dict[str, dict[str, Any]] = {
+    "none": {"tracker": "none"},
+    "jsonl": {"tracker": "jsonl"},
+    "jsonl, every step": {"tracker": "jsonl", "logging_steps": 1},
+    "wandb, offline": {"tracker": "wandb"},
+    "wandb, offline, every step": {"tracker": "wandb", "logging_steps": 1},
+    "jsonl and wandb": {"tracker": "jsonl,wandb"},
+    "jsonl, watch all": {"tracker": "jsonl", "watch": "all"},
+}
+
+
+class Timed(TrackingCallback):
+    """Adds up the seconds in each hook."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.seconds: dict[str, float] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("on_train_begin", "on_step_end", "on_log", "on_train_end", "finish"):
+            return found
+
+        def timed(*arguments: Any) -> None:
+            start = time.perf_counter()
+            found(*arguments)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+        return timed
+
+
+def measure(options: dict[str, Any], steps: int, folder: str) -> tuple[float, float, float, float]:
+    """Milliseconds a step in tracking, milliseconds a step in all, seconds at the start and at the end."""
+    os.environ["WANDB_MODE"] = "offline"
+    config = build({"model": "tiny-bert", "max_train_samples": 512, "max_eval_samples": 32, "max_length": 32,
+                    "max_steps": steps, "eval_steps": 0, "save_steps": 0, "progress_bar": False, "device": "cpu",
+                    "output_dir": folder} | options)
+    tracking = Timed(config)
+    trainer, _ = build_trainer(config, [tracking])
+    config.output_dir.mkdir(exist_ok=True)
+    trainer.barrier()
+    trainer.train()
+    tracking.finish(trainer, {"accuracy": 0.5}, "validation")
+    spent = tracking.seconds
+    in_steps = spent.get("on_step_end", 0.0) + spent["on_log"]
+    trainer.close()
+    return (in_steps / steps * 1e3, trainer.state.seconds / steps * 1e3, spent["on_train_begin"],
+            spent["on_train_end"] + spent["finish"])
+
+
+def main() -> None:
+    """Measure on real ranks, and write benchmarks/tracking.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    lines = ["| tracker | in tracking (ms a step) | training step (ms) | start (s) | end (s) |",
+             "|---|---|---|---|---|"]
+    for name, case in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            result = launch(measure, case, options.steps, f"{folder}/run", num_processes=options.ranks, timeout=300,
+                            stream=False)[0]
+        lines.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in result) + " |")
+    here, table = machine.describe(), "\n".join(lines)
+    text = (f"# What tracking costs on rank 0\n\n{datetime.date.today()}; {here.cpu}, {here.cores} cores; "
+            f"Python {here.python}, torch {here.engines['torch']}, wandb {here.engines['wandb']}.\n"
+            f"`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n\n"
+            f"{options.ranks} ranks over gloo, tiny-bert, {options.steps} steps; a line is logged every 10 steps but "
+            f"where it says every step, system metrics of all ranks every 10 steps.\n\n{table}\n")
+    write_text(Path(__file__).parent / "tracking.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""``course sweep``: many runs with some fields varied, here, one after another or side by side."""
+
+import argparse
+from pathlib import Path
+
+from course_lib.commands.options import add_config_options
+
+NAME = "sweep"
+HELP = "run a grid or random sweep over any fields, or write it for `wandb sweep`"
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("sweep", type=Path, metavar="FILE", help="YAML as `wandb sweep` reads it: method, parameters, "
+                                                                 "metric, run_cap")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time [1]")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the settings and run nothing")
+    parser.add_argument("--wandb_yaml", "--wandb-yaml", type=Path, metavar="FILE",
+                        help="write the sweep for `wandb sweep` and run nothing")
+    parser.add_argument("--sweep_dir", "--sweep-dir", type=Path, metavar="FOLDER",
+                        help="where the runs go [runs/sweeps/NAME]")
+    add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output", "tracking"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the sweep; 1 where a run of it failed."""
+    from course_lib import config_files
+    from course_lib.commands.options import config_from
+    from course_lib.config import options
+    from course_lib.errors import EXIT_FAILED, ConfigError
+    from course_lib.training import sweeps
+
+    config_from(args)  # what all runs share is checked before the first
+    sweep = sweeps.read_sweep(args.sweep)
+    known = {o.name for o in options()} | set(config_files.TRANSLATED)
+    base = [text for path in args.config for text in ("--config", path)]
+    base += [text for name, value in vars(args).items() if name in known for text in (f"--{name}", str(value))]
+    settings = sweep.settings()
+    for each in settings:
+        config_from(args, **each)
+    if args.wandb_yaml:
+        config_files.write_text(args.wandb_yaml, sweeps.wandb_yaml(args.sweep, base))
+        print(f"wandb sweep {args.wandb_yaml}, and then the wandb agent that it names, in the folder of the course")
+        return 0
+    if args.dry_run:
+        for number, each in enumerate(settings):
+            print(f"{number}: {sweeps.shown(each)}")
+        return 0
+    if args.parallel < 1:
+        raise ConfigError(f"--parallel {args.parallel}", "take at least 1")
+    folder = args.sweep_dir or Path("runs/sweeps") / sweep.name
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} already holds a sweep", "give another --sweep_dir, or delete it")
+    outcomes = sweeps.run_sweep(sweep, base, folder, parallel=args.parallel)
+    _print(sweep, outcomes)
+    print(f"all results: {folder / sweeps.RESULTS}")
+    return EXIT_FAILED if any(each.error for each in outcomes) else 0
+
+
+def _print(sweep, outcomes) -> None:
+    """The runs, the best first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from course_lib.training.sweeps import ranked
+
+    frame = ranked(sweep, outcomes)
+    columns = ["run", *sweep.parameters, *([sweep.metric] if sweep.metric in frame else []), "error"]
+    table = Table(title=f"{sweep.name}: {len(outcomes)} runs by {sweep.metric} ({sweep.goal})")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("run", "error") else "right")
+    for _, row in frame.iterrows():
+        table.add_row(*(f"{row[column]:.4g}" if isinstance(row[column], float) else str(row[column])
+                        for column in columns))
+    Console().print(table)

@@ -1,0 +1,260 @@
+"""Time of one training step by formula: computing, what of the communication nothing hides, bubble, optimizer.
+
+Collectives cost volume / bandwidth + latency, with NCCL's bus-bandwidth factors (NVIDIA/nccl-tests, PERFORMANCE.md).
+ZeRO's volumes are arXiv 1910.02054 section 7 with the (N - 1) / N that the paper leaves out; tensor parallelism's
+are arXiv 2104.04473 section 3.2; bubbles arXiv 2104.04473 section 2.2 and arXiv 2401.10241 table 2. Seconds,
+bytes, bytes a second.
+"""
+
+from dataclasses import dataclass
+
+from course_lib.planning import work
+from course_lib.planning.hardware import NETWORK_EFFICIENCY, NETWORK_LATENCY, Cluster
+from course_lib.planning.memory import stage_layers
+from course_lib.planning.models import Model
+from course_lib.planning.plan import Plan
+
+ADAM_TRAFFIC = 30
+"""Bytes a parameter that a fused Adam moves: fp32 weight and two moments read and written, the gradient read, the
+16-bit weight written."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One step, by what the slowest GPU spends it on; seconds."""
+
+    compute: float
+    """Matmuls, attention and element-wise work of all micro-batches, without what is recomputed."""
+    recompute: float
+    tensor: float
+    """Collectives of tensor and context parallelism that nothing hides."""
+    pipeline: float
+    """Messages between pipeline ranks that nothing hides."""
+    bubble: float
+    """Waiting for the pipeline to fill and drain."""
+    data: float
+    """Collectives of data parallelism and sharding that nothing hides."""
+    optimizer: float
+    """The update, and its way to and from host memory."""
+    tokens: int
+    """Tokens of one step, of all GPUs."""
+    flops: float
+    """Model FLOPs of one step, of all GPUs, as MFU counts them."""
+    gpus: int
+    peak: float
+    """FLOP/s of one GPU by the datasheet."""
+    dollars_per_gpu_hour: float | None = None
+
+    @property
+    def step(self) -> float:
+        """Seconds of one step."""
+        return (self.compute + self.recompute + self.tensor + self.pipeline + self.bubble + self.data
+                + self.optimizer)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.tokens / self.step
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, 0 to 1."""
+        return self.flops / self.step / (self.gpus * self.peak)
+
+    def hours(self, tokens: float) -> float:
+        """Hours to train on so many tokens."""
+        return tokens / self.tokens_per_second / 3600
+
+    def dollars(self, tokens: float) -> float | None:
+        """What that costs, where the price is known."""
+        if self.dollars_per_gpu_hour is None:
+            return None
+        return self.hours(tokens) * self.gpus * self.dollars_per_gpu_hour
+
+
+BUS_FACTOR = {
+    "all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n, "all_to_all": lambda n: (n - 1) / n, "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n, "broadcast": lambda n: 1.0, "reduce": lambda n: 1.0,
+    "send_recv": lambda n: 1.0, "hypercube": lambda n: 1.0,
+}
+"""Bytes that a link carries for each byte of a collective's buffer among n ranks."""
+
+
+def collective(name: str, size: float, members: int, stride: int, cluster: Cluster) -> float:
+    """Seconds of one collective.
+
+    Args:
+        name: a key of ``BUS_FACTOR``.
+        size: bytes of the whole buffer: the input of a reduction, the output of a gather.
+        members: ranks that take part.
+        stride: how far apart they are in the order of ranks.
+        cluster: decides whether they share a node.
+    """
+    if members == 1:
+        return 0.0
+    return BUS_FACTOR[name](members) * size / cluster.bus(members, stride) + cluster.latency(members, stride)
+
+
+def zero_volume(stage: int) -> int:
+    """Elements that ZeRO moves a step and rank, for each parameter, (N - 1) / N left out as in the paper.
+
+    Source: arXiv 1910.02054 section 7: reduce-scatter of gradients and all-gather of parameters, and at stage 3
+    that all-gather in the forward and in the backward pass.
+    """
+    return 3 if stage == 3 else 2
+
+
+def tensor_volume(model: Model, tokens: int, ranks: int, passes: int = 4) -> float:
+    """Elements that a rank's links carry for one block: an all-reduce of (tokens, hidden) for each pass.
+
+    Args:
+        model: its width.
+        tokens: of one micro-batch.
+        ranks: of tensor parallelism.
+        passes: all-reduces: two forward, two backward, two more where the block is recomputed.
+
+    Source: arXiv 2104.04473 section 3.2; a reduce-scatter and an all-gather carry the same, arXiv 2205.05198
+    section 4.2.2.
+    """
+    return passes * BUS_FACTOR["all_reduce"](ranks) * tokens * model.hidden
+
+
+def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
+    """Seconds of one step.
+
+    Args:
+        model: the model.
+        plan: its layout and how a step is run.
+        cluster: what it runs on; the plan's GPUs fill it from the first node on.
+    """
+    chip = cluster.accelerator
+    forward, backward = work.block(model, plan, chip)
+    again = work.recomputed(model, plan, chip)
+    head = sum(part.total for part in work.output_layer(model, plan, chip))
+    tensor_forward, tensor_backward = _tensor(model, plan, cluster, forward, backward)
+    data_forward, data_backward = _sharded(model, plan, cluster, forward.total + tensor_forward,
+                                           backward.total + again.total + tensor_backward)
+
+    # the slowest pipeline rank: a middle one, or the last with its output layer
+    _, middle, last = stage_layers(model.layers, plan.pipeline)
+    whole = sum((forward.total, backward.total, again.total, tensor_forward, tensor_backward, data_forward,
+                 data_backward))
+    layers, extra = max((middle, 0.0), (last, head), key=lambda rank: rank[0] * whole + rank[1])
+    if plan.pipeline == 1:
+        layers, extra = model.layers, head
+    one = layers * whole + extra  # one micro-batch
+    message = _message(model, plan, cluster)
+    return Cost(
+        compute=plan.accumulation * (layers * (forward.total + backward.total) + extra),
+        recompute=plan.accumulation * layers * again.total,
+        tensor=plan.accumulation * layers * (tensor_forward + tensor_backward),
+        pipeline=2 * message * (plan.accumulation * plan.virtual + plan.pipeline - 1),
+        bubble=_bubble(plan, one, layers * forward.matmul),
+        data=plan.accumulation * layers * (data_forward + data_backward) + _once(
+            model, plan, cluster, layers * (backward.total + again.total + tensor_backward)),
+        optimizer=_optimizer(model, plan, cluster),
+        tokens=plan.global_batch * plan.sequence_length,
+        flops=plan.global_batch * plan.sequence_length * model.flops(plan.sequence_length),
+        gpus=plan.gpus, peak=chip.peak[plan.precision], dollars_per_gpu_hour=cluster.dollars_per_gpu_hour)
+
+
+def _width(plan: Plan) -> int:
+    """Bytes of an activation, and of a weight as the matmuls read it."""
+    return 4 if plan.precision in ("fp32", "tf32") else 2
+
+
+def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
+            backward: work.Seconds) -> tuple[float, float]:
+    """Collectives inside one block that nothing hides: tensor ranks' sums, context ranks' keys and values."""
+    tokens = work.local_tokens(plan)
+    size = tokens * model.hidden * _width(plan)
+    if plan.sequence_parallel:
+        one = (collective("all_gather", size, plan.tensor, 1, cluster)
+               + collective("reduce_scatter", size, plan.tensor, 1, cluster))
+    else:
+        one = collective("all_reduce", size, plan.tensor, 1, cluster)
+    first, second = 2 * one, (4 if plan.checkpointing == "full" else 2) * one
+    if plan.overlap_tensor:
+        first, second = max(0.0, first - forward.matmul), max(0.0, second - backward.matmul)
+    keys = plan.context * tokens * 2 * model.kv_heads * model.head_dim * _width(plan) / plan.tensor
+    ring = collective("all_gather", keys, plan.context, plan.tensor, cluster)  # hidden behind the scores it feeds
+    return first + max(0.0, ring - forward.attention), second + max(0.0, 2 * ring - backward.attention)
+
+
+def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
+    """Gathering and scattering of one block at stage 3, beyond the forward and backward that hide it.
+
+    Args:
+        model: the model.
+        plan: the layout.
+        cluster: the hardware.
+        forward: seconds of the block's forward pass, behind which the next block's parameters arrive.
+        backward: seconds of its backward pass.
+    """
+    if plan.stage < 3 or plan.shards == 1:
+        return 0.0, 0.0
+    weights = model.layer / plan.tensor
+    gather = collective("all_gather", weights * _width(plan), plan.shards, plan.tensor, cluster)
+    scatter = collective("reduce_scatter", weights * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
+    if plan.offload == "parameters":
+        gather += weights * _width(plan) / plan.shards / cluster.accelerator.pcie
+    if not plan.overlap:
+        return gather, gather + scatter
+    return max(0.0, gather - forward), max(0.0, gather + scatter - backward)
+
+
+def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> float:
+    """Data parallelism's collectives once a step, beyond the last micro-batch's backward pass that hides them."""
+    weights = model.parameters / (plan.tensor * plan.pipeline)
+    if plan.shards == 1:
+        return 0.0
+    if plan.stage == 3:  # the first gather of a step, which nothing comes before: embedding and output layer
+        ends = (model.embedding + model.head) / plan.tensor * _width(plan)
+        return collective("all_gather", ends, plan.shards, plan.tensor, cluster)
+    size = weights * plan.bytes.gradients
+    if plan.stage == 0:
+        sync, update = collective("all_reduce", size, plan.shards, plan.tensor, cluster), 0.0
+    else:
+        sync = collective("reduce_scatter", size, plan.shards, plan.tensor, cluster)
+        update = collective("all_gather", weights * _width(plan), plan.shards, plan.tensor, cluster)
+    if plan.engine == "deepspeed" and plan.stage == 2:
+        sync *= plan.accumulation  # a sharded gradient has no place to wait in for the next micro-batch's
+        last_backward *= plan.accumulation
+    if not plan.overlap:
+        return sync + update
+    if plan.engine == "megatron":  # gathers the parameters under the next forward pass
+        return max(0.0, sync - last_backward) + max(0.0, update - last_backward / 2)
+    return max(0.0, sync - last_backward) + update
+
+
+def _message(model: Model, plan: Plan, cluster: Cluster) -> float:
+    """Seconds in which one micro-batch's activations reach the next pipeline rank, if nothing hides them."""
+    if plan.pipeline == 1 or (plan.schedule == "interleaved" and plan.overlap):
+        return 0.0
+    size = work.local_tokens(plan) * model.hidden * _width(plan) / plan.tensor  # each tensor rank sends its part
+    if plan.gpus // plan.pipeline >= cluster.gpus_per_node:
+        return size * cluster.gpus_per_node / (cluster.network * NETWORK_EFFICIENCY) + NETWORK_LATENCY
+    return size / cluster.accelerator.bus + cluster.accelerator.latency
+
+
+def _bubble(plan: Plan, one: float, weight_gradients: float) -> float:
+    """Seconds a pipeline rank waits in a step.
+
+    Args:
+        plan: schedule, ranks and stages a rank.
+        one: seconds of one micro-batch on one rank, forward and backward.
+        weight_gradients: those of it that can be put off.
+    """
+    spared = {"zb_h1": 2, "zb_h2": 3, "zbv": 3}.get(plan.schedule, 0)
+    return (plan.pipeline - 1) * max(0.0, one - spared * weight_gradients) / plan.virtual
+
+
+def _optimizer(model: Model, plan: Plan, cluster: Cluster) -> float:
+    """Seconds of Adam on what a rank keeps of it; with offload its way to the host and back too."""
+    chip = cluster.accelerator
+    kept = model.parameters / (plan.tensor * plan.pipeline) / (plan.shards if plan.stage >= 1 else 1)
+    if plan.offload == "none":
+        return ADAM_TRAFFIC * kept / chip.memory_rate
+    host = cluster.host_bandwidth / cluster.gpus_per_node
+    return kept * (plan.bytes.gradients / chip.pcie + ADAM_TRAFFIC / host + _width(plan) / chip.pcie)

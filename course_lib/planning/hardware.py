@@ -1,0 +1,202 @@
+"""Accelerators and clusters to plan for, each figure with its source in ``catalogue/hardware.yaml``.
+
+Bytes and FLOPs a second throughout; memory in bytes.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from course_lib.errors import ConfigError, nearest
+
+MEMORY_EFFICIENCY = 0.83
+"""Share of the datasheet's memory bandwidth that a streaming kernel reaches: the median of copy and triad over
+datasheet on A100, H100, H200 and MI300X (Azure AI-benchmarking-guide, 2024-25)."""
+LINK_EFFICIENCY = 0.77
+"""Share of a link's datasheet rate that NCCL's large collectives reach, where it was not measured: A100's 231 of 300
+GB/s (Azure AI-benchmarking-guide, ND A100 v4)."""
+NETWORK_EFFICIENCY = 0.9
+"""Share of the network cards' rate that collectives reach: an assumption (InfiniBand's and RoCE's headers and
+congestion), to be measured on your cluster."""
+NETWORK_LATENCY = 20e-6
+"""Seconds for one hop of a collective between nodes: an assumption, the order of NCCL's ring step over RDMA."""
+LINK_LATENCY = 100e-6
+"""Seconds of a collective in a node beyond volume / bus, where it was not measured: between A100's and H100's."""
+ATTENTION_SHARE = (0.5, 0.43)
+"""Share of peak of a fused attention kernel, forward and backward, where it was not measured: the lower end of
+FlashAttention-2's 50 to 73 % on A100, its backward slower by the same paper's 63 to 73 (arXiv 2307.08691)."""
+MATMUL_SHARE = 0.5
+"""Share of peak for accelerators of which no training step is known; see ``catalogue/calibration.yaml``."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One GPU, or what stands in for it."""
+
+    name: str
+    memory: int
+    """Bytes, as the driver reports them."""
+    bandwidth: float
+    """Bytes/s of its memory, by the datasheet."""
+    peak: Mapping[str, float]
+    """FLOP/s by data type (fp32, tf32, fp16, bf16, fp8), dense, by the datasheet."""
+    link: float
+    """Bytes/s in one direction to the GPUs of the same node."""
+    bus: float
+    """Bytes/s of a large collective on that link, by NCCL's bus-bandwidth convention."""
+    latency: float
+    """Seconds of a collective in the node beyond volume / bus."""
+    pcie: float
+    """Bytes/s to the host's memory in one direction."""
+    matmul: Mapping[str, float]
+    """Share of ``peak`` that the matmuls of a training step reach, by data type."""
+    attention: tuple[float, float]
+    """FLOP/s of the fused attention kernel, forward and backward."""
+    year: int
+    source: str
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s that a streaming kernel reaches."""
+        return self.bandwidth * MEMORY_EFFICIENCY
+
+    def half_precision(self) -> str:
+        """The 16-bit data type to train in: bf16 where the matrix units have it, else fp16, else fp32."""
+        return next((dtype for dtype in ("bf16", "fp16") if dtype in self.peak), "fp32")
+
+    def matmul_rate(self, dtype: str) -> float:
+        """FLOP/s of a training step's matmuls.
+
+        Raises:
+            ConfigError: the accelerator has no such data type.
+        """
+        if dtype not in self.peak:
+            raise ConfigError(f"{self.name} has no {dtype}", "choose from " + ", ".join(self.peak))
+        return self.peak[dtype] * self.matmul[dtype]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal accelerators."""
+
+    accelerator: Accelerator
+    gpus: int
+    gpus_per_node: int
+    network: float
+    """Bytes/s of one node's network cards together, in one direction."""
+    host_bandwidth: float
+    """Bytes/s of one node's host memory: what an optimizer on the CPU works with."""
+    dollars_per_gpu_hour: float | None = None
+    instance: str | None = None
+    """SageMaker's name, where the cluster was given by it."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes, the last one perhaps not full."""
+        return -(-self.gpus // self.gpus_per_node)
+
+    def bus(self, members: int, stride: int) -> float:
+        """Bus bandwidth of a collective over ``members`` ranks that lie ``stride`` apart.
+
+        Inside a node it is the link's. Across nodes a group can use the cards of as many GPUs of a node as it has
+        members there; the ring passes every node's border once.
+        """
+        if members * stride <= self.gpus_per_node:
+            return self.accelerator.bus
+        here = max(1, self.gpus_per_node // stride)
+        cards = self.network * NETWORK_EFFICIENCY * here / self.gpus_per_node
+        return min(cards, self.accelerator.bus) if here > 1 else cards
+
+    def latency(self, members: int, stride: int) -> float:
+        """Seconds of such a collective beyond its volume: the node's, and a hop for each border it passes."""
+        here = min(members, max(1, self.gpus_per_node // stride))
+        borders = -(-members // here) - 1
+        return (self.accelerator.latency if here > 1 else 0) + NETWORK_LATENCY * borders
+
+
+@functools.cache
+def _catalogue() -> dict[str, Any]:
+    text = resources.files("course_lib.planning").joinpath("catalogue/hardware.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+@functools.cache
+def accelerators() -> dict[str, Accelerator]:
+    """The catalogue, by name."""
+    known = {}
+    for name, row in _catalogue()["accelerators"].items():
+        peak, shares = row["peak"], row.get("matmul", {})
+        half = next(peak[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peak)
+        forward, backward = row.get("attention", (ATTENTION_SHARE[0] * half, ATTENTION_SHARE[1] * half))
+        known[name] = Accelerator(
+            name, row["memory_mib"] * 2**20, row["bandwidth"], peak, row["link"],
+            row.get("bus", row["link"] * LINK_EFFICIENCY), row.get("latency", LINK_LATENCY), row["pcie"],
+            {dtype: shares.get(dtype, MATMUL_SHARE) for dtype in peak}, (forward, backward), row["year"],
+            row["source"])
+    return known
+
+
+def names() -> list[str]:
+    """Names of the accelerators, then of the SageMaker instances."""
+    return [*accelerators(), *_catalogue()["instances"]]
+
+
+def _resolve(name: str) -> str:
+    """A catalogue name from the way people write it: ``a100-80gb``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
+    plain = name.lower().removeprefix("nvidia ").replace("geforce ", "").replace("_", "-").replace(" ", "-")
+    known = {each.lower(): each for each in names()}
+    aliases = {"a100": "A100-80", "a100-80gb": "A100-80", "a100-sxm4-80gb": "A100-80", "a100-40gb": "A100-40",
+               "a100-sxm4-40gb": "A100-40", "h100-80gb": "H100", "h100-80gb-hbm3": "H100", "h100-80": "H100",
+               "h200-141gb": "H200", "v100": "V100-32", "v100-32gb": "V100-32", "v100-16gb": "V100-16",
+               "tesla-t4": "T4", "tesla-v100-sxm2-16gb": "V100-16", "tesla-v100-sxm2-32gb": "V100-32",
+               "3090": "RTX-3090", "4090": "RTX-4090", "rtx3090": "RTX-3090", "rtx4090": "RTX-4090", "a10": "A10G"}
+    if plain in known or plain in aliases:
+        return known.get(plain) or aliases[plain]
+    raise ConfigError(f"accelerator `{name}` is not in the catalogue",
+                      nearest(plain, {**known, **aliases}) or "choose from " + ", ".join(accelerators()))
+
+
+def accelerator(name: str) -> Accelerator:
+    """An accelerator by name, or that of a SageMaker instance.
+
+    Raises:
+        ConfigError: it is not in the catalogue; the message names the nearest.
+    """
+    found = _resolve(name)
+    return accelerators()[_catalogue()["instances"].get(found, {}).get("accelerator", found)]
+
+
+def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = None, network: float | None = None,
+            memory_gb: float | None = None) -> Cluster:
+    """A cluster of one kind of accelerator or SageMaker instance.
+
+    Args:
+        name: an accelerator or an instance type.
+        gpus: GPUs in all; default: one node.
+        gpus_per_node: GPUs in a node; default: as the node is usually sold, or as the instance has.
+        network: bytes/s of one node's network cards together; default: the catalogue's.
+        memory_gb: plan with no more than so many GiB a GPU.
+
+    Raises:
+        ConfigError: an unknown name, no GPU, or more memory than the accelerator has.
+    """
+    found = _resolve(name)
+    instance = _catalogue()["instances"].get(found)
+    chip = accelerator(name)
+    node = _catalogue()["nodes"][chip.name]
+    per_node = gpus_per_node or (instance or node)["gpus"]
+    count = per_node if gpus is None else gpus
+    if count < 1 or per_node < 1:
+        raise ConfigError(f"a cluster of {count} GPUs, {per_node} in a node", "give at least one GPU")
+    if memory_gb is not None:
+        if not 0 < memory_gb * 2**30 <= chip.memory:
+            raise ConfigError(f"{memory_gb} GiB a GPU, and {chip.name} has {chip.memory / 2**30:.1f}",
+                              "give less, or another accelerator")
+        chip = replace(chip, memory=int(memory_gb * 2**30))
+    return Cluster(chip, count, min(per_node, count), network or (instance or node)["network"],
+                   node["host_bandwidth"], instance["dollars"] / instance["gpus"] if instance else None,
+                   found if instance else None)

@@ -1,0 +1,136 @@
+"""A plan: how a model is laid over GPUs, and how a step is run. What memory, cost and search all speak of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from course_lib.errors import ConfigError
+
+Engine = Literal["ddp", "deepspeed", "fsdp", "megatron"]
+Checkpointing = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes a parameter of everything that training keeps between steps."""
+
+    parameters: float
+    """Weights that the matmuls read, or the fp32 ones where those are cast when used."""
+    gradients: float
+    master: float
+    """fp32 copy that the optimizer updates; 0 where ``parameters`` are it."""
+    moments: float
+    """Adam's two."""
+    accumulated: float = 0
+    """A second, fp32 gradient that micro-batches are summed in."""
+
+    @property
+    def total(self) -> float:
+        """Bytes a parameter with nothing sharded."""
+        return self.parameters + self.gradients + self.master + self.moments + self.accumulated
+
+
+MIXED = Recipe(2, 2, 4, 8)
+"""16-bit weights and gradients, fp32 master and Adam: ZeRO's K = 12, arXiv 1910.02054 section 3.1."""
+RECIPES = {
+    "mixed": MIXED,
+    "autocast": Recipe(4, 4, 0, 8),
+    "mixed, fp32 gradients": Recipe(2, 4, 4, 8),
+    "mixed, accumulating in fp32": Recipe(2, 2, 4, 8, accumulated=4),
+    "Transformer Engine": Recipe(4, 4, 0, 8),
+    "FP8-LM O3": Recipe(1, 1, 2, 3, accumulated=2),
+    "DeepSeek-V3": Recipe(1, 2, 4, 4, accumulated=4),
+    "nanotron FP8": Recipe(1, 1, 2, 2, accumulated=4),
+}
+"""Bytes a parameter by recipe; the sums are the Ultra-Scale Playbook's table of mixed-precision recipes."""
+ENGINE_RECIPE: dict[Engine, str] = {"ddp": "autocast", "fsdp": "autocast", "deepspeed": "mixed",
+                                    "megatron": "mixed, fp32 gradients"}
+"""DDP with autocast and FSDP2 with a mixed-precision policy keep fp32 weights; DeepSpeed and Megatron keep a copy."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train. Ranks are laid tensor first, then context, data, pipeline: the first stays inside a node."""
+
+    sequence_length: int
+    engine: Engine = "ddp"
+    stage: int = 0
+    """ZeRO stage: 0 nothing sharded, 1 optimizer, 2 and gradients, 3 and parameters; FSDP is 3."""
+    data: int = 1
+    """Replicas, or ranks that share one sharded copy."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    """Ranks that share one sequence."""
+    micro_batch: int = 1
+    """Sequences a replica takes at once."""
+    accumulation: int = 1
+    """Micro-batches of one step."""
+    checkpointing: Checkpointing = "none"
+    """Recomputed in the backward pass: nothing, attention's scores, or whole blocks."""
+    offload: Offload = "none"
+    """What lives in host memory: nothing, the optimizer, or the parameters too."""
+    precision: str = "bf16"
+    """Data type of the matmuls: fp32, tf32, fp16, bf16, fp8."""
+    recipe: str = ""
+    """A key of ``RECIPES``; empty: the engine's."""
+    flash: bool = True
+    """Fused attention, which never writes the scores to memory."""
+    compiled: bool = False
+    """Norms, activations and rotary positions run as one kernel each (torch.compile, Apex, Transformer Engine)."""
+    sequence_parallel: bool = True
+    """Split over the tensor ranks what tensor parallelism leaves whole (arXiv 2205.05198 section 4.2)."""
+    schedule: str = "1f1b"
+    """gpipe, 1f1b, interleaved, zb_h1, zb_h2 or zbv."""
+    virtual: int = 1
+    """Stages a pipeline rank has (interleaved)."""
+    overlap: bool = True
+    """Gradients and parameters of data parallelism move while something is computed."""
+    overlap_tensor: bool = False
+    """The collectives of tensor parallelism move while matmuls run (Transformer Engine's userbuffers, async TP)."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "data", "tensor", "pipeline", "context", "micro_batch", "accumulation",
+                     "virtual"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a plan with {name} {getattr(self, name)}", "give at least 1")
+        if self.recipe and self.recipe not in RECIPES:
+            raise ConfigError(f"recipe `{self.recipe}` is unknown", "choose from " + ", ".join(RECIPES))
+        if not 0 <= self.stage <= 3 or (self.engine == "fsdp") != (self.stage == 3 and self.engine != "deepspeed"):
+            raise ConfigError(f"{self.engine} at ZeRO stage {self.stage}",
+                              "FSDP is stage 3; DDP is 0, Megatron 0 or 1, DeepSpeed 1 to 3")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it takes."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one step."""
+        return self.data * self.micro_batch * self.accumulation
+
+    @property
+    def shards(self) -> int:
+        """Ranks that model states are sharded over."""
+        return self.data * self.context
+
+    @property
+    def bytes(self) -> Recipe:
+        """What a parameter costs."""
+        if self.precision in ("fp32", "tf32"):
+            return RECIPES["autocast"]
+        return RECIPES[self.recipe or ENGINE_RECIPE[self.engine]]
+
+    @property
+    def strategy(self) -> str:
+        """The name that people use: DDP, FSDP, ZeRO-2, with what is added to it."""
+        base = {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": f"ZeRO-{self.stage}",
+                "megatron": f"Megatron, ZeRO-{self.stage}" if self.stage else "Megatron"}[self.engine]
+        degrees = (("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context))
+        extra = [f"{name}={degree}" for name, degree in degrees if degree > 1]
+        if self.offload != "none":
+            extra.append("CPU offload" if self.offload == "optimizer" else "parameters offloaded")
+        if self.checkpointing != "none":
+            extra.append(f"{self.checkpointing} checkpointing")
+        return " + ".join([base, *extra])

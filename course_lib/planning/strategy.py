@@ -1,0 +1,267 @@
+"""The search: every legal layout of a model over a cluster, pruned by memory, ranked by predicted throughput.
+
+Ranks are laid tensor first (arXiv 2104.04473 section 3.2: tensor parallelism stays inside a node), then data, then
+pipeline. For one layout memory grows with the micro-batch, so the first one that is too large ends that branch.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from course_lib.errors import ConfigError
+from course_lib.planning import cost, hardware, memory
+from course_lib.planning.cost import Cost
+from course_lib.planning.hardware import Cluster, accelerators
+from course_lib.planning.memory import RUNTIME, USABLE, Memory
+from course_lib.planning.models import Model
+from course_lib.planning.plan import Offload, Plan
+
+TOKENS_A_STEP = 2**20
+"""Tokens of a step where no global batch is given: the order of GPT-3's (arXiv 2005.14165 table 2.1)."""
+FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
+WAITING = ("recompute", "tensor", "pipeline", "bubble", "data", "optimizer")
+"""What a step spends beside computing, in the names of :class:`Cost`."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, with its memory and its cost."""
+
+    plan: Plan
+    memory: Memory
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The layout of a family that comes nearest to fitting, and what would make it fit."""
+
+    family: str
+    plan: Plan
+    memory: Memory
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """All that fits, fastest first, and the families that do not."""
+
+    model: Model
+    cluster: Cluster
+    candidates: list[Candidate]
+    failed: list[Failed]
+    considered: int
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest."""
+        return self.candidates[0]
+
+    def best_of_each(self) -> list[Candidate]:
+        """The fastest of each family, fastest first."""
+        seen: dict[str, Candidate] = {}
+        for each in self.candidates:
+            seen.setdefault(family(each.plan), each)
+        return list(seen.values())
+
+
+def family(plan: Plan) -> str:
+    """The family of strategies that a plan belongs to."""
+    if plan.tensor * plan.pipeline > 1:
+        return "3-D"
+    return {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": f"ZeRO-{plan.stage}"}[plan.engine]
+
+
+def default_batch(gpus: int, sequence_length: int) -> int:
+    """Sequences of a step of about ``TOKENS_A_STEP`` tokens, the same for every GPU."""
+    return gpus * max(1, round(TOKENS_A_STEP / sequence_length / gpus))
+
+
+def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, global_batch: int,
+            precision: str) -> Iterator[Plan]:
+    """Every legal layout at micro-batch 1, nothing recomputed.
+
+    Args:
+        model: its heads and blocks limit tensor and pipeline ranks.
+        gpus: all are used.
+        gpus_per_node: tensor ranks stay inside.
+        sequence_length: tokens.
+        global_batch: sequences of a step; a whole number falls to each replica.
+        precision: of the matmuls.
+    """
+    base = Plan(sequence_length, precision=precision, compiled=True)
+    if global_batch % gpus == 0:
+        flat = replace(base, data=gpus, accumulation=global_batch // gpus)
+        yield flat
+        if gpus > 1:
+            yield replace(flat, engine="fsdp", stage=3)
+        for stage in (1, 2, 3):
+            offloads: tuple[Offload, ...] = ("none", "optimizer", "parameters") if stage == 3 else ("none", "optimizer")
+            for offload in offloads:
+                if gpus > 1 or offload != "none":
+                    yield replace(flat, engine="deepspeed", stage=stage, offload=offload)
+    for tensor in (size for size in range(1, gpus_per_node + 1) if gpus % size == 0):
+        if model.heads % tensor or model.kv_heads % tensor or model.ffn % tensor:
+            continue
+        for pipeline in (size for size in range(1, model.layers + 1) if gpus % (tensor * size) == 0):
+            data = gpus // (tensor * pipeline)
+            if tensor * pipeline == 1 or global_batch % data:
+                continue
+            grid = replace(base, data=data, tensor=tensor, pipeline=pipeline, accumulation=global_batch // data)
+            yield replace(grid, engine="megatron", stage=1 if data > 1 else 0)
+            if pipeline == 1 and data > 1:
+                yield replace(grid, engine="fsdp", stage=3)
+
+
+def variants(plan: Plan, model: Model) -> Iterator[Plan]:
+    """The layout's micro-batches, smallest first, for each schedule and with and without recomputation."""
+    schedules = [("1f1b", 1)]
+    if plan.pipeline > 1:
+        schedules += [("interleaved", virtual) for virtual in (2, 4) if model.layers % (virtual * plan.pipeline) == 0]
+    for checkpointing in ("none", "full"):
+        for schedule, virtual in schedules:
+            size = 1
+            while size <= 64 and plan.accumulation % size == 0:
+                accumulation = plan.accumulation // size
+                if schedule == "1f1b" or accumulation % plan.pipeline == 0:  # interleaving takes whole rounds
+                    yield replace(plan, checkpointing=checkpointing, schedule=schedule, virtual=virtual,
+                                  micro_batch=size, accumulation=accumulation)
+                size *= 2
+
+
+def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None = None,
+           precision: str | None = None) -> Search:
+    """Rank every layout that fits.
+
+    Args:
+        model: what to train.
+        cluster: what to train it on; all its GPUs are used.
+        sequence_length: tokens; the architecture's context is its limit.
+        global_batch: sequences of one step; default: :func:`default_batch`.
+        precision: of the matmuls; default: the accelerator's 16-bit type.
+
+    Raises:
+        ConfigError: a sequence that is too long, a batch that no layout divides, or nothing fits; the message
+            says the smallest change that would.
+    """
+    if not 1 <= sequence_length <= (model.context or sequence_length):
+        raise ConfigError(f"sequence length {sequence_length}, and {model.name} takes 1 to {model.context}",
+                          f"give --sequence-length {model.context}")
+    batch = default_batch(cluster.gpus, sequence_length) if global_batch is None else global_batch
+    precision = precision or cluster.accelerator.half_precision()
+    cluster.accelerator.matmul_rate(precision)
+    found: list[Candidate] = []
+    nearest_fit: dict[str, tuple[Plan, Memory]] = {}
+    considered = 0
+    for layout in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length, batch, precision):
+        too_large: tuple[str, str, int] | None = None
+        for plan in variants(layout, model):
+            branch = (plan.checkpointing, plan.schedule, plan.virtual)
+            if branch == too_large:
+                continue
+            considered += 1
+            held = memory.estimate(model, plan)
+            if held.fits(cluster.accelerator.memory):
+                found.append(Candidate(plan, held, cost.estimate(model, plan, cluster)))
+                continue
+            too_large = branch
+            known = nearest_fit.get(family(plan))
+            if known is None or held.total < known[1].total:
+                nearest_fit[family(plan)] = (plan, held)
+    if not considered:
+        raise ConfigError(f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
+                          f"give --global-batch {-(-batch // cluster.gpus) * cluster.gpus}")
+    if not found:
+        closest, held = min(nearest_fit.values(), key=lambda pair: pair[1].total)
+        raise ConfigError(
+            f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the smallest layout "
+            f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB a GPU of "
+            f"{cluster.accelerator.memory / 2**30:.1f}", smallest_change(model, cluster, closest, global_batch))
+    found.sort(key=lambda each: -each.cost.tokens_per_second)
+    fitting = {family(each.plan) for each in found}
+    failed = [Failed(name, *nearest_fit[name], remedy=remedy(model, cluster, nearest_fit[name][0]))
+              for name in FAMILIES if name in nearest_fit and name not in fitting]
+    return Search(model, cluster, found, failed, considered)
+
+
+def needed(held: Memory) -> float:
+    """Bytes of GPU memory with which ``held`` fits."""
+    return held.total / USABLE + RUNTIME
+
+
+def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
+    """The smallest change after which a layout fits: more GPUs, or a larger one."""
+    def fits(gpus: int) -> bool:
+        return memory.estimate(model, replace(plan, data=gpus)).fits(cluster.accelerator.memory)
+
+    if plan.stage and plan.tensor * plan.pipeline == 1 and fits(64 * plan.data):  # more shards never need more
+        return f"fits from {bisect_left(range(64 * plan.data), True, lo=plan.data, key=fits)} GPUs on"
+    size = needed(memory.estimate(model, plan))
+    larger = [chip for chip in accelerators().values() if chip.memory >= size and chip.name != "CPU"]
+    if larger:
+        chip = min(larger, key=lambda each: each.memory)
+        return f"fits on a GPU with {size / 2**30:.1f} GiB, such as {chip.name}"
+    return f"would need a GPU with {size / 2**30:,.0f} GiB; shard it instead"
+
+
+def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: int | None) -> str:
+    """For a search that found nothing: what would let one layout in, as an option to give."""
+    hints = []
+    for factor in range(2, 65):
+        larger = hardware.cluster(cluster.instance or cluster.accelerator.name, cluster.gpus * factor,
+                                  memory_gb=cluster.accelerator.memory / 2**30)
+        if _anything_fits(model, larger, plan.sequence_length, global_batch, plan.precision):
+            hints.append(f"--gpus {larger.gpus}")
+            break
+    capacities = sorted((chip for chip in accelerators().values() if chip.memory > cluster.accelerator.memory),
+                        key=lambda chip: chip.memory)
+    for chip in capacities:
+        if _anything_fits(model, hardware.cluster(chip.name, cluster.gpus), plan.sequence_length, global_batch,
+                          chip.half_precision()):
+            hints.append(f"--gpu {chip.name}")
+            break
+    shorter = plan.sequence_length // 2
+    while shorter >= 128:
+        if _anything_fits(model, cluster, shorter, global_batch, plan.precision):
+            hints.append(f"--sequence-length {shorter}")
+            break
+        shorter //= 2
+    return "it fits with " + " or ".join(hints) if hints else "take a smaller model"
+
+
+def _anything_fits(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None,
+                   precision: str) -> bool:
+    """Whether some layout fits at micro-batch 1 with recomputation."""
+    return any(memory.estimate(model, replace(plan, checkpointing="full")).fits(cluster.accelerator.memory)
+               for plan in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length,
+                                   global_batch or default_batch(cluster.gpus, sequence_length), precision))
+
+
+def explain(found: Search) -> list[str]:
+    """Sentences: why the best plan, what the next best is and costs, what would have to change for the others."""
+    best, spent = found.best, found.best.cost
+    shares = sorted(((getattr(spent, name) / spent.step, name) for name in WAITING), reverse=True)
+    rest = ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
+    free = found.cluster.accelerator.memory - needed(best.memory)
+    lines = [f"{best.plan.strategy} is the fastest of {len(found.candidates)} layouts that fit, of "
+             f"{found.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
+             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB a GPU stay free."]
+    others = [each for each in found.best_of_each() if family(each.plan) != family(best.plan)]
+    if others:
+        second = others[0]
+        more = {name: getattr(second.cost, name) / second.cost.step - getattr(spent, name) / spent.step
+                for name in WAITING}
+        worst = max(more, key=lambda name: more[name])
+        because = f", {worst} takes {more[worst]:.0%} more of the step" if more[worst] >= 0.005 else ""
+        lines.append(f"Next best: {second.plan.strategy}, at "
+                     f"{second.cost.tokens_per_second / spent.tokens_per_second:.1%} of its speed{because}.")
+    for each in found.failed:
+        short = needed(each.memory) - found.cluster.accelerator.memory
+        lines.append(f"{each.family} does not fit: {each.plan.strategy} is {short / 2**30:.1f} GiB short; "
+                     f"{each.remedy}.")
+    return lines
+
+
+def kinds(held: Memory) -> dict[str, float]:
+    """Bytes of a GPU by kind, as :class:`Memory` names them."""
+    return {field.name: getattr(held, field.name) for field in fields(Memory) if field.name != "host"}

@@ -1,0 +1,109 @@
+"""What one block and the output layer compute: FLOPs, memory traffic, and the seconds they take by roofline.
+
+Matmuls run at the share of peak that whole training steps reach, fused attention at its kernel's rate, everything
+else moves bytes. A one-input operation reads one tensor and writes one in the forward pass, reads two and writes
+one in the backward: so a backward moves 3/2 of its forward. All counts are of 16-bit activations.
+
+Sources: roofline, Williams et al. 2009; matmul FLOPs, arXiv 2104.04473 appendix; attention's backward with its
+recomputation, 5 matmuls to the forward's 2, arXiv 2307.08691 section 3.
+"""
+
+from dataclasses import dataclass
+
+from course_lib.planning.hardware import Accelerator
+from course_lib.planning.models import Model
+from course_lib.planning.plan import Plan
+
+BACKWARD_TRAFFIC = 1.5
+"""Bytes that element-wise work moves in the backward pass, to those of the forward."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of one pass on one GPU, by what it is spent on."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.matmul + self.attention + self.elementwise
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.matmul + other.matmul, self.attention + other.attention,
+                       self.elementwise + other.elementwise)
+
+    def __mul__(self, factor: float) -> "Seconds":
+        return Seconds(self.matmul * factor, self.attention * factor, self.elementwise * factor)
+
+
+def local_tokens(plan: Plan) -> int:
+    """Tokens of one micro-batch on one GPU."""
+    return plan.micro_batch * (plan.sequence_length // plan.context)
+
+
+def traffic(model: Model, plan: Plan) -> float:
+    """Bytes that one token moves in the forward pass of one block outside the matmuls and fused attention.
+
+    Fused, each norm, residual sum, activation and rotation is one kernel. In plain PyTorch operations an RMS norm is
+    six of them, partly in fp32 (36 bytes an element), a rotation five (20), SwiGLU two (10), a written-out GELU
+    eight (36).
+    """
+    h, f = model.hidden, model.ffn * model.experts_per_token
+    rotated = model.head_dim * (model.heads + model.kv_heads) if model.rotary else 0
+    if plan.compiled:
+        norm, rotate, inside = 4, 4, 6 if model.gated else 4
+    else:
+        norm, rotate = (36 if model.rms_norm else 4), 20
+        inside = 10 if model.gated else 36 if model.activation == "gelu_new" else 4
+    whole = h * (2 * norm + 2 * 6 + (2 * (1 if plan.compiled else 5) if model.dropout else 0))
+    split = f * inside + rotated * rotate
+    return whole / (plan.tensor if plan.sequence_parallel else 1) + split / plan.tensor
+
+
+def block(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, Seconds]:
+    """Forward and backward of one block on one micro-batch, nothing recomputed, nothing communicated."""
+    tokens, t = local_tokens(plan), plan.tensor
+    rate = chip.matmul_rate(plan.precision)
+    weights = model.layer_matmul / t
+    loaded = 2 * (weights + tokens * (2 * model.hidden + (model.attention_width + model.ffn) / t)) / chip.memory_rate
+    matmul = max(2 * weights * tokens / rate, loaded)
+    elementwise = traffic(model, plan) * tokens / chip.memory_rate
+
+    scores = model.heads * plan.sequence_length * tokens / t  # one for each query, head and key
+    flops = 4 * model.head_dim * scores
+    if plan.flash:
+        seen = 0.5 if model.causal else 1.0  # the kernel skips what the mask hides
+        forward, backward = seen * flops / chip.attention[0], 2.5 * seen * flops / chip.attention[1]
+    else:
+        # written by the first matmul, softmax and dropout each read and written, a byte of mask, read by the second
+        moved = (2 + 4 + (5 if model.dropout else 0) + 2) * scores / chip.memory_rate
+        forward, backward = flops / rate + moved, 2 * flops / rate + BACKWARD_TRAFFIC * moved
+    return (Seconds(matmul, forward, elementwise),
+            Seconds(2 * matmul, backward, BACKWARD_TRAFFIC * elementwise))
+
+
+def recomputed(model: Model, plan: Plan, chip: Accelerator) -> Seconds:
+    """What the backward pass of one block computes once more."""
+    forward, _ = block(model, plan, chip)
+    if plan.checkpointing == "full":
+        return forward
+    if plan.checkpointing == "selective" and not plan.flash:
+        return Seconds(attention=forward.attention)
+    return Seconds()
+
+
+def output_layer(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, Seconds]:
+    """Forward and backward of the last norm, the logits and the loss of one micro-batch.
+
+    The loss in plain PyTorch casts the logits to fp32 and takes their log-softmax: 14 bytes a logit each way; fused,
+    6 and 4. Matmuls in 16 bits, also where the blocks' are in 8.
+    """
+    tokens = local_tokens(plan)
+    dtype = plan.precision if plan.precision != "fp8" else chip.half_precision()
+    matmul = 2 * model.head_matmul / plan.tensor * tokens / chip.matmul_rate(dtype)
+    logits = tokens * (model.vocab if model.has_head else 0) / plan.tensor / chip.memory_rate
+    moved = (6, 4) if plan.compiled else (14, 14)
+    return Seconds(matmul, 0, moved[0] * logits), Seconds(2 * matmul, 0, moved[1] * logits)

@@ -1,0 +1,98 @@
+"""A set of runs on one page, as Markdown or as one HTML file that needs nothing else."""
+
+import base64
+import html
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from course_lib.config_files import write_text
+from course_lib.tracking.collect import TrackedRun, differing_options
+from course_lib.tracking.redact import redact
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN_METRICS = ("train/loss", "eval/loss", "test/loss", "test/accuracy", "test/macro_f1", "test/perplexity",
+                 "train/samples_per_second")
+
+
+def summary_table(runs: Sequence[TrackedRun]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: each run's name, state and steps, the options in which the runs differ, its last numbers."""
+    options = differing_options(runs)
+    last = [{metric: value for _, _, metric, value in run.rows} for run in runs]
+    metrics = [name for name in SHOWN_METRICS if any(name in each for each in last)]
+    rows = []
+    for run, values in zip(runs, last, strict=True):
+        steps = max((step for step, *_ in run.rows), default=0)
+        rows.append([run.name, run.state, str(steps), *(redact(str(run.config.get(name, ""))) for name in options),
+                     *(f"{values[name]:.4g}" if name in values else "" for name in metrics)])
+    return ["run", "state", "steps", *options, *metrics], rows
+
+
+def tables_of(runs: Iterable[TrackedRun]) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Tables that the runs kept, such as wrong predictions, by a heading."""
+    return {f"{run.name}: {name.replace('_', ' ')}": (columns, [[str(cell) for cell in row] for row in rows])
+            for run in runs for name, (columns, rows) in run.tables.items()}
+
+
+def write_markdown(path: Path, title: str, runs: Sequence[TrackedRun], figures: Mapping[str, "Figure"]) -> None:
+    """Write the page, and each figure beside it as ``PAGE-NAME.svg``."""
+    parts = [f"# {_plain(title)}", _markdown_table(*summary_table(runs))]
+    for name, figure in figures.items():
+        picture = path.with_name(f"{path.stem}-{name}.svg")
+        write_text(picture, _svg(figure))
+        parts.append(f"![{name}]({picture.name})")
+    for heading, table in tables_of(runs).items():
+        parts += [f"## {_plain(heading)}", _markdown_table(*table)]
+    write_text(path, "\n\n".join(parts) + "\n")
+
+
+def html_page(title: str, runs: Sequence[TrackedRun], figures: Mapping[str, "Figure"], refresh: int = 0) -> str:
+    """The page with its figures inside; ``refresh`` above 0 makes a browser load it anew after so many seconds."""
+    parts = [f"<h1>{html.escape(title)}</h1>", _html_table(*summary_table(runs))]
+    for name, figure in figures.items():
+        picture = base64.b64encode(_svg(figure).encode()).decode()
+        parts.append(f'<p><img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{picture}"></p>')
+    for heading, table in tables_of(runs).items():
+        parts += [f"<h2>{html.escape(heading)}</h2>", _html_table(*table)]
+    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
+    return _PAGE.format(title=html.escape(title), again=again, body="\n".join(parts))
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">{again}
+<title>{title}</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;color:#222}}
+table{{border-collapse:collapse;display:block;overflow-x:auto}} img{{max-width:100%}}
+th,td{{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;vertical-align:top}}</style></head>
+<body>
+{body}
+</body></html>
+"""
+
+
+def _svg(figure: "Figure") -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_plain(str(cell)) for cell in line) + " |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is: on one line, with no cell, tag, link or picture of its own."""
+    for character in "\\|<>[]*_`":
+        text = text.replace(character, "\\" + character) if character not in "<>" else text.replace(
+            character, html.escape(character))
+    return " ".join(text.split())
+
+
+def _html_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"

@@ -1,0 +1,58 @@
+"""``course sweep`` runs real trainings, side by side, and ranks them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+COURSE = Path(sys.executable).parent / "course"
+TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_length", "32",
+        "--max_steps", "2", "--baselines", "false", "--device", "cpu", "--save_steps", "0"]
+SWEEP = """
+name: try
+method: grid
+metric: {name: loss, goal: minimize}
+parameters:
+  learning_rate: {values: [1.0e-3, 1.0e-9]}
+  batch_size: {values: [8]}
+"""
+
+
+def run(*arguments):
+    return subprocess.run([str(COURSE), "sweep", *map(str, arguments)], capture_output=True, text=True, timeout=150)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(SWEEP.replace("[1.0e-3, 1.0e-9]", "[1.0e-3, 1.0e-9, 1.0e+30]"))
+    done = run(sweep, *TINY, "--parallel", "2", "--sweep_dir", tmp_path / "runs")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    results = pd.read_csv(tmp_path / "runs" / "results.csv")
+    losses = results["loss"].dropna()
+    assert len(results) == 3 and len(losses) == 2 and losses.is_monotonic_increasing
+    failed = results[results["error"].notna()]
+    assert len(failed) == 1 and failed.iloc[0]["learning_rate"] == 1e30 and "not a finite number" in done.stdout
+    assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
+    again = run(sweep, *TINY, "--sweep_dir", tmp_path / "runs")
+    assert again.returncode == 2 and "already holds a sweep" in again.stderr
+
+
+def test_a_dry_run_and_a_setting_that_no_run_could_take(tmp_path):
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(SWEEP)
+    done = run(sweep, *TINY, "--dry_run")
+    assert done.returncode == 0 and done.stdout.splitlines() == [
+        "0: batch_size=8, learning_rate=0.001", "1: batch_size=8, learning_rate=1e-09"]
+    sweep.write_text(SWEEP.replace("[8]", "[8, 0]"))
+    refused = run(sweep, *TINY, "--sweep_dir", tmp_path / "runs")
+    assert refused.returncode == 2 and "`batch_size` cannot be 0" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+    written = run(sweep, *TINY, "--wandb_yaml", tmp_path / "wandb.yaml")
+    assert written.returncode == 2  # the same setting
+    sweep.write_text(SWEEP)
+    written = run(sweep, *TINY, "--wandb_yaml", tmp_path / "wandb.yaml")
+    assert written.returncode == 0 and "--max_steps" in (tmp_path / "wandb.yaml").read_text()

@@ -1,0 +1,147 @@
+"""A trained model goes to a Hub on loopback by the real client, and every failure is one line that loses nothing."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cloud.stand_in_hub import LIMITED, TOKEN, Hub
+
+COURSE = Path(sys.executable).parent / "course"
+TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_steps", "2",
+        "--max_length", "32", "--baselines", "false", "--progress_bar", "false", "--device", "cpu", "--save_steps", "1"]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+
+def run(*arguments, url, token, home, check=None):
+    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    env |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if token:
+        env["HF_TOKEN"] = token
+    done = subprocess.run([str(COURSE), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=150)
+    if check is not None:
+        assert done.returncode == check, done.stderr
+        assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module", params=["regular", "lfs"])
+def pushed(request, tmp_path_factory):
+    """A run that trains and pushes to a private repository, in one of the two upload modes."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with Hub(request.param) as hub:
+        done = run("train", *TINY, "--output_dir", folder / "run", "--push_to_hub", "tweets-bert", "--hub_private",
+                   url=hub.url, token=TOKEN, home=folder / "home", check=0)
+        yield hub, folder, done
+
+
+def test_the_model_is_there_with_its_card(pushed):
+    hub, folder, done = pushed
+    files = hub.repos["learner/tweets-bert"]
+    model = folder / "run" / "model"
+    assert {"config.json", "model.safetensors", "README.md", "tokenizer.json"} <= files.keys()
+    for name, content in files.items():
+        assert name == "README.md" or content == (model / name).read_bytes()
+    assert hub.private == {"learner/tweets-bert"}
+    card = files["README.md"].decode()
+    assert "learner/tweets-bert" in card and str(folder) not in card
+    assert "model-index" in card and "accuracy" in card and "tweets" in card
+    assert len(hub.uploads) == (1 if hub.mode == "lfs" else 0)
+    assert f"pushed: {hub.url}/learner/tweets-bert/commit/" in done.stdout
+
+
+def test_it_was_asked_for_before_training_and_sent_once(pushed):
+    hub, _, _ = pushed
+    paths = [path for method, path in hub.asked if method == "POST"]
+    assert paths[0] == "/api/repos/create" and sum("/commit/" in path for path in paths) == 1
+
+
+def test_the_model_comes_back(pushed, tmp_path):
+    hub, folder, _ = pushed
+    script = ("import sys, torch; from transformers import AutoModelForSequenceClassification as M;"
+              "a, b = M.from_pretrained('learner/tweets-bert'), M.from_pretrained(sys.argv[1]);"
+              "print(all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values())))")
+    env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
+                        "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", script, str(folder / "run" / "model")], env=env, capture_output=True,
+                          text=True, timeout=120)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
+def test_the_token_is_written_nowhere(pushed):
+    hub, folder, done = pushed
+    looked = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            looked += 1
+            assert TOKEN.encode() not in path.read_bytes(), path
+    assert looked > 15 and TOKEN not in done.stdout + done.stderr
+    assert not any(TOKEN.encode() in content for content in hub.repos["learner/tweets-bert"].values())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A trained model's folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    run("train", *TINY, "--output_dir", folder / "run", url="http://127.0.0.1:9", token=None, home=folder, check=0)
+    return folder / "run" / "model"
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_push_that_breaks_off_goes_on_without_sending_twice(model, tmp_path):
+    second = model / "extra.safetensors"
+    second.write_bytes(b"x" * 1000)
+    before = snapshot(model)
+    with Hub("lfs") as hub:
+        hub.break_after = 1
+        broken = run("push", model, "--push_to_hub", "learner/again", url=hub.url, token=TOKEN, home=tmp_path, check=1)
+        assert "cannot push to learner/again" in broken.stderr and f"go on with `course push {model}" in broken.stderr
+        assert len(hub.uploads) == 1 and hub.repos["learner/again"] == {}
+        hub.break_after = None
+        run("push", model, "--push_to_hub", "learner/again", url=hub.url, token=TOKEN, home=tmp_path, check=0)
+        assert len(hub.uploads) == 2 == len(set(hub.uploads))
+        assert hub.repos["learner/again"].keys() >= {"model.safetensors", "extra.safetensors"} and not hub.private
+    assert snapshot(model) == before
+    second.unlink()
+
+
+def unused_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(("token", "told"), [
+    (None, "push_to_hub needs a token of the Hub, and there is none: set HF_TOKEN"),
+    ("hf_unknownTOKEN0123456789", "the Hub does not know the token"),
+    (LIMITED, "the token has no right to write there"),
+], ids=["none", "unknown", "read-only"])
+def test_a_token_that_will_not_do_is_refused_before_training(tmp_path, token, told):
+    with Hub() as hub:
+        done = run("train", *TINY, "--output_dir", tmp_path / "run", "--push_to_hub", "x", url=hub.url, token=token,
+                   home=tmp_path, check=1)
+    assert told in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists() and not (token and token in done.stderr)
+
+
+def test_no_network_is_one_line_and_the_model_stays(model, tmp_path):
+    before = snapshot(model)
+    done = run("push", model, "--push_to_hub", "x", url=f"http://127.0.0.1:{unused_port()}", token=TOKEN, home=tmp_path,
+               check=1)
+    assert "cannot be reached" in done.stderr and "the model is whole" in done.stderr
+    assert snapshot(model) == before
+
+
+def test_a_folder_without_a_model_and_a_name_that_is_none(model, tmp_path):
+    with Hub() as hub:
+        empty = run("push", tmp_path, "--push_to_hub", "x", url=hub.url, token=TOKEN, home=tmp_path, check=1)
+        wrong = run("push", model, "--push_to_hub", "a/b/c", url=hub.url, token=TOKEN, home=tmp_path, check=1)
+    assert "holds no model" in empty.stderr and "is no name of a repository" in wrong.stderr
+    assert json.dumps(hub.repos) == "{}"

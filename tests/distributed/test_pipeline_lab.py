@@ -1,0 +1,49 @@
+"""Measured bubbles: four ranks whose stages sleep wait as long as the simulator says, in every schedule."""
+
+import pytest
+
+from course_lib.figures.pipeline import idle_share
+from course_lib.parallel.pipeline.passes import split_backward
+from course_lib.parallel.pipeline.schedules import KINDS, make
+from course_lib.parallel.pipeline.simulate import Costs, simulate
+from course_lib.parallel.pipeline.validate import in_flight
+from course_lib.training.pipeline_lab import measure
+
+pytestmark = pytest.mark.timeout(240)
+
+RANKS, MICROBATCHES = 4, 8
+COSTS = Costs(forward=36, input=36, weight=36)  # ms: a message takes one or two on a busy machine
+TOLERANCE = 0.05  # of all ranks' time
+HURRIED = "zb_h1 in the order of 1f1b"
+
+
+@pytest.fixture(scope="module")
+def measured():
+    tables = {name: make(name, RANKS, MICROBATCHES) for name in KINDS}
+    return measure(tables | {HURRIED: split_backward(tables["1f1b"])}, COSTS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_measured_bubble_is_the_simulators(measured, name):
+    assert len(KINDS) == 9
+    run = measured[name]
+    assert run.predicted == simulate(make(name, RANKS, MICROBATCHES), COSTS)
+    assert run.bubble == pytest.approx(float(run.predicted.bubble), abs=TOLERANCE)
+    assert run.bubble == pytest.approx(idle_share(run.rows), abs=1e-9), "the figure says the same"
+
+
+def test_another_order_of_the_same_actions_measures_another_bubble(measured):
+    hurried, delayed = measured[HURRIED], measured["zb_h1"]
+    some, others = hurried.predicted.schedule.rows, delayed.predicted.schedule.rows
+    assert some != others and list(map(sorted, some)) == list(map(sorted, others))
+    assert hurried.bubble - float(delayed.predicted.bubble) > TOLERANCE
+    assert hurried.bubble == pytest.approx(float(hurried.predicted.bubble), abs=TOLERANCE)
+
+
+def test_ranks_ran_their_rows_in_order_and_held_what_the_table_says(measured):
+    assert len(measured) == 10
+    for name, run in measured.items():
+        assert [[span.action for span in row] for row in run.rows] == list(map(list, run.predicted.schedule.rows)), name
+        assert run.peaks == in_flight(run.predicted.schedule)
+        assert min(row[0].start for row in run.rows) == 0
+        assert all(before.end <= after.start for row in run.rows for before, after in zip(row, row[1:], strict=False))

@@ -1,0 +1,96 @@
+"""What lesson 07 claims, measured anew: bubbles, memory, refusals, a split backward, gradients, a training."""
+
+import nbformat
+import pytest
+
+from course_lib.config import build
+from course_lib.errors import ConfigError
+from course_lib.figures.explorer import explorer, view
+from course_lib.parallel.pipeline import csv_form
+from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.validate import check
+from tests.notebooks.conftest import NOTEBOOKS
+
+pytestmark = pytest.mark.timeout(300)
+
+FORMULA = {"naive": 3 / 4, "gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19, "zb_h1": 1 / 9, "zbv": 1 / 17,
+           "dualpipev": 1 / 17}
+
+
+@pytest.fixture(scope="module")
+def lesson(run_lesson):
+    return run_lesson("07_pipeline_schedules", world_size=2, ranks=4, microbatches=8, steps=3)
+
+
+@pytest.mark.parametrize("name", FORMULA)
+def test_bubbles_are_those_of_the_formulas(lesson, name):
+    assert len(FORMULA) == 7
+    assert lesson[f"bubble_{name}"] == pytest.approx(FORMULA[name], abs=0.08)  # half stages: messages weigh double
+
+
+def test_each_change_of_the_table_shortens_the_wait(lesson):
+    assert lesson["gpipe_is_faster_by"] > 2
+    assert lesson["bubble_naive"] > lesson["bubble_gpipe"] + 0.3
+    assert lesson["bubble_1f1b"] - lesson["bubble_interleaved"] > 0.04
+    assert lesson["bubble_only_split"] - lesson["bubble_zb_h1"] > 0.03, "splitting alone is not moving"
+    assert lesson["own_wait"] == pytest.approx({"1f1b": 3 / 11, "zb_h1": 1 / 9, "zb_h2": 0, "zbv": 0})
+
+
+def test_memory_and_messages(lesson):
+    assert lesson["my_line_is_that_of_1f1b"]
+    assert (lesson["held_by_first_rank_1f1b"], lesson["held_by_first_rank_gpipe"]) == (4, 8)
+    assert lesson["activation_messages"] == {"1f1b": 24, "interleaved": 56}
+
+
+def test_broken_tables_are_refused_each_for_its_fault(lesson):
+    faults = {"hangs": "mine waits for itself", "lacks_an_action": "mine lacks 0I1",
+              "wrong_order": "rank 0 of mine has 0B1 before 0F1", "half_a_backward": "mine lacks 0W0"}
+    for name, fault in faults.items():
+        assert lesson[f"refused_{name}"].startswith(fault)
+
+
+def test_the_split_backward(lesson):
+    assert (lesson["weights_with_a_gradient_after_I"], lesson["weights_with_a_gradient_after_W"]) == (0, 24)
+    assert lesson["flops_of_a_forward"] == pytest.approx({"F": 1, "I": 1, "W": 1}, rel=0.2)
+
+
+def test_choosing(lesson):
+    assert lesson["best_microbatches_1f1b"] == pytest.approx(192**0.5, abs=2)
+    assert 0 < lesson["fit"] < lesson["looked_at"]
+
+
+def test_the_gradients_of_the_whole_model(lesson):
+    assert lesson["gradient_difference"] < 1e-6 < 1e-2 < lesson["difference_when_not_summed"]
+    assert lesson["loss_difference"] < 5e-6
+    assert lesson["torch_differs_from_the_whole"] < 1e-6 and lesson["torch_differs_from_ours"] < 1e-6
+    assert max(lesson["share_of_parameters"]) < 0.6 and 1 < sum(lesson["share_of_parameters"]) < 1.2
+
+
+def test_the_training(lesson):
+    assert len(lesson["losses"]["pipeline"]) == 3 and lesson["training_differs_by"] < 5e-6
+    assert lesson["weights_differ_by"] < 5e-6 and len(set(lesson["losses"]["plain"])) == 3
+
+
+def test_the_explorer_says_what_its_sliders_say(capsys):
+    text, figure = view("zb_h1", 4, 8, 2, 1, 1, 1, 0)
+    assert "bubble 11.11% (1/9)" in text and "3F0,3I0" in text and "11.1% idle" in figure.get_suptitle()
+    box = explorer(name="dualpipev", ranks=4)
+    capsys.readouterr()
+    box.children[2].value = 2
+    assert "it takes at least as many as stages, 8" in capsys.readouterr().out
+
+
+def test_what_goes_wrong_says_what_the_lesson_says():
+    told = []
+    for attempt in (lambda: check(csv_form.parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "mine")),
+                    lambda: make("dualpipev", 4, 2),
+                    lambda: build({"training_type": "pipeline", "batch_size": 3, "pipeline_chunks": 4})):
+        with pytest.raises(ConfigError) as error:
+            attempt()
+        told.append(str(error.value))
+    cells = nbformat.read(NOTEBOOKS / "07_pipeline_schedules.ipynb", as_version=4).cells
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    headings = [line.split("`")[1] for line in prose.splitlines() if line.startswith("- **`")]
+    assert len(headings) == 3
+    for message, heading in zip(told, headings, strict=True):
+        assert message.startswith(heading)

@@ -1,0 +1,82 @@
+"""The search: what it lists is legal and fits, in order; what it says about the rest is true."""
+
+from dataclasses import replace
+
+import pytest
+
+from course_lib.errors import ConfigError
+from course_lib.planning import cost, hardware, memory, models, strategy
+
+CASES = [("facebook/opt-6.7b", "A100-80", 8, 2048), ("llama-70b", "H100", 1024, 2048), ("gpt2", "T4", 1, 1024),
+         ("facebook/opt-6.7b", "T4", 8, 2048), ("mixtral-8x7b", "H100", 64, 4096), ("bert-large", "V100-32", 4, 512)]
+
+
+def found_for(name, gpu, gpus, length, batch=None):
+    return strategy.search(models.load(name), hardware.cluster(gpu, gpus), length, batch)
+
+
+@pytest.mark.parametrize(("name", "gpu", "gpus", "length"), CASES)
+def test_every_candidate_is_legal_fits_and_is_in_order(name, gpu, gpus, length):
+    found = found_for(name, gpu, gpus, length)
+    model, cluster = found.model, found.cluster
+    speeds = [each.cost.tokens_per_second for each in found.candidates]
+    assert speeds == sorted(speeds, reverse=True) and speeds
+    for each in found.candidates:
+        plan = each.plan
+        assert plan.gpus == gpus and plan.global_batch == found.best.plan.global_batch
+        assert plan.tensor <= cluster.gpus_per_node and plan.pipeline <= model.layers
+        assert model.heads % plan.tensor == 0 and model.kv_heads % plan.tensor == 0
+        assert each.memory == memory.estimate(model, plan) and each.memory.fits(cluster.accelerator.memory)
+        assert each.cost == cost.estimate(model, plan, cluster)
+
+
+@pytest.mark.parametrize(("name", "gpu", "gpus", "length"), CASES)
+def test_pruning_loses_nothing(name, gpu, gpus, length):
+    """Beside a search that tries every micro-batch."""
+    found = found_for(name, gpu, gpus, length)
+    model, batch = found.model, found.best.plan.global_batch
+    precision = found.cluster.accelerator.half_precision()
+    every = [plan for layout in strategy.layouts(model, gpus, found.cluster.gpus_per_node, length, batch, precision)
+             for plan in strategy.variants(layout, model)]
+    fitting = {plan for plan in every if memory.estimate(model, plan).fits(found.cluster.accelerator.memory)}
+    assert {each.plan for each in found.candidates} == fitting and len(every) >= found.considered > 0
+
+
+def test_what_would_have_to_change_is_true_and_smallest():
+    found = found_for("facebook/opt-6.7b", "T4", 8, 2048)
+    seen = 0
+    for each in found.failed:
+        assert not each.memory.fits(found.cluster.accelerator.memory)
+        if each.remedy.startswith("fits from"):
+            gpus = int(each.remedy.split()[2])
+            fits = [memory.estimate(found.model, replace(each.plan, data=count)).fits(found.cluster.accelerator.memory)
+                    for count in (gpus - 1, gpus)]
+            assert fits == [False, True]
+            seen += 1
+        elif each.remedy.startswith("fits on"):
+            chip = hardware.accelerator(each.remedy.split("such as ")[1])
+            assert each.memory.fits(chip.memory)
+            seen += 1
+    assert seen >= 4
+
+
+def test_nothing_fits_says_the_smallest_change():
+    with pytest.raises(ConfigError, match=r"does not fit on 8 x T4.*--gpus (\d+) or --gpu") as caught:
+        found_for("llama-405b", "T4", 8, 2048)
+    gpus = int(str(caught.value).split("--gpus ")[1].split()[0])
+    assert found_for("llama-405b", "T4", gpus, 2048).candidates
+    with pytest.raises(ConfigError, match="does not fit"):
+        found_for("llama-405b", "T4", gpus - 8, 2048)
+
+
+@pytest.mark.parametrize(("length", "batch", "says"), [(4096, None, "takes 1 to 2048"), (2048, 3, "--global-batch 8")])
+def test_what_cannot_be_divided(length, batch, says):
+    with pytest.raises(ConfigError, match=says):
+        strategy.search(models.from_config({"model_type": "opt", "num_attention_heads": 1, "num_hidden_layers": 1}),
+                        hardware.cluster("A100-80", 8), length, batch)
+
+
+def test_explained():
+    lines = strategy.explain(found_for("facebook/opt-6.7b", "A100-80", 8, 2048))
+    assert "is the fastest of" in lines[0] and lines[1].startswith("Next best: ")
+    assert any(line.startswith("DDP does not fit") for line in lines)

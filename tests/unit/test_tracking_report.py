@@ -1,0 +1,139 @@
+"""Runs listed, drawn, reported and served."""
+
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from course_lib.cli import main
+from course_lib.commands import dashboard_server
+from course_lib.errors import ConfigError, DataError
+from course_lib.figures.runs import compare_curves, compare_results
+from course_lib.tracking.base import RunInfo
+from course_lib.tracking.collect import metrics_frame, read_runs, runs_frame
+from course_lib.tracking.jsonl import JsonLinesTracker
+
+NASTY = "<script>alert(1)</script> | [link](http://example.org) `code`"
+
+
+@pytest.fixture
+def runs_folder(tmp_path):
+    """Three runs: two that differ in their learning rate, and one of rank 1 without scores."""
+    folder = tmp_path / "runs"
+    for number, (name, rate, accuracy) in enumerate([("slow", 1e-5, 0.5), ("fast", 1e-3, 0.75), ("other", 1e-3, None)]):
+        tracker = JsonLinesTracker(RunInfo(f"id{number}", name, "project", None, folder / name / "tracking"))
+        tracker.start()
+        tracker.store_init_configuration({"learning_rate": rate, "model": "minilm", "output_dir": name})
+        for step in (1, 2, 3):
+            tracker.log({"train/loss": 1.0 / step + number, "eval/loss": float("nan")}, step)
+        if accuracy:
+            tracker.log({"test/macro_f1": accuracy}, 3)
+            tracker.table("test/wrong_predictions", ("row", "text"), [[4, NASTY]], 3)
+        tracker.finish()
+    return folder
+
+
+def test_frames_and_figures_hold_the_numbers_of_the_runs(runs_folder):
+    runs = read_runs(runs_folder)
+    metrics, table = metrics_frame(runs), runs_frame(runs)
+    assert len(metrics) == 3 * 3 + 2  # what is no number is no row
+    assert table.set_index("name")["config.learning_rate"].to_dict() == {"slow": 1e-5, "fast": 1e-3, "other": 1e-3}
+    curves = compare_curves(metrics, ["train/loss", "test/macro_f1"])
+    drawn = {line.get_label(): list(line.get_ydata()) for line in curves.axes[0].lines}
+    assert drawn == {"slow": [1, 1 / 2, 1 / 3], "fast": [2, 1.5, pytest.approx(4 / 3)], "other": [3, 2.5, 2 + 1 / 3]}
+    best = compare_results(table, "test/macro_f1")
+    assert best.get_suptitle() == "fast has the best test/macro_f1: 0.75"
+    assert [text.get_text() for text in best.axes[0].get_yticklabels()] == ["slow", "fast"]
+    assert "slow has the best train/loss" in compare_results(table, "train/loss").get_suptitle()
+
+
+def test_the_command_lists_runs_with_what_they_differ_in(runs_folder, capsys):
+    assert main(["runs", str(runs_folder)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "steps", "learning_rate", "train/loss", "test/macro_f1"]
+    assert sorted(line.split()[:4] for line in lines) == [
+        ["fast", "finished", "3", "0.001"], ["other", "finished", "3", "0.001"], ["slow", "finished", "3", "1e-05"]]
+    assert main(["runs", str(runs_folder), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["name"]: row.get("test/macro_f1") for row in rows} == {"slow": 0.5, "fast": 0.75, "other": None}
+    assert main(["runs", str(runs_folder / "none")]) == DataError.exit_code
+    assert "no folder" in capsys.readouterr().err
+    assert main(["runs", str(runs_folder), "--report", "runs.txt"]) == ConfigError.exit_code
+    assert main(["runs", str(runs_folder), "--report", str(runs_folder / "r.md"), "--metrics", "train/los"]) == 2
+    assert "no run has the metric `train/los`: did you mean `train/loss`" in capsys.readouterr().err
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.sources = [], "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def check_page(text):
+    page = Page(text)
+    assert NASTY in page.text and "script" not in page.tags and "a" not in page.tags
+    assert len(page.sources) == 2 and all(source.startswith("data:image/svg+xml;") for source in page.sources)
+    return page
+
+
+def test_reports_need_nothing_else_and_show_texts_as_they_are(runs_folder, tmp_path):
+    assert main(["runs", str(runs_folder), "--report", str(tmp_path / "out" / "r.html")]) == 0
+    check_page((tmp_path / "out" / "r.html").read_text())
+    assert main(["runs", str(runs_folder), "--report", str(tmp_path / "out" / "r.md")]) == 0
+    text = (tmp_path / "out" / "r.md").read_text()
+    pictures = [line.split("(")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
+    assert pictures == ["r-curves.svg", "r-results.svg"]
+    assert all("<svg" in (tmp_path / "out" / picture).read_text() for picture in pictures)
+    assert "<script>" not in text and "[link]" not in text
+    cells = [line.replace("\\|", "").count("|") for line in text.splitlines() if "alert" in line]
+    assert cells == [3, 3]
+
+
+@pytest.mark.timeout(60)
+def test_the_dashboard_answers_this_machine_alone_and_shows_runs_as_they_come(runs_folder):
+    with dashboard_server.serve([str(runs_folder)], 0, 5) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        with urllib.request.urlopen(address) as answer:
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+            text = answer.read().decode()
+        assert "meta" in check_page(text).tags and "newcomer" not in text
+        late = JsonLinesTracker(RunInfo("id9", "newcomer", "project", None, runs_folder / "late" / "tracking"))
+        late.start()
+        with urllib.request.urlopen(address) as answer:
+            assert "newcomer" in answer.read().decode()
+        for path, host, status in (("", "evil.example:80", 403), ("../etc/passwd", None, 404)):
+            request = urllib.request.Request(address + path, headers={"Host": host} if host else {})
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.urlopen(request)
+            assert error.value.code == status
+        (runs_folder / "late" / "tracking" / "rank-0.jsonl").write_text("{broken\n")
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(address)
+        assert error.value.code == 500 and b"is not JSON" in error.value.read()
+        server.shutdown()
+
+
+def test_a_port_that_is_taken_is_one_line(runs_folder, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["dashboard", str(runs_folder), "--no-browser", "--port", str(port)]) == ConfigError.exit_code
+    assert capsys.readouterr().err == (f"course: port {port} on 127.0.0.1 is taken: give another --port, "
+                                       "or 0 for any that is free\n")
+    assert main(["dashboard", str(Path(runs_folder) / "none")]) == ConfigError.exit_code
