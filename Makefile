@@ -17,7 +17,8 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
-	$(BIN)/pytest tests --durations 15
+	$(BIN)/pytest tests -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations 25
+	$(BIN)/pytest tests -m alone --durations 5
 
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from course_lib.tracking.base import Histogram, RunInfo, Tracker
-
-FOLDER = "TRACKIO_DIR"
+from course_lib.tracking.base import Histogram, Tracker
 
 
 class TrackioTracker(Tracker):
@@ -57,20 +55,14 @@ class TrackioTracker(Tracker):
         self.table(name, ["actual", *labels], [[label, *row] for label, row in zip(labels, counts, strict=True)], step)
 
     def artifact(self, name: str, folder: Path, kind: str) -> None:
-        """Note where the files lie; they stay there."""
-        self.run.log({name: f"{kind}: {folder}"})
+        """Keep a copy of the files in trackio's own folder."""
+        with _quiet():
+            self.run.log_artifact(folder, name=name, type=kind)
 
     def finish(self, state: str = "finished") -> None:
         self.run.log({"state": state})
         with _quiet():
             self.run.finish()
-
-
-def database_folder(info: RunInfo) -> Path:
-    """Where trackio keeps its database: ``TRACKIO_DIR``, or its own default."""
-    import trackio
-
-    return Path(trackio.TRACKIO_DIR)
 
 
 def _quiet() -> contextlib.AbstractContextManager[Any]:
