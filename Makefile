@@ -17,8 +17,8 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
-	$(BIN)/pytest tests -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder --durations 25
-	$(BIN)/pytest tests -m alone --durations 5
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/unit tests/cli tests/cloud -n 2 --dist loadfile --durations 15
+	$(BIN)/pytest tests/distributed tests/notebooks --durations 15
 
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check

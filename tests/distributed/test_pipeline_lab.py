@@ -9,7 +9,7 @@ from course_lib.parallel.pipeline.simulate import Costs, simulate
 from course_lib.parallel.pipeline.validate import in_flight
 from course_lib.training.pipeline_lab import measure
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(240)
 
 RANKS, MICROBATCHES = 4, 8
 COSTS = Costs(forward=36, input=36, weight=36)  # ms: a message takes one or two on a busy machine

@@ -10,7 +10,7 @@ from course_lib.runtime import machine
 from tests.notebooks.conftest import NOTEBOOKS
 
 WORLD_SIZE = 2
-pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.validate import check
 from tests.notebooks.conftest import NOTEBOOKS
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(300)
 
 FORMULA = {"naive": 3 / 4, "gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19, "zb_h1": 1 / 9, "zbv": 1 / 17,
            "dualpipev": 1 / 17}
