@@ -158,8 +158,7 @@ def load(model: str | Path | Mapping[str, Any] | Model, head: bool = True) -> Mo
         return from_config(_read(path), path.stem if path.is_file() else path.resolve().name, head)
     if str(model).count("/") != 1 or isinstance(model, Path):
         raise ModelError(f"model `{model}` is neither in the catalogue nor a local folder or file",
-                         nearest(str(model).lower(), known) or "give a Hub name, a folder, or one of `course plan "
-                         "--list-models`")
+                         nearest(str(model).lower(), known) or "give a Hub name, a folder, or a name of the catalogue")
     return from_config(_read(_from_hub(str(model))), str(model), head)
 
 
