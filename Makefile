@@ -22,7 +22,7 @@ test: check  ## everything that needs no GPU: linters, types, all tests
 
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check
-	$(BIN)/pytest tests/unit tests/cli -m "not slow"
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/unit tests/cli -m "not slow" -n 2 --dist loadfile
 
 check: setup  ## ruff, import-linter and mypy
 	$(BIN)/ruff check
