@@ -220,6 +220,25 @@ class DataParallel(nn.Module):
                 tensor.copy_(values.view(tensor.shape))
 
 
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None,
+                      bucket_bytes: int = 25 * 2**20) -> None:
+    """Replace gradients by their mean over a group, in buckets, after the last backward.
+
+    For where backwards come in pieces and none is the last by itself, as in a pipeline; :class:`DataParallel` sends
+    each bucket as soon as it is full. A collective call: all ranks lack the same gradients.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sent = []
+    for together in in_buckets(reversed(gradients), bucket_bytes, bucket_bytes):
+        flat = torch.cat([gradient.reshape(-1) for gradient in together])
+        sent.append((dist.all_reduce(flat, group=group, async_op=True), flat, together))
+    for work, flat, together in sent:
+        work.wait()
+        flat /= dist.get_world_size(group)
+        for gradient, mean in zip(together, flat.split([each.numel() for each in together]), strict=True):
+            gradient.copy_(mean.view(gradient.shape))
+
+
 def in_buckets(tensors: Iterable[AnyTensor], first_bytes: int, bytes_each: int) -> list[list[AnyTensor]]:
     """Part tensors, in order, into lists of one dtype and device that are closed once they hold so many bytes.
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from course_lib.modeling.stages import cut, shared_weights, split_evenly
+from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.executor import LossFunction, PipelineExecutor
 from course_lib.parallel.pipeline.schedules import make
@@ -97,16 +98,6 @@ class Hybrid:
         for group in (self.groups.tp, self.groups.pp):
             dist.all_reduce(square, group=group)
         return square.sqrt()
-
-
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """The mean of the copies' gradients, once a step, in one message."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flat = torch.cat([each.flatten() for each in gradients])
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
 
 
 def axis_of(grid: RankGrid, ranks: Iterable[int]) -> str:

@@ -314,11 +314,15 @@ def crossing(numel):
     payload = torch.ones(numel)
     dist.all_reduce(payload)
     dist.barrier()  # every rank's last transfer has ended
-    with Meter() as meter:
-        dist.barrier()  # no rank's transfer begins before every rank's stretch
-        dist.all_reduce(payload)
-        dist.barrier()
-    return meter.bytes_sent * dist.get_world_size(), meter.wire_bytes, meter.wire_reason
+    wire = []
+    for _ in range(3):
+        with Meter() as meter:
+            dist.barrier()  # no rank's transfer begins before every rank's stretch
+            dist.all_reduce(payload)
+            dist.barrier()
+        wire.append(meter.wire_bytes)
+    # The least: on a busy machine TCP sends some packets twice.
+    return meter.bytes_sent * dist.get_world_size(), min(wire, key=lambda each: each or 0), meter.wire_reason
 
 
 @pytest.mark.timeout(120)

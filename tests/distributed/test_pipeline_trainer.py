@@ -14,7 +14,6 @@ from course_lib.runtime.launch import launch
 from course_lib.training import checkpoint, parity
 from course_lib.training.callbacks import Callback
 from course_lib.training.engines import pipeline
-from course_lib.training.engines.pipeline import PipelineEngine
 from course_lib.training.run import build_trainer, train
 
 ROWS = parity.GLOBAL_ROWS // 2
@@ -74,7 +73,7 @@ def without(folder):
     """What happens without the sum over a tied weight's copies, and without the sum over the pipelines."""
     with mock.patch.object(pipeline, "sum_shared_gradients", lambda *_: None):
         untied = run(folder / "untied", {"x": TWO_BY_TWO})["x"]
-    with mock.patch.object(PipelineEngine, "_reduce", lambda _: None):
+    with mock.patch.object(pipeline, "average_gradients", lambda *_: None):
         apart = run(folder / "apart", {"x": TWO_BY_TWO})["x"]
     return {"untied": untied, "apart": apart}
 

@@ -50,4 +50,4 @@ def test_committed_with_outputs(lesson):
     assert sum("image/png" in o.get("data", {}) or "image/svg+xml" in o.get("data", {})
                for cell in code for o in cell.outputs) >= 1, "a lesson has a figure"
     text = path.read_text(encoding="utf-8")
-    assert not re.search(r"/home/|/Users/|/root/|/work/", text), "an output tells of somebody's machine"
+    assert not re.search(r"/(home|Users|root|work)/", text), "an output tells of somebody's machine"

@@ -12,15 +12,15 @@ def test_medians_over_the_published_rows():
     speed = {kind: figures for kind, figures in planner.by_kind(found).items() if not kind.endswith("memory")}
     assert sum(count for count, _, _ in speed.values()) == 139 and len(left) == 76
     medians = {"Megatron, weak scaling": 0.05, "Megatron, iteration": 0.08, "nanotron, best": 0.13,
-               "MosaicML FSDP": 0.10, "Megatron Bridge": 0.10, "torchtitan FSDP": 0.23, "torchtitan TP": 0.17}
+               "MosaicML FSDP": 0.22, "Megatron Bridge": 0.10, "torchtitan FSDP": 0.23, "torchtitan TP": 0.17}
     for kind, limit in medians.items():
         assert speed[kind][1] <= limit, kind
 
 
-def test_without_the_assumption_about_mosaics_kernel_the_error_is_larger():
-    """What holds blind, before that assumption was made."""
-    found, _ = planner.compare(triton=False)
-    assert 0.10 < planner.by_kind(found)["MosaicML FSDP"][1] < 0.22
+def test_what_the_assumption_about_mosaics_kernel_would_change():
+    """The page states both figures, and leads with the one without it."""
+    found, _ = planner.compare(triton=True)
+    assert planner.by_kind(found)["MosaicML FSDP"][1] < 0.10
 
 
 def test_catalogue_shares_are_the_calibrations():

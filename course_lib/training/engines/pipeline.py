@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
+from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
 from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
 from course_lib.parallel.pipeline.schedules import make
@@ -70,9 +71,9 @@ class PipelineEngine(PieceEngine):
 
     def _grid(self, ranks: int) -> RankGrid:
         pipeline = self.config.pipeline
-        data = pipeline.data_parallel_size or (ranks // pipeline.pipeline_parallel_size or 1
-                                               if pipeline.pipeline_parallel_size else 1)
-        stages = pipeline.pipeline_parallel_size or ranks // data
+        data, stages = pipeline.data_parallel_size, pipeline.pipeline_parallel_size
+        data = data or (max(1, ranks // stages) if stages else 1)
+        stages = stages or ranks // data
         if data * stages != ranks:
             raise ConfigError(f"{data} pipelines of {stages} ranks are {data * stages} ranks, and there are {ranks}",
                               "choose data_parallel_size × pipeline_parallel_size equal to the number of processes")
@@ -137,8 +138,9 @@ class PipelineEngine(PieceEngine):
             return summed_loss(logits, labels, config.data.task)
 
         self.forwards = PipelineExecutor(self.schedule, stages, loss, self.groups.pp, device)
-        runtime = TorchPipeline if config.parallel.chosen_engine == "torch" else None
-        self.executor = runtime(self.schedule, stages, loss, self.groups.pp, device) if runtime else self.forwards
+        self.executor: PipelineExecutor | TorchPipeline = self.forwards
+        if config.parallel.chosen_engine == "torch":
+            self.executor = TorchPipeline(self.schedule, stages, loss, self.groups.pp, device)
 
     @property
     def bucket_bytes(self) -> int:
@@ -157,8 +159,8 @@ class PipelineEngine(PieceEngine):
 
     def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> Pass:
         """Forward and backward of one batch of this rank's pipeline; gradients are added up."""
-        # ZeRO-1 takes the mean over the pipelines; the loss is already a share of their sum.
-        return self.executor.step(targets=batch["labels"], scale=scale * (self.grid.dp if self.zero else 1),
+        # Gradients are averaged over the pipelines; the loss is already a share of their sum.
+        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp,
                                   input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor | None:
@@ -180,30 +182,12 @@ class PipelineEngine(PieceEngine):
         if self.zero:
             self.zero.reduce()
         else:
-            self._reduce()
+            average_gradients(self.model.parameters(), self.groups.dp, self.bucket_bytes)
         norm = self._clip(max_norm)
         optimizer = self.zero or self.optimizer
         optimizer.step()
         optimizer.zero_grad()
         return norm
-
-    def _reduce(self) -> None:
-        """Add the gradients up over the pipelines, in buckets."""
-        if self.grid.dp == 1:
-            return
-        waiting: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
-        bucket: list[Tensor] = []
-        gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
-        for i, gradient in enumerate(gradients):
-            bucket.append(gradient)
-            if i == len(gradients) - 1 or sum(each.nbytes for each in bucket) >= self.bucket_bytes:
-                flat = torch.cat([each.flatten() for each in bucket])
-                waiting.append((dist.all_reduce(flat, group=self.groups.dp, async_op=True), flat, bucket))
-                bucket = []
-        for work, flat, sent in waiting:
-            work.wait()
-            for gradient, summed in zip(sent, flat.split([each.numel() for each in sent]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
 
     def _clip(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages down to a common L2 norm; gives the norm before.
