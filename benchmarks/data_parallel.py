@@ -38,8 +38,9 @@ from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
 
 HERE = Path(__file__).parent
-PEERS = {"ddp": "torch", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed", "fsdp": "torch"}
-"""What each strategy's ratio is taken against."""
+PEERS = {"ddp": [("ddp", "torch")], "zero1": [("zero1", "deepspeed")], "zero2": [("zero2", "deepspeed")],
+         "zero3": [("zero3", "deepspeed")], "fsdp": [("fsdp", "torch"), ("zero3", "deepspeed")]}
+"""What each strategy's ratios are taken against."""
 
 
 @dataclass
@@ -155,9 +156,9 @@ def table(found: dict[tuple[str, str], tuple[list[float], int]]) -> str:
     lines = ["| strategy | engine | step, median (ms) | speed against the peer | peak memory a rank (MiB) |",
              "|---|---|---|---|---|"]
     for (strategy, engine), (seconds, peak) in found.items():
-        peer = PEERS[strategy]
-        ratio = statistics.median(p / s for p, s in zip(found[strategy, peer][0], seconds, strict=True))
-        shown = "1 (the peer)" if engine == peer else f"{ratio:.2f} × {peer}"
+        against = {peer: statistics.median(p / s for p, s in zip(found[peer][0], seconds, strict=True))
+                   for peer in PEERS[strategy] if peer != (strategy, engine)}
+        shown = ", ".join(f"{ratio:.2f} × {' '.join(peer)}" for peer, ratio in against.items()) or "1 (the peer)"
         lines.append(f"| {strategy} | {engine} | {1000 * statistics.median(seconds):.1f} | {shown} | "
                      f"{peak / 2**20:.1f} |")
     return "\n".join(lines)
