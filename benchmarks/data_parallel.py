@@ -9,11 +9,9 @@ communication buffers and activations of one step, a rank. Writes benchmarks/dat
 """
 
 import argparse
-import datetime
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,11 +179,9 @@ def main() -> None:
     found = launch(measure, args, num_processes=ranks, timeout=1800, device="cuda" if gpus else "cpu")[0]
     config = GPT2Config(n_layer=args.layers, n_embd=args.hidden, n_head=4, n_positions=args.length, vocab_size=4096)
     size = sum(p.numel() for p in GPT2LMHeadModel(config).parameters())
-    here, kind = machine.describe(), "gpu" if gpus else "cpu"
-    versions = ", ".join(f"{name} {here.engines[name]}" for name in ("torch", "transformers", "deepspeed"))
-    text = (f"# Data parallel, ZeRO and FSDP: {kind}\n\n{datetime.date.today()}; {here.cpu}, {here.cores} cores, "
-            f"{here.memory_bytes / 2**30:.0f} GiB; Python {here.python}, {versions}.\n"
-            f"`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n\n"
+    kind = "gpu" if gpus else "cpu"
+    text = (f"# Data parallel, ZeRO and FSDP: {kind}\n\n"
+            f"{machine.measured_on('torch', 'transformers', 'deepspeed')}\n\n"
             f"{ranks} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, AdamW, {args.batch_size} rows of "
             f"{args.length} tokens a rank; {args.rounds} rounds of {args.steps} steps, in turn.\n\n{table(found)}\n")
     write_text(HERE / f"data-parallel-{kind}.md", text)

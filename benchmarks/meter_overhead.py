@@ -7,9 +7,7 @@ Steps with and without take turns, so that both meet the same machine; the ratio
 
 import argparse
 import contextlib
-import datetime
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -93,10 +91,8 @@ def main() -> None:
             ratio = statistics.median(b / a for a, b in zip(without, with_meter, strict=True))
             lines.append(f"| {engine} | {width} | {collectives} | {statistics.median(without) * 1e3:.1f} | "
                          f"{statistics.median(with_meter) * 1e3:.1f} | {ratio:.2f} |")
-    here, table = machine.describe(), "\n".join(lines)
-    text = (f"# What the meter costs\n\n{datetime.date.today()}; {here.cpu}, {here.cores} cores; Python {here.python}, "
-            f"torch {here.engines['torch']}.\n`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"
-            f"\n\n{options.ranks} ranks over gloo, GPT-2 of 4 layers, {BATCH} rows of {TOKENS} tokens a rank, "
+    table = "\n".join(lines)
+    text = (f"# What the meter costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 of 4 layers, {BATCH} rows of {TOKENS} tokens a rank, "
             f"{options.pairs} pairs of steps.\n\n{table}\n")
     write_text(Path(__file__).parent / "meter-overhead.md", text)
     print(text)

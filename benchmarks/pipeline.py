@@ -10,10 +10,8 @@ measured on a table of 64 stages and 512 micro-batches. Writes benchmarks/pipeli
 
 import argparse
 import copy
-import datetime
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,12 +124,9 @@ def main() -> None:
     gpus = 0 if args.cpu else torch.cuda.device_count()
     ranks = args.num_processes or gpus or 2
     found = launch(measure, args, num_processes=ranks, timeout=1800, device="cuda" if gpus else "cpu")[0]
-    here, kind = machine.describe(), "gpu" if gpus else "cpu"
+    kind = "gpu" if gpus else "cpu"
     size = sum(parameter.numel() for parameter in GPT2LMHeadModel(config(args)).parameters())
-    text = (f"# Pipelines: {kind}\n\n{datetime.date.today()}; {here.cpu}, {here.cores} cores, "
-            f"{here.memory_bytes / 2**30:.0f} GiB; Python {here.python}, torch {here.engines['torch']}, "
-            f"transformers {here.engines['transformers']}.\n"
-            f"`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n\n"
+    text = (f"# Pipelines: {kind}\n\n{machine.measured_on('torch', 'transformers')}\n\n"
             f"{ranks} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, {args.microbatches} micro-batches of "
             f"{args.rows} rows of {args.length} tokens; {args.rounds} rounds of {args.steps} steps, in turn; forward "
             f"and backward.\n\n{table(found)}\n\n"

@@ -6,7 +6,6 @@ Writes benchmarks/startup.md. A peer is what cannot be avoided: a bare Python, o
 the work needs.
 """
 
-import datetime
 import os
 import statistics
 import subprocess
@@ -56,9 +55,8 @@ def main() -> None:
     lines = ["| what | seconds | peer | seconds | ratio |", "|---|---|---|---|---|"]
     lines += [f"| {what} | {mine:.3f} | {peer} | {theirs:.3f} | {mine / theirs:.2f} |"
               for what, mine, peer, theirs in rows]
-    here = machine.describe()
-    text = (f"# Starting\n\n{datetime.date.today()}; {here.cpu}, {here.cores} cores; Python {here.python}, "
-            f"torch {here.engines['torch']}. Medians of 7 (3 where imports dominate).\n\n" + "\n".join(lines) + "\n")
+    text = (f"# Starting\n\n{machine.measured_on('torch', 'transformers')}\n\n"
+            "Medians of 7 (3 where imports dominate).\n\n" + "\n".join(lines) + "\n")
     write_text(HERE / "startup.md", text)
     print(text)
 

@@ -9,9 +9,7 @@ longest row, as the Hugging Face Trainer does; `ours`: the defaults of this cour
 """
 
 import argparse
-import datetime
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -179,11 +177,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.set_verbosity_error()
     table = speed(args.repeats, args.steps) if args.what == "speed" else accuracy(args.seeds, args.epochs)
-    here = machine.describe()
-    versions = ", ".join(f"{name} {here.engines[name]}" for name in ("torch", "transformers", "accelerate"))
-    text = (f"# Trainers: {args.what}\n\n{datetime.date.today()}; {here.cpu}, {here.cores} cores, "
-            f"{here.memory_bytes / 2**30:.0f} GiB; Python {here.python}, {versions}.\n"
-            f"`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n\n{table}\n")
+    text = (f"# Trainers: {args.what}\n\n{machine.measured_on('torch', 'transformers', 'accelerate')}\n\n{table}\n")
     write_text(HERE / f"trainers-{args.what}.md", text)
     print(text)
 

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, validated as a whole.
 
-A run is eight sections of plain fields. Leaf names are unique over the sections, so that
+A run is nine sections of plain fields. Leaf names are unique over the sections, so that
 ``learning_rate`` means one thing in a YAML file, flat or sectioned, and on the command line
 (``config_files`` reads both). This module imports no torch.
 """
@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -250,9 +251,9 @@ TRACKERS = ("jsonl", "trackio", "wandb", "tensorboard")
 class TrackingConfig(_Strict):
     """Where a run's numbers go besides `metrics.jsonl`, and what goes with them."""
 
-    tracker: str = "jsonl"
-    """`jsonl` (local, read by `course runs` and `course dashboard`), `trackio` (local), `tensorboard`, \
-`wandb` (offline without WANDB_API_KEY), several with commas between, or `none`."""
+    tracker: str = os.environ.get("COURSE_TRACKER", "trackio")
+    """`trackio` or `jsonl` (both local, read by `course runs` and `course dashboard`), `tensorboard`, `wandb` (offline \
+without WANDB_API_KEY), several with commas between, or `none`; the variable COURSE_TRACKER sets another default."""
     project: str = "distributed-transformers"
     """Project that the trackers put the run in."""
     run_name: str | None = None
@@ -264,7 +265,9 @@ class TrackingConfig(_Strict):
     track_system: bool = True
     """Track every rank's processor, memory and GPU with logged lines, at most every 10 steps."""
     watch: Literal["none", "gradients", "parameters", "all"] = "none"
-    """Histograms of these tensors with each logged line; of a rank's own shard where the state is sharded."""
+    """Histograms of these tensors; of a rank's own shard where the state is sharded."""
+    watch_steps: Positive = 100
+    """Optimizer steps between two looks at the watched tensors; the last step is looked at too."""
     log_predictions: NotNegative = 0
     """Wrong predictions of the final evaluation to track, worst first, with the confusion matrix; 0: none."""
     log_model: bool = False
@@ -280,6 +283,26 @@ class TrackingConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MonitorConfig(_Strict):
+    """What is watched on the ranks while they train; what is found goes to `monitor/` in the run's folder."""
+
+    memory_steps: NotNegative = 0
+    """Optimizer steps between two looks at every rank's memory; 0: none."""
+    memory_alert: Annotated[float, Gt(0), Le(1)] = 0.9
+    """Share of its memory at which a rank is reported, once."""
+    imbalance_alert: Annotated[float, Gt(1)] = 1.5
+    """Memory of the fullest rank by that of the emptiest at which they are reported, once."""
+    communication_steps: NotNegative = 0
+    """Optimizer steps between two whose communication is metered on every rank; 0: none."""
+    profile_steps: NotNegative = 0
+    """Steps that torch.profiler records on every rank, for Perfetto and TensorBoard; 0: none."""
+    profile_wait: NotNegative = 1
+    """Steps before the profiler begins."""
+    profile_warmup: NotNegative = 1
+    """Steps that are profiled and thrown away, since the profiler's start slows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config(_Strict):
     """One run, complete."""
 
@@ -291,6 +314,7 @@ class Config(_Strict):
     run: RunConfig = field(default_factory=RunConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     @property
     def output_dir(self) -> Path:

@@ -13,7 +13,7 @@ for name in list(os.environ):
         del os.environ[name]
 
 os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false",
-                  MPLBACKEND="Agg")
+                  MPLBACKEND="Agg", COURSE_TRACKER="none")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 

@@ -12,7 +12,7 @@ HELP = "train a model on one process or many, and score it beside honest baselin
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output",
-                                "tracking"))
+                                "tracking", "monitor"))
 
 
 def run(args: argparse.Namespace) -> int:

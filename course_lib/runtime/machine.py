@@ -1,5 +1,6 @@
 """What this machine has and what it can do fast: cores, memory, GPUs, engines, the Hub, matmul rate."""
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -86,6 +87,14 @@ def describe(hub_timeout: float = 1.0) -> Machine:
         engines={name: version(name) for name in ENGINES},
         hub_problem=hub_problem(hub_timeout),
     )
+
+
+def measured_on(*engines: str) -> str:
+    """Markdown for the head of a table: date, machine, versions of Python and these engines, and the command run."""
+    here = describe()
+    versions = ", ".join([f"Python {here.python}", *(f"{name} {here.engines[name]}" for name in engines)])
+    return (f"{datetime.date.today()}; {here.cpu}, {here.cores} cores, {here.memory_bytes / 2**30:.0f} GiB; {versions}."
+            f"\n`python {' '.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])}`")
 
 
 def _cpu_features() -> tuple[str, ...]:

@@ -5,12 +5,15 @@ trainer without Accelerate makes the same calls.
 """
 
 import json
+import queue
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate.tracking import GeneralTracker
 
 from course_lib.config_files import write_text
@@ -37,10 +40,16 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often the values of a tensor fall into bins of equal width: ``counts`` [B] and ``edges`` [B + 1]."""
+    """How many elements of a tensor fall into each of B bins of equal width between ``low`` and ``high``."""
 
     counts: Sequence[int]
-    edges: Sequence[float]
+    low: float
+    high: float
+
+    @property
+    def edges(self) -> list[float]:
+        """Of the bins, [B + 1]."""
+        return np.linspace(self.low, self.high, len(self.counts) + 1).tolist()
 
 
 class Tracker(GeneralTracker):
@@ -84,56 +93,69 @@ class Tracker(GeneralTracker):
 
 
 class Guarded(Tracker):
-    """A tracker whose failure ends the tracking, with one line that says so, and never the training.
+    """A tracker that works in a thread of its own, and whose failure ends the tracking and never the training.
 
-    Strings are redacted here, once for all trackers.
+    A step pays only for handing its numbers over. Strings are redacted in the thread, once for all trackers.
     """
 
     def __init__(self, inner: Tracker, say: Callable[[str], None] = print):
         self.inner, self.say, self.name = inner, say, inner.name
         self.open = True
+        self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
         super().__init__(inner.info)
 
     @property
     def tracker(self) -> Any:
         return self.inner.tracker
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _attempt(self, method: str, *arguments: Any) -> None:
         if not self.open:
             return
         try:
-            getattr(self.inner, method)(*arguments)
+            getattr(self.inner, method)(*redacted(arguments))
         except Exception as error:
             self.open = False
             reason = redact(" ".join(str(error).split()))[:300]
             self.say(f"tracker {self.name} failed in {method} ({type(error).__name__}: {reason}): "
                      "the training goes on, and this tracker keeps nothing more of it")
 
+    def _write(self) -> None:
+        while call := self._calls.get():
+            self._attempt(*call)
+
     def start(self) -> None:
-        self._call("start")
+        """Open the run, and wait until it is: what it says about itself comes before the training's lines."""
+        self._attempt("start")
+        self._writer = threading.Thread(target=self._write, name=f"tracker {self.name}", daemon=True)
+        self._writer.start()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        self._call("store_init_configuration", redacted(values))
+        self._calls.put(("store_init_configuration", dict(values)))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self._call("log", redacted(values), step)
+        self._calls.put(("log", dict(values), step))
 
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
-        self._call("histograms", values, step)
+        self._calls.put(("histograms", dict(values), step))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        self._call("table", name, columns, redacted(rows), step)
+        self._calls.put(("table", name, columns, rows, step))
 
     def confusion(self, name: str, labels: Sequence[str], counts: Sequence[Sequence[int]], step: int) -> None:
-        self._call("confusion", name, labels, counts, step)
+        self._calls.put(("confusion", name, labels, counts, step))
 
     def artifact(self, name: str, folder: Path, kind: str) -> None:
-        self._call("artifact", name, folder, kind)
+        self._calls.put(("artifact", name, folder, kind))
 
     def finish(self, state: str = "finished") -> None:
-        """Close the run; a second call does nothing."""
-        self._call("finish", state)
-        self.open = False
+        """Close the run once all that was handed over is kept; a second call does nothing."""
+        if self._writer is None:
+            return
+        self._calls.put(("finish", state))
+        self._calls.put(None)
+        self._writer.join()
+        self._writer, self.open = None, False
 
 
 def identity(folder: Path, name: str, project: str, group: str | None) -> dict[str, Any]:

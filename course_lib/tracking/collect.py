@@ -47,11 +47,11 @@ class TrackedRun:
     rows: tuple[tuple[int, float, str, float], ...] = ()
     """Step, seconds since 1970, metric, value."""
     tables: Mapping[str, tuple[list[str], list[list[Any]]]] = field(default_factory=dict)
-    """Columns and rows by name; JSON lines only, as W&B keeps tables in files of their own."""
+    """Columns and rows by name, such as wrong predictions."""
 
 
 def read_runs(*places: str | Path) -> list[TrackedRun]:
-    """Every run under the given folders, the earliest first; trackio's are in its own, ``TRACKIO_DIR``.
+    """Every run under the given folders, the earliest first.
 
     Raises:
         DataError: no such folder, or a file that is no record of a run.
@@ -88,6 +88,9 @@ def read_json_lines(path: Path) -> TrackedRun:
             rows += _numbers(entry["step"] or 0, entry["time"], entry["values"])
         elif kind == "table":
             tables[entry["name"]] = (entry["columns"], entry["rows"])
+        elif kind == "confusion":
+            tables[entry["name"]] = (["actual", *entry["labels"]], [
+                [label, *counts] for label, counts in zip(entry["labels"], entry["counts"], strict=True)])
         elif kind == "end":
             state = entry["state"]
     if started is None:
@@ -133,16 +136,20 @@ def read_trackio(path: Path) -> list[TrackedRun]:
     for key, name, config_text, created in configs:
         config, state, last = json.loads(config_text), "unfinished", 0
         rows: list[tuple[int, float, str, float]] = []
+        tables: dict[str, tuple[list[str], list[list[Any]]]] = {}
         for step, time, text in (entry[1:] for entry in logged if entry[0] == key):
             values = json.loads(text)
             if step < last:
                 rows, state = [row for row in rows if row[0] < step], "unfinished"
             last, state = step, values.get("state", state)
             rows += _numbers(step, datetime.datetime.fromisoformat(time).timestamp(), values)
+            tables |= {name: (list(value["_value"][0]), [list(row.values()) for row in value["_value"]])
+                       for name, value in values.items()
+                       if isinstance(value, dict) and value.get("_type") == "trackio.table" and value["_value"]}
         started = min([time for _, time, *_ in rows], default=datetime.datetime.fromisoformat(created).timestamp())
         found.append(TrackedRun(config.get("run_id", key), name, path.stem, config.get("_Group"),
                                 int(config.get("rank") or 0), "trackio", state, started, path.parent, None,
-                                {k: v for k, v in config.items() if not k.startswith("_")}, tuple(rows)))
+                                {k: v for k, v in config.items() if not k.startswith("_")}, tuple(rows), tables))
     return found
 
 
@@ -155,6 +162,7 @@ def read_wandb(folder: Path) -> TrackedRun:
     about: dict[str, Any] = {}
     config: dict[str, Any] = {}
     rows: list[tuple[int, float, str, float]] = []
+    tables: dict[str, tuple[list[str], list[list[Any]]]] = {}
     state = "unfinished"
     record_file = next(folder.glob("run-*.wandb"))
     for record in map(json.loads, _inspect(folder, record_file.stat().st_mtime_ns).splitlines()):
@@ -170,6 +178,10 @@ def read_wandb(folder: Path) -> TrackedRun:
             values = {name: value for name, value in item.items() if not name.startswith("_") and name != "step"
                       and f"{name.rpartition('.')[0]}._type" not in item}
             rows += _numbers(int(item.get("step", 0)), item["_timestamp"], values)
+            for key in (key for key, value in item.items() if value == "table-file" and key.endswith("._type")):
+                name = key.removesuffix("._type")
+                kept = json.loads((folder / "files" / item[f"{name}.path"]).read_text(encoding="utf-8"))
+                tables[name] = (kept["columns"], kept["data"])
         elif kind == "summary":
             state = content.get("update", {}).get("state", state)
     if not about:
@@ -178,7 +190,7 @@ def read_wandb(folder: Path) -> TrackedRun:
                       about.get("run_group"), int(config.get("rank") or 0), "wandb", state,
                       datetime.datetime.fromisoformat(about["start_time"]).timestamp(), folder,
                       config.get("resumed_at"), {k: v for k, v in config.items() if not k.startswith("_")},
-                      tuple(rows))
+                      tuple(rows), tables)
 
 
 @functools.lru_cache
@@ -247,7 +259,7 @@ def _comparable(value: Any) -> Any:
 
 
 def distinct(runs: Iterable[TrackedRun]) -> list[TrackedRun]:
-    """Each run once, where several trackers kept it: the JSON lines where there are some, as they hold the tables."""
+    """Each run once, where several trackers kept it: the JSON lines where there are some, as they are whole first."""
     found: dict[str, TrackedRun] = {}
     for run in runs:
         if run.id not in found or run.tracker == "jsonl":

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from course_lib.config import Config, flatten
 from course_lib.errors import TrainingInterrupted
 from course_lib.tracking.base import FOLDER, Guarded, RunInfo, identity
@@ -19,6 +17,7 @@ from course_lib.tracking.system import METRICS, SystemSampler
 from course_lib.training import checkpoint
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.callbacks import Callback
+from course_lib.training.monitoring import from_every_rank
 from course_lib.training.predictions import predict
 from course_lib.training.watching import TensorWatch
 
@@ -66,7 +65,8 @@ class TrackingCallback(Callback):
             self.trackers = make_trackers(self.config.tracking.trackers, info)
         self._start(trainer)
         self.sampler, self.system_due = SystemSampler(trainer.device), 0
-        self.watch = TensorWatch(trainer, self.config.tracking.watch if self.trackers else "none")
+        settings = self.config.tracking
+        self.watch = TensorWatch(trainer, settings.watch if self.trackers else "none", settings.watch_steps)
 
     def _tracks(self, trainer: "BasicTrainer") -> bool:
         return trainer.is_main or self.config.tracking.track_every_rank
@@ -103,6 +103,12 @@ class TrackingCallback(Callback):
 
     # --- while it trains ---
 
+    def on_step_end(self, trainer: "BasicTrainer") -> None:
+        if self.enabled and self.watch.is_due(trainer.state.step):
+            found = self.watch.collect()
+            for tracker in self.trackers:
+                tracker.histograms(found, trainer.state.step)
+
     def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
         if not self.enabled:
             return
@@ -111,7 +117,6 @@ class TrackingCallback(Callback):
             if self.config.tracking.track_system and trainer.state.step >= self.system_due:
                 values |= self._system(trainer)
                 self.system_due = trainer.state.step + SYSTEM_STEPS
-            self._keep_histograms(trainer)
         for tracker in self.trackers:
             tracker.log(values, trainer.state.step)
 
@@ -120,16 +125,9 @@ class TrackingCallback(Callback):
         own = self.sampler.sample()
         if self.config.tracking.track_every_rank:
             return dict(zip((f"system/{metric}" for metric in METRICS), own, strict=True))
-        samples = torch.zeros(trainer.num_processes, len(METRICS), device=trainer.device)
-        samples[trainer.rank] = torch.tensor(own)
-        rows = trainer.sum_over_processes(samples).tolist()
+        rows = from_every_rank(trainer, own)
         return {f"system/rank{rank}/{metric}": value for rank, row in enumerate(rows)
                 for metric, value in zip(METRICS, row, strict=True)}
-
-    def _keep_histograms(self, trainer: "BasicTrainer") -> None:
-        if histograms := self.watch.collect():
-            for tracker in self.trackers:
-                tracker.histograms(histograms, trainer.state.step)
 
     def on_train_end(self, trainer: "BasicTrainer") -> None:
         if not self.enabled:

@@ -1,5 +1,7 @@
 """Histograms of gradients and parameters while a model trains."""
 
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ BINS = 64
 
 
 class TensorWatch:
-    """Looks at this rank's gradients just before a step that is logged, and at its parameters after it.
+    """Looks at this rank's gradients just before a step that is due, and at its parameters after it.
 
     Gradients are those that the optimizer is given: of the global batch, clipped. Where state is sharded, they are
     this rank's shards.
@@ -23,30 +25,31 @@ class TensorWatch:
     Args:
         trainer: about to train.
         kind: ``gradients``, ``parameters``, ``all`` or ``none``.
+        every: optimizer steps between two looks; the last step is looked at too.
     """
 
-    def __init__(self, trainer: "BasicTrainer", kind: str):
-        self.trainer = trainer
-        self.watches_parameters = kind in ("parameters", "all")
+    def __init__(self, trainer: "BasicTrainer", kind: str, every: int):
+        self.trainer, self.kind, self.every = trainer, kind, every
         self.gradients: dict[str, Histogram] = {}
         self.hook: Any = None
         if kind in ("gradients", "all"):
             self.names = dict(trainer.model.named_parameters())
             self.hook = trainer.optimizer.register_step_pre_hook(self._look_at_gradients)
 
+    def is_due(self, step: int) -> bool:
+        """Whether this optimizer step, counted from 1, is looked at."""
+        return self.kind != "none" and (step % self.every == 0 or step >= self.trainer.state.max_steps)
+
     def _look_at_gradients(self, *_: Any) -> None:
-        state = self.trainer.state
-        step = state.step + 1  # counted after the optimizer's
-        if step % self.trainer.config.run.logging_steps == 0 or step >= state.max_steps:
-            self.gradients = {f"gradients/{name}": _histogram(parameter.grad)
-                              for name, parameter in self.names.items()
-                              if parameter.grad is not None and _held(parameter.grad)}
+        if self.is_due(self.trainer.state.step + 1):  # counted after the optimizer's
+            self.gradients = histograms({f"gradients/{name}": parameter.grad for name, parameter in self.names.items()
+                                         if parameter.grad is not None})
 
     def collect(self) -> dict[str, Histogram]:
         """The histograms of the step just done, by ``gradients/NAME`` and ``parameters/NAME``."""
         found, self.gradients = self.gradients, {}
-        if self.watches_parameters:
-            found |= {f"parameters/{name}": _histogram(tensor) for name, tensor in self._parameters() if _held(tensor)}
+        if self.kind in ("parameters", "all"):
+            found |= histograms({f"parameters/{name}": tensor for name, tensor in self._parameters()})
         return found
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
@@ -61,17 +64,22 @@ class TensorWatch:
             self.hook.remove()
 
 
-def _held(tensor: torch.Tensor) -> int:
-    """Elements of a tensor that are on this rank."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
+def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
+    """Of the finite elements held here, in :data:`BINS` bins between the least and the largest; empty tensors have none.
 
-
-def _histogram(tensor: torch.Tensor) -> Histogram:
-    """Of the finite elements held here, in :data:`BINS` bins between the least and the largest."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
-    finite = local[torch.isfinite(local)]
-    low, high = (float(end) for end in finite.aminmax()) if finite.numel() else (0.0, 0.0)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    counts = torch.histc(finite, BINS, low, high)
-    return Histogram([int(count) for count in counts.tolist()], torch.linspace(low, high, BINS + 1).tolist())
+    The device is waited for twice, however many tensors there are: once for all ends, once for all counts.
+    """
+    held = {name: (each.to_local() if isinstance(each, DTensor) else each).detach() for name, each in tensors.items()}
+    held = {name: each.float() for name, each in held.items() if each.numel()}
+    if not held:
+        return {}
+    ends = torch.stack([torch.stack(each.aminmax()) for each in held.values()]).tolist()
+    for row, (name, each) in enumerate(held.items()):
+        if not all(map(math.isfinite, ends[row])):
+            held[name] = each[torch.isfinite(each)]
+            ends[row] = [float(end) for end in held[name].aminmax()] if held[name].numel() else [0.0, 0.0]
+        if ends[row][0] == ends[row][1]:
+            ends[row] = [ends[row][0] - 0.5, ends[row][1] + 0.5]
+    counts = torch.stack([torch.histc(each, BINS, *row) for each, row in zip(held.values(), ends, strict=True)]).tolist()
+    return {name: Histogram([int(count) for count in row], *pair)
+            for name, row, pair in zip(held, counts, ends, strict=True)}

@@ -2,7 +2,6 @@
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -53,8 +52,6 @@ class ScratchDDP(Engine):
 class ScratchSharded(PieceEngine):
     """One of ZeRO's stages, or FSDP: they share a face."""
 
-    wrapped: Any
-
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """The engine around the model."""
         raise NotImplementedError
@@ -68,15 +65,6 @@ class ScratchSharded(PieceEngine):
         self.remember()
         self.remember_order()
         self.wrapped = self.make(model, optimizer)
-
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = self.wrapped.clip_grad_norm_(max_norm)
-        self.wrapped.step()
-        self.wrapped.zero_grad()
-        return norm
-
-    def bare_model(self) -> nn.Module:
-        return self.model
 
     def pieces(self) -> dict[str, Piece]:
         return self.wrapped.pieces()

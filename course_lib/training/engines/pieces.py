@@ -3,8 +3,10 @@
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.errors import CheckpointError
@@ -16,6 +18,17 @@ class PieceEngine(Engine):
     """Checkpoints and whole weights from pieces; a subclass gives ``pieces`` and ``refresh``."""
 
     shards_state = True
+    wrapped: Any
+    """Clips, updates and clears by itself; an engine whose wrapper does not has a ``step`` of its own."""
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        norm = self.wrapped.clip_grad_norm_(max_norm)
+        self.wrapped.step()
+        self.wrapped.zero_grad()
+        return norm
+
+    def bare_model(self) -> nn.Module:
+        return self.model
 
     def remember(self) -> None:
         """Keep names and shapes, and which names are one tied parameter, before the model is sharded."""

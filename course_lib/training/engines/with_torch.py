@@ -62,8 +62,6 @@ class TorchZero1(PieceEngine):
 class TorchFSDP(PieceEngine):
     """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
 
-    wrapped: Any
-
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember()
@@ -79,15 +77,6 @@ class TorchFSDP(PieceEngine):
             model, optimizer, mesh=mesh, reshard_after_forward=self.strategy != "zero2",
             param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None,
             cpu_offload=self.config.parallel.offload != "none")
-
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = self.wrapped.clip_grad_norm_(max_norm)
-        self.wrapped.step()
-        self.wrapped.zero_grad()
-        return norm
-
-    def bare_model(self) -> nn.Module:
-        return self.model
 
     def pieces(self) -> dict[str, Piece]:
         for unit in self.model.modules():

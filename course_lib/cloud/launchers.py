@@ -1,0 +1,132 @@
+"""The same job for other launchers: a Slurm script, torchrun, Accelerate's YAML, a SkyPilot task.
+
+Each of them is text that stands by itself; nothing here is started.
+"""
+
+import shlex
+from collections.abc import Callable
+
+import yaml
+
+from course_lib.cloud.job import Job
+from course_lib.planning import hardware
+
+PORT = 29500
+TRAIN = "course_lib/cli.py train"
+
+
+def options(job: Job) -> str:
+    """The trainer's options, quoted for a shell."""
+    return " ".join(f"--{name} {shlex.quote(value)}" for name, value in job.fields.items())
+
+
+def resume(job: Job) -> str:
+    """Shell lines that set the array ``resume`` where the run's folder holds a checkpoint."""
+    pattern = f"{shlex.quote(str(job.config.output_dir))}/checkpoint-*"
+    return f"resume=()\nif compgen -G {pattern} > /dev/null; then resume=(--resume_from_checkpoint latest); fi"
+
+
+def torchrun(job: Job) -> str:
+    """A script for every machine, by hand: ``HEAD=10.0.0.1 bash torchrun.sh`` on each, at about the same time."""
+    meeting = (f'--rdzv_backend c10d --rdzv_endpoint "${{HEAD:?the address of one of the machines}}:{PORT}" '
+               f"--rdzv_id {job.name}" if job.instance_count > 1 else "--standalone")
+    return f"""#!/bin/bash
+# {job.instance_count} × {job.processes} ranks. output_dir has to be on a disk that all machines share.
+set -euo pipefail
+{resume(job)}
+exec torchrun --nnodes {job.instance_count} --nproc_per_node {job.processes} {meeting} \\
+    {TRAIN} {options(job)} "${{resume[@]}}"
+"""
+
+
+def slurm(job: Job) -> str:
+    """A script for ``sbatch``: one task a node, which starts that node's ranks.
+
+    Two minutes before the time is up, or when the job is preempted, the ranks get SIGTERM, write a checkpoint and
+    end; the job is then put back into the queue and goes on from there.
+    """
+    gpus = f"#SBATCH --gpus-per-node={job.processes}\n" if _has_gpus(job) else ""
+    hours, minutes = divmod(round(job.max_hours * 60), 60)
+    return f"""#!/bin/bash
+#SBATCH --job-name={job.name}
+#SBATCH --nodes={job.instance_count}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --exclusive
+#SBATCH --time={hours:02d}:{minutes:02d}:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+# output_dir has to be on a disk that all nodes share.
+set -uo pipefail
+{resume(job)}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc_per_node {job.processes} \\
+    --rdzv_backend c10d --rdzv_endpoint "$head:{PORT}" --rdzv_id "$SLURM_JOB_ID" \\
+    {TRAIN} {options(job)} "${{resume[@]}}"
+code=$?
+# 143: srun's own end by SIGTERM; 130: the trainer's word for "a checkpoint is written".
+if [ $code -eq 143 ] || [ $code -eq 130 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $code
+"""
+
+
+def accelerate(job: Job) -> str:
+    """Accelerate's configuration for all machines; the launch line, which differs by machine, stands in it."""
+    world = job.instance_count * job.processes
+    line = (f"accelerate launch --config_file FILE --machine_rank 0 --main_process_ip 10.0.0.1 {TRAIN} "
+            f"{options(job)}")
+    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU" if world > 1 else "NO",
+                "num_machines": job.instance_count, "num_processes": world, "main_process_port": PORT,
+                "rdzv_backend": "static", "mixed_precision": "no"}
+    cpu = "" if _has_gpus(job) else "ACCELERATE_USE_CPU=true "
+    return ("# The same line on each machine, with its own --machine_rank; the address is that of machine 0:\n"
+            f"#   {cpu}{line}\n"
+            "# mixed_precision: the run's own option decides.\n" + yaml.safe_dump(settings, sort_keys=False))
+
+
+def skypilot(job: Job) -> str:
+    """A SkyPilot task: ``sky jobs launch FILE`` brings it back after a spot interruption."""
+    resources: dict[str, object] = {"disk_size": 256}
+    if _has_gpus(job):
+        chip = hardware.accelerator(job.instance_type).name
+        resources["accelerators"] = f"{SKYPILOT_NAMES.get(chip, chip)}:{job.processes}"
+    else:
+        resources["cpus"] = "4+"
+    if job.spot:
+        resources |= {"use_spot": True, "job_recovery": "FAILOVER"}
+    run = f"""{resume(job)}
+head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
+torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc_per_node {job.processes} --node_rank "$SKYPILOT_NODE_RANK" \\
+    --master_addr "$head" --master_port {PORT} \\
+    {TRAIN} {options(job)} "${{resume[@]}}"
+"""
+    task = {"name": job.name, "num_nodes": job.instance_count, "resources": resources, "workdir": ".",
+            "setup": "pip install -c constraints.txt -e .\n", "run": run}
+    return ("# output_dir has to be on a disk that all nodes share, or in a bucket that file_mounts mounts.\n"
+            + yaml.dump(task, Dumper=_Dumper, sort_keys=False))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a block."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+SKYPILOT_NAMES = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-16": "V100", "V100-32": "V100-32GB"}
+"""SkyPilot's names of accelerators, where they differ from the catalogue's."""
+
+
+def _has_gpus(job: Job) -> bool:
+    return hardware.accelerator(job.instance_type).name != "CPU"
+
+
+LAUNCHERS: dict[str, tuple[str, Callable[[Job], str]]] = {
+    "slurm": ("job.sbatch", slurm), "torchrun": ("torchrun.sh", torchrun),
+    "accelerate": ("accelerate.yaml", accelerate), "skypilot": ("skypilot.yaml", skypilot)}
+"""File name and writer by launcher."""
