@@ -90,6 +90,8 @@ class Cluster:
     """Bytes/s of one node's network cards together, in one direction."""
     host_bandwidth: float
     """Bytes/s of one node's host memory: what an optimizer on the CPU works with."""
+    host_memory: float
+    """Bytes of host memory for each GPU: its share of a whole node's."""
     dollars_per_gpu_hour: float | None = None
     instance: str | None = None
     """SageMaker's name, where the cluster was given by it."""
@@ -170,6 +172,13 @@ def accelerator(name: str) -> Accelerator:
     return accelerators()[_catalogue()["instances"].get(found, {}).get("accelerator", found)]
 
 
+def lowest_price(name: str) -> float | None:
+    """Dollars an hour of one such GPU in the SageMaker instance that has it cheapest; None where none has it."""
+    chip = accelerator(name).name
+    return min((row["dollars"] / row["gpus"] for row in _catalogue()["instances"].values()
+                if row["accelerator"] == chip), default=None)
+
+
 def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = None, network: float | None = None,
             memory_gb: float | None = None) -> Cluster:
     """A cluster of one kind of accelerator or SageMaker instance.
@@ -198,5 +207,6 @@ def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = N
                               "give less, or another accelerator")
         chip = replace(chip, memory=int(memory_gb * 2**30))
     return Cluster(chip, count, min(per_node, count), network or (instance or node)["network"],
-                   node["host_bandwidth"], instance["dollars"] / instance["gpus"] if instance else None,
+                   node["host_bandwidth"], 2**30 * (instance or node)["host_gib"] / (instance or node)["gpus"],
+                   instance["dollars"] / instance["gpus"] if instance else None,
                    found if instance else None)

@@ -44,9 +44,9 @@ class Memory:
         """Everything on the GPU."""
         return self.states + self.activations + self.logits + self.buffers
 
-    def fits(self, capacity: float) -> bool:
-        """Whether a GPU with ``capacity`` bytes holds it."""
-        return self.total <= (capacity - RUNTIME) * USABLE
+    def fits(self, capacity: float, host: float = float("inf")) -> bool:
+        """Whether a GPU with ``capacity`` bytes holds it, and ``host`` bytes of host memory what is offloaded."""
+        return self.total <= (capacity - RUNTIME) * USABLE and self.host <= host * USABLE
 
 
 def zero_model_states(parameters: float, shards: int, stage: int, optimizer_bytes: float = 12) -> float:

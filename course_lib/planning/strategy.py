@@ -5,7 +5,7 @@ pipeline. For one layout memory grows with the micro-batch, so the first one tha
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 
 from course_lib.errors import ConfigError
@@ -21,6 +21,10 @@ TOKENS_A_STEP = 2**20
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
 WAITING = ("recompute", "tensor", "pipeline", "bubble", "data", "optimizer")
 """What a step spends beside computing, in the names of :class:`Cost`."""
+
+
+class NothingFits(ConfigError):
+    """No layout fits; the message says the smallest change that would let one in."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def variants(plan: Plan, model: Model) -> Iterator[Plan]:
 
 
 def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None = None,
-           precision: str | None = None) -> Search:
+           precision: str | None = None, families: Collection[str] = FAMILIES) -> Search:
     """Rank every layout that fits.
 
     Args:
@@ -139,10 +143,11 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
         sequence_length: tokens; the architecture's context is its limit.
         global_batch: sequences of one step; default: :func:`default_batch`.
         precision: of the matmuls; default: the accelerator's 16-bit type.
+        families: of ``FAMILIES``, those to look at.
 
     Raises:
-        ConfigError: a sequence that is too long, a batch that no layout divides, or nothing fits; the message
-            says the smallest change that would.
+        ConfigError: a sequence that is too long, or a batch that no layout divides.
+        NothingFits: what it says.
     """
     if not 1 <= sequence_length <= (model.context or sequence_length):
         raise ConfigError(f"sequence length {sequence_length}, and {model.name} takes 1 to {model.context}",
@@ -154,6 +159,8 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
     nearest_fit: dict[str, tuple[Plan, Memory]] = {}
     considered = 0
     for layout in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length, batch, precision):
+        if family(layout) not in families:
+            continue
         too_large: tuple[str, str, int] | None = None
         for plan in variants(layout, model):
             branch = (plan.checkpointing, plan.schedule, plan.virtual)
@@ -161,7 +168,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
                 continue
             considered += 1
             held = memory.estimate(model, plan)
-            if held.fits(cluster.accelerator.memory):
+            if held.fits(cluster.accelerator.memory, cluster.host_memory):
                 found.append(Candidate(plan, held, cost.estimate(model, plan, cluster)))
                 continue
             too_large = branch
@@ -173,10 +180,12 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
                           f"give --global-batch {-(-batch // cluster.gpus) * cluster.gpus}")
     if not found:
         closest, held = min(nearest_fit.values(), key=lambda pair: pair[1].total)
-        raise ConfigError(
+        host = f" and {held.host / USABLE / 2**30:.1f} GiB of host memory for each of {cluster.host_memory / 2**30:.1f}"
+        raise NothingFits(
             f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the smallest layout "
             f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB a GPU of "
-            f"{cluster.accelerator.memory / 2**30:.1f}", smallest_change(model, cluster, closest, global_batch))
+            f"{cluster.accelerator.memory / 2**30:.1f}{host if held.host else ''}",
+            smallest_change(model, cluster, closest, global_batch, families))
     found.sort(key=lambda each: -each.cost.tokens_per_second)
     fitting = {family(each.plan) for each in found}
     failed = [Failed(name, *nearest_fit[name], remedy=remedy(model, cluster, nearest_fit[name][0]))
@@ -192,7 +201,7 @@ def needed(held: Memory) -> float:
 def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
     """The smallest change after which a layout fits: more GPUs, or a larger one."""
     def fits(gpus: int) -> bool:
-        return memory.estimate(model, replace(plan, data=gpus)).fits(cluster.accelerator.memory)
+        return memory.estimate(model, replace(plan, data=gpus)).fits(cluster.accelerator.memory, cluster.host_memory)
 
     if plan.stage and plan.tensor * plan.pipeline == 1 and fits(64 * plan.data):  # more shards never need more
         return f"fits from {bisect_left(range(64 * plan.data), True, lo=plan.data, key=fits)} GPUs on"
@@ -204,37 +213,40 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
     return f"would need a GPU with {size / 2**30:,.0f} GiB; shard it instead"
 
 
-def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: int | None) -> str:
+def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: int | None,
+                    families: Collection[str] = FAMILIES) -> str:
     """For a search that found nothing: what would let one layout in, as an option to give."""
     hints = []
     for factor in range(2, 65):
         larger = hardware.cluster(cluster.instance or cluster.accelerator.name, cluster.gpus * factor,
                                   memory_gb=cluster.accelerator.memory / 2**30)
-        if _anything_fits(model, larger, plan.sequence_length, global_batch, plan.precision):
+        if _anything_fits(model, larger, plan.sequence_length, global_batch, plan.precision, families):
             hints.append(f"--gpus {larger.gpus}")
             break
     capacities = sorted((chip for chip in accelerators().values() if chip.memory > cluster.accelerator.memory),
                         key=lambda chip: chip.memory)
     for chip in capacities:
         if _anything_fits(model, hardware.cluster(chip.name, cluster.gpus), plan.sequence_length, global_batch,
-                          chip.half_precision()):
+                          chip.half_precision(), families):
             hints.append(f"--gpu {chip.name}")
             break
     shorter = plan.sequence_length // 2
     while shorter >= 128:
-        if _anything_fits(model, cluster, shorter, global_batch, plan.precision):
+        if _anything_fits(model, cluster, shorter, global_batch, plan.precision, families):
             hints.append(f"--sequence-length {shorter}")
             break
         shorter //= 2
-    return "it fits with " + " or ".join(hints) if hints else "take a smaller model"
+    return "it fits with " + " or ".join(hints) if hints else "take a smaller model, or more GPUs of a larger kind"
 
 
 def _anything_fits(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None,
-                   precision: str) -> bool:
+                   precision: str, families: Collection[str]) -> bool:
     """Whether some layout fits at micro-batch 1 with recomputation."""
-    return any(memory.estimate(model, replace(plan, checkpointing="full")).fits(cluster.accelerator.memory)
+    return any(memory.estimate(model, replace(plan, checkpointing="full")).fits(cluster.accelerator.memory,
+                                                                              cluster.host_memory)
                for plan in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length,
-                                   global_batch or default_batch(cluster.gpus, sequence_length), precision))
+                                   global_batch or default_batch(cluster.gpus, sequence_length), precision)
+               if family(plan) in families)
 
 
 def explain(found: Search) -> list[str]:

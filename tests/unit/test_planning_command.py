@@ -35,7 +35,7 @@ def test_json_and_a_launch_line_that_our_trainer_reads(capsys):
     ("--model opt-6.7b --gpu A100-80 --gpus 0", "--gpus 0: give a whole number from 1 on"),
     ("--model opt-6.7b --gpu A100-80 --max-memory-gb 99", "99.0 GiB a GPU, and A100-80 has 80.0"),
     ("--model opt-6.7b --gpu A100-80 --tokens lots", "invalid tokens value: 'lots'"),
-    ("--model opt-66b --gpu T4 --gpus 1 --max-memory-gb 6", "it fits with --gpu"),
+    ("--model opt-13b --gpu T4 --gpus 1 --max-memory-gb 6", "it fits with --gpu"),
 ], ids=str)
 def test_mistakes_are_one_line(wrong, says, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -61,7 +61,7 @@ def test_what_would_have_to_change_is_true_and_smallest():
 
 
 def test_nothing_fits_says_the_smallest_change():
-    with pytest.raises(ConfigError, match=r"does not fit on 8 x T4.*--gpus (\d+) or --gpu") as caught:
+    with pytest.raises(ConfigError, match=r"does not fit on 8 x T4.*--gpus (\d+)") as caught:
         found_for("llama-405b", "T4", 8, 2048)
     gpus = int(str(caught.value).split("--gpus ")[1].split()[0])
     assert found_for("llama-405b", "T4", gpus, 2048).candidates
@@ -80,3 +80,14 @@ def test_explained():
     lines = strategy.explain(found_for("facebook/opt-6.7b", "A100-80", 8, 2048))
     assert "is the fastest of" in lines[0] and lines[1].startswith("Next best: ")
     assert any(line.startswith("DDP does not fit") for line in lines)
+
+
+def test_what_is_offloaded_has_to_fit_into_host_memory():
+    """13 billion parameters with their optimizer are 200 GB and more: a GPU's share of one node, not of another."""
+    model = models.load("facebook/opt-13b")
+    roomy = hardware.cluster("ml.p5.48xlarge", 1, memory_gb=16)
+    found = strategy.search(model, roomy, 512, 1)
+    assert found.best.memory.host > 144 * 2**30
+    assert all(each.memory.host <= roomy.host_memory for each in found.candidates)
+    with pytest.raises(strategy.NothingFits, match="host memory"):
+        strategy.search(model, hardware.cluster("ml.p4d.24xlarge", 1, memory_gb=16), 512, 1)
