@@ -2,17 +2,19 @@
 
 import argparse
 import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from course_lib.errors import ConfigError
+from course_lib.errors import ConfigError, nearest
 
 if TYPE_CHECKING:  # what --help need not load
-    from course_lib.planning.plan import Plan
     from course_lib.planning.strategy import Candidate, Search
 
 NAME = "plan"
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 
+FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
 COLUMNS = ("strategy", "micro-batch", "accumulation", "GiB a GPU", "tokens/s", "MFU")
 COLOURS = {"parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "yellow",
            "logits": "red", "buffers": "green", "runtime": "white"}
@@ -39,54 +41,110 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [what the model takes, at most 2048]")
     parser.add_argument("--tokens", type=tokens, metavar="N", help="to train on, as 100B: adds hours and cost")
+    parser.add_argument("--families", nargs="+", metavar="NAME", help=f"plan only with these: {', '.join(FAMILIES)}")
+    parser.add_argument("--what_if", metavar="OPTION=A,B,C", help="vary one thing: gpus, gpu, max_memory_gb, "
+                        "global_batch or sequence_length; a line for each value")
+    parser.add_argument("--emit", type=Path, metavar="DIR",
+                        help="write the fastest plan that `course train` runs as files for every launcher")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Search, and print what was found."""
-    from course_lib.planning import hardware, models, strategy
-
-    for name in ("gpus", "global_batch", "sequence_length"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}", "give a whole number from 1 on")
-    model = models.load(args.model)
-    cluster = hardware.cluster(args.gpu, args.gpus, memory_gb=args.max_memory_gb)
-    length = min(2048, model.context or 2048) if args.sequence_length is None else args.sequence_length
-    found = strategy.search(model, cluster, length, args.global_batch)
+    if args.what_if:
+        return _vary(args)
+    found = find(args)
     if args.json:
         import json
 
         print(json.dumps(as_json(found, args.tokens), indent=2))
     else:
         _show(found, args.tokens)
+    if args.emit:
+        from course_lib.commands import plan_files
+
+        files = plan_files.write(found, args.emit)
+        print(f"wrote {', '.join(files)} to {args.emit}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
-def launch_line(plan: "Plan", gpus_per_node: int, model: str) -> str:
-    """The command that starts such a run on every node; layouts beyond ours name what has to carry them out."""
-    if plan.tensor > 1 or plan.pipeline > 1:
-        return (f"Megatron-LM or torchtitan: tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}, "
-                f"{plan.virtual} stages a rank), data {plan.data}; `course train` has no such layout")
-    nodes = -(-plan.gpus // gpus_per_node)
-    strategy = {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": f"zero{plan.stage}"}[plan.engine]
-    processes = f"--nproc_per_node {min(gpus_per_node, plan.gpus)}"
-    where = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if nodes > 1 else "--standalone"
-    options = [f"--model {model}", "--task causal_lm", f"--strategy {strategy}", f"--batch_size {plan.micro_batch}",
-               f"--gradient_accumulation_steps {plan.accumulation}", f"--max_length {plan.sequence_length}",
-               f"--mixed_precision {plan.precision if plan.precision in ('bf16', 'fp16') else 'no'}"]
-    if plan.checkpointing == "full":
-        options.append("--activation_checkpointing true")
-    if plan.offload != "none":
-        options.append(f"--offload {plan.offload}")
-    if plan.compiled and plan.engine != "deepspeed":
-        options.append("--torch_compile true")
-    return f"torchrun {where} {processes} -m course_lib.cli train " + " ".join(options)
+def find(args: argparse.Namespace) -> "Search":
+    """The search that the options ask for.
+
+    Raises:
+        ConfigError: an option is out of range, or nothing fits.
+    """
+    from course_lib.planning import hardware, models, strategy
+
+    for name in ("gpus", "global_batch", "sequence_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}", "give a whole number from 1 on")
+    for name in args.families or ():
+        if name not in FAMILIES:
+            raise ConfigError(f"--families {name}", nearest(name, FAMILIES))
+    model = models.load(args.model)
+    cluster = hardware.cluster(args.gpu, args.gpus, memory_gb=args.max_memory_gb)
+    length = min(2048, model.context or 2048) if args.sequence_length is None else args.sequence_length
+    return strategy.search(model, cluster, length, args.global_batch, families=args.families or FAMILIES)
+
+
+VARIED = {"gpus": int, "gpu": str, "max_memory_gb": float, "global_batch": int, "sequence_length": int}
+"""What --what-if can vary, and how a value is read."""
+
+
+def _vary(args: argparse.Namespace) -> int:
+    """The best plan for each value of one option, in a table."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from course_lib.planning.strategy import NothingFits
+
+    if args.emit:
+        raise ConfigError("--what-if finds several plans, and --emit writes one", "leave one of them out")
+    name, _, listed = args.what_if.partition("=")
+    name = name.strip().lstrip("-").replace("-", "_")
+    if name not in VARIED or not listed:
+        raise ConfigError(f"--what-if {args.what_if}", f"write OPTION=A,B,C with one of {', '.join(VARIED)}")
+    rows = []
+    for text in listed.split(","):
+        try:
+            value = VARIED[name](text.strip())
+        except ValueError:
+            raise ConfigError(f"--what-if {name}: `{text}` is no number", "write it as --what-if gpus=8,16") from None
+        row: dict[str, Any] = {name: value}
+        try:
+            best = find(argparse.Namespace(**vars(args) | {name: value})).best
+        except NothingFits as why:
+            rows.append(row | {"fits": False, "why": str(why)})
+            continue
+        time = {"hours": best.cost.hours(args.tokens), "dollars": best.cost.dollars(args.tokens)} if args.tokens else {}
+        rows.append(row | {"fits": True, "strategy": best.plan.strategy, "micro_batch": best.plan.micro_batch,
+                           "accumulation": best.plan.accumulation, "bytes": best.memory.total,
+                           "tokens_per_second": best.cost.tokens_per_second, "mfu": best.cost.mfu} | time)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for head in (name.replace("_", " "), *COLUMNS, *(("hours",) if args.tokens else ())):
+        table.add_column(head, justify="left" if head == "strategy" else "right")
+    for each in rows:
+        if each["fits"]:
+            cells = [each["strategy"], str(each["micro_batch"]), str(each["accumulation"]),
+                     f"{each['bytes'] / 2**30:.1f}", f"{each['tokens_per_second']:,.0f}", f"{each['mfu']:.1%}",
+                     *([f"{each['hours']:,.1f}"] if args.tokens else [])]
+        else:
+            cells = ["does not fit: " + each["why"].rsplit(": ", 1)[1]]
+        table.add_row(str(each[name]), *cells)
+    Console().print(table)
+    return 0
 
 
 def as_json(found: "Search", budget: float | None) -> dict[str, Any]:
     """Everything that the page says, with bytes and seconds."""
-    from course_lib.planning import strategy
+    from course_lib.planning import emit, strategy
 
     return {
         "model": found.model.name, "parameters": found.model.parameters,
@@ -97,7 +155,7 @@ def as_json(found: "Search", budget: float | None) -> dict[str, Any]:
         "failed": [{"family": each.family, "plan": each.plan.strategy, "needs_bytes": strategy.needed(each.memory),
                     "remedy": each.remedy} for each in found.failed],
         "explanation": strategy.explain(found),
-        "launch": launch_line(found.best.plan, found.cluster.gpus_per_node, found.model.name)}
+        "launch": emit.launch_line(found.best.plan, found.cluster.gpus_per_node, found.model)}
 
 
 def _candidate(each: "Candidate", budget: float | None) -> dict[str, Any]:
@@ -117,7 +175,7 @@ def _show(found: "Search", budget: float | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from course_lib.planning import strategy
+    from course_lib.planning import emit, strategy
 
     console, chip = Console(), found.cluster.accelerator
     plan = found.best.plan
@@ -139,7 +197,7 @@ def _show(found: "Search", budget: float | None) -> None:
         dollars = found.best.cost.dollars(budget)
         price = f", ${dollars:,.0f} at list price" if dollars else "; no price is known: name a SageMaker instance"
         console.print(f"{budget:,.0f} tokens take {found.best.cost.hours(budget):,.1f} hours{price}.", highlight=False)
-    console.print(f"\nStart it with:\n  {launch_line(plan, found.cluster.gpus_per_node, found.model.name)}",
+    console.print(f"\nStart it with:\n  {emit.launch_line(plan, found.cluster.gpus_per_node, found.model)}",
                   highlight=False, soft_wrap=True)
 
 

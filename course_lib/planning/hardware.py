@@ -172,6 +172,14 @@ def accelerator(name: str) -> Accelerator:
     return accelerators()[_catalogue()["instances"].get(found, {}).get("accelerator", found)]
 
 
+def instance(name: str, gpus: int) -> str | None:
+    """The cheapest SageMaker instance with just so many of an accelerator; None where there is none."""
+    chip = accelerator(name).name
+    fitting = {each: row["dollars"] for each, row in _catalogue()["instances"].items()
+               if (row["accelerator"], row["gpus"]) == (chip, gpus)}
+    return min(fitting, key=lambda each: fitting[each], default=None)
+
+
 def lowest_price(name: str) -> float | None:
     """Dollars an hour of one such GPU in the SageMaker instance that has it cheapest; None where none has it."""
     chip = accelerator(name).name

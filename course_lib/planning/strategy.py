@@ -7,6 +7,7 @@ pipeline. For one layout memory grows with the micro-batch, so the first one tha
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
+from math import log
 
 from course_lib.errors import ConfigError
 from course_lib.planning import cost, hardware, memory
@@ -186,7 +187,8 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
             f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB a GPU of "
             f"{cluster.accelerator.memory / 2**30:.1f}{host if held.host else ''}",
             smallest_change(model, cluster, closest, global_batch, families))
-    found.sort(key=lambda each: -each.cost.tokens_per_second)
+    # What differs by less than a thousandth is equal; fewer, larger micro-batches have fewer kernels to launch.
+    found.sort(key=lambda each: (-round(1000 * log(each.cost.tokens_per_second)), each.plan.accumulation))
     fitting = {family(each.plan) for each in found}
     failed = [Failed(name, *nearest_fit[name], remedy=remedy(model, cluster, nearest_fit[name][0]))
               for name in FAMILIES if name in nearest_fit and name not in fitting]

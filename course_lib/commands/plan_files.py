@@ -1,0 +1,97 @@
+"""What ``course plan --emit`` writes: one plan as files that this trainer, other trainers and launchers read."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from course_lib.config import Config, build
+from course_lib.config_files import write_text
+from course_lib.errors import ConfigError
+from course_lib.planning import emit, hardware
+from course_lib.planning.strategy import Candidate, Search
+
+if TYPE_CHECKING:
+    from course_lib.cloud.job import Job
+
+
+def write(found: Search, folder: Path) -> list[str]:
+    """Write the fastest plan that ``course train`` runs.
+
+    ``course.yaml`` (the run), ``accelerate.yaml``, for DeepSpeed's plans ``deepspeed.json``, without pipelines
+    ``training_arguments.json`` (the Hugging Face Trainer's), a script or task for torchrun, Slurm and SkyPilot, and
+    where SageMaker has such instances ``sagemaker.sh``.
+
+    Returns:
+        Names of the files, in the order in which they were written.
+    Raises:
+        ConfigError: no plan that fits is one of ours, or the folder cannot be written.
+    """
+    chosen = next((each for each in found.candidates if emit.runs_here(each.plan)), None)
+    if chosen is None:
+        raise ConfigError(f"every layout that fits splits single layers (tensor parallel) on {found.cluster.gpus} x "
+                          f"{found.cluster.accelerator.name}, and `course train` has no such layout",
+                          "plan with more GPUs or a shorter sequence, or run the plan with Megatron-LM or torchtitan")
+    fields = emit.options(chosen.plan, found.model) | {"num_processes": chosen.plan.gpus}
+    texts = _texts(found, chosen, fields, build(fields))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            write_text(folder / name, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}", "give another folder to --emit") from None
+    return list(texts)
+
+
+def _texts(found: Search, chosen: Candidate, fields: dict[str, Any], config: Config) -> dict[str, str]:
+    """The files' contents by name."""
+    from course_lib.cloud.launchers import LAUNCHERS
+    from course_lib.training.engines.with_deepspeed import deepspeed_config
+    from course_lib.training.launchfiles import ACCELERATE, DEEPSPEED, accelerate_config
+
+    plan, cluster, precision = chosen.plan, found.cluster, fields["mixed_precision"]
+    job = _job(found, config)
+    head = f"# {found.model.name} on {cluster.gpus} x {cluster.accelerator.name}: {plan.strategy}\n"
+    texts = {"course.yaml": head + yaml.safe_dump(fields, sort_keys=False)}
+    accelerate = accelerate_config(config, precision, plan.gpus, block_classes(found.model.family))
+    accelerate |= {"num_machines": job.instance_count}
+    if job.instance_count > 1:
+        accelerate |= {"main_process_port": 29500, "rdzv_backend": "static"}
+        head += "# Add --machine_rank and --main_process_ip on each machine.\n"
+    texts[ACCELERATE] = head + yaml.safe_dump(accelerate, sort_keys=False)
+    if config.parallel.chosen_engine == "deepspeed":
+        texts[DEEPSPEED] = json.dumps(deepspeed_config(config, precision), indent=1) + "\n"
+    if plan.pipeline == 1:
+        texts["training_arguments.json"] = json.dumps(emit.training_arguments(plan, DEEPSPEED), indent=1) + "\n"
+    for kind in ("torchrun", "slurm", "skypilot"):
+        name, text = LAUNCHERS[kind]
+        texts[name] = text(job)
+    if job.instance_type.startswith("ml."):
+        texts["sagemaker.sh"] = (f"#!/bin/bash\n{head}exec course submit --config course.yaml --instance_type "
+                                 f"{job.instance_type} --instance_count {job.instance_count} \"$@\"\n")
+    return texts
+
+
+def _job(found: Search, config: Config) -> "Job":
+    """The run on as many machines as its GPUs fill; on a SageMaker instance where one has just such a node."""
+    from course_lib.cloud.job import Job
+
+    cluster = found.cluster
+    if cluster.gpus % cluster.gpus_per_node:
+        raise ConfigError(f"{cluster.gpus} GPUs fill no whole number of nodes of {cluster.gpus_per_node}",
+                          f"give --gpus {cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node}")
+    machine = cluster.instance or hardware.instance(cluster.accelerator.name, cluster.gpus_per_node)
+    return Job(config, machine or cluster.accelerator.name, cluster.nodes, cluster.gpus_per_node, name="planned")
+
+
+def block_classes(family: str) -> str:
+    """Class names of an architecture's blocks, the units of FSDP; several with commas between."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    from course_lib.parallel.units import blocks
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(family))
+    return ",".join(sorted({type(block).__name__ for block in blocks(model).values()}))

@@ -1,0 +1,95 @@
+"""A plan in the words of the tools that carry it out: this course's trainer, torchrun, the Hugging Face Trainer.
+
+What only other systems run (tensor and context parallelism) is refused with the reason.
+"""
+
+from typing import Any
+
+from course_lib.errors import ConfigError
+from course_lib.planning.models import Model
+from course_lib.planning.plan import Plan
+
+MASKED = ("bert", "distilbert", "roberta")
+"""Architectures that are trained to fill masks; the others predict the next token."""
+
+
+def runs_here(plan: Plan) -> bool:
+    """Whether ``course train`` has such a layout: DDP, ZeRO, FSDP, or pipelines of whole blocks."""
+    return plan.tensor == plan.context == 1
+
+
+def options(plan: Plan, model: Model) -> dict[str, Any]:
+    """Options of ``course train``, by name.
+
+    Args:
+        plan: a layout for which :func:`runs_here`.
+        model: its name is what the trainer loads.
+    Raises:
+        ConfigError: no trainer of ours runs it.
+    """
+    if model.family == "t5":
+        raise ConfigError(f"{model.name} is an encoder with a decoder, and `course train` has no task for it",
+                          "use the Hugging Face Trainer with these settings")
+    if not runs_here(plan):
+        raise ConfigError(f"{plan.strategy} splits single layers, and `course train` does not",
+                          "use Megatron-LM or torchtitan for it, or plan with --families DDP ZeRO-1 ZeRO-2 ZeRO-3 FSDP")
+    asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if model.family in MASKED else "causal_lm"}
+    if plan.pipeline > 1:
+        asked |= {"training_type": "pipeline", "strategy": "zero1" if plan.stage else "ddp",
+                  "schedule": plan.schedule, "pipeline_parallel_size": plan.pipeline, "data_parallel_size": plan.data,
+                  "batch_size": plan.micro_batch * plan.accumulation, "pipeline_chunks": plan.accumulation}
+        if plan.virtual > 1:
+            asked["stages_per_rank"] = plan.virtual
+    else:
+        strategy = {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": f"zero{plan.stage}", "megatron": f"zero{plan.stage}"}
+        asked |= {"strategy": strategy[plan.engine], "batch_size": plan.micro_batch,
+                  "gradient_accumulation_steps": plan.accumulation}
+        if plan.compiled and plan.engine != "deepspeed":
+            asked["torch_compile"] = True
+    asked |= {"max_length": plan.sequence_length,
+              "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no"}
+    if plan.checkpointing == "full":
+        asked["activation_checkpointing"] = True
+    if plan.offload != "none":
+        asked["offload"] = plan.offload
+    return asked
+
+
+def launch_line(plan: Plan, gpus_per_node: int, model: Model) -> str:
+    """The command that starts such a run on every node; layouts beyond ours name what has to carry them out."""
+    if model.family == "t5":
+        return "the Hugging Face Trainer, with these settings; `course train` has no task for encoder-decoders"
+    if not runs_here(plan):
+        return (f"Megatron-LM or torchtitan: tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}, "
+                f"{plan.virtual} stages a rank), data {plan.data}; `course train` has no such layout")
+    nodes = -(-plan.gpus // gpus_per_node)
+    processes = f"--nproc_per_node {min(gpus_per_node, plan.gpus)}"
+    where = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if nodes > 1 else "--standalone"
+    given = (f"--{name} {str(value).lower() if isinstance(value, bool) else value}"
+             for name, value in options(plan, model).items())
+    return f"torchrun {where} {processes} -m course_lib.cli train " + " ".join(given)
+
+
+def training_arguments(plan: Plan, deepspeed: str | None = None) -> dict[str, Any]:
+    """Arguments of transformers' ``TrainingArguments``, for DDP, ZeRO by DeepSpeed, and FSDP.
+
+    Args:
+        plan: without tensor, context and pipeline parallelism.
+        deepspeed: path of DeepSpeed's JSON, for its plans.
+    Raises:
+        ConfigError: the Hugging Face Trainer has no such layout.
+    """
+    if plan.pipeline > 1 or not runs_here(plan):
+        raise ConfigError(f"the Hugging Face Trainer does not run {plan.strategy}", "take a plan without TP and PP")
+    arguments: dict[str, Any] = {
+        "output_dir": "runs/planned", "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation, "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16", "activation_checkpointing": plan.checkpointing == "full",
+        "torch_compile": plan.compiled and plan.engine != "deepspeed"}
+    if plan.engine == "deepspeed":
+        arguments["deepspeed"] = deepspeed
+    if plan.engine == "fsdp":
+        arguments |= {"fsdp": "full_shard", "fsdp_config": {
+            "version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "cpu_offload": plan.offload != "none"}}
+    return arguments
