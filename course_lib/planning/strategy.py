@@ -25,7 +25,7 @@ WAITING = ("recompute", "tensor", "pipeline", "bubble", "data", "optimizer")
 
 
 class NothingFits(ConfigError):
-    """No layout fits; the message says the smallest change that would let one in."""
+    """No layout divides the GPUs and the batch, or none fits; the message says the smallest change that would."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
         families: of ``FAMILIES``, those to look at.
 
     Raises:
-        ConfigError: a sequence that is too long, or a batch that no layout divides.
+        ConfigError: a sequence that is too long.
         NothingFits: what it says.
     """
     if not 1 <= sequence_length <= (model.context or sequence_length):
@@ -177,7 +177,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
             if known is None or held.total < known[1].total:
                 nearest_fit[family(plan)] = (plan, held)
     if not considered:
-        raise ConfigError(f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
+        raise NothingFits(f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
                           f"give --global-batch {-(-batch // cluster.gpus) * cluster.gpus}")
     if not found:
         closest, held = min(nearest_fit.values(), key=lambda pair: pair[1].total)

@@ -1,0 +1,58 @@
+"""The map of strategies, and the rule of thumb held against it."""
+
+import pytest
+
+from course_lib.figures import planning as figures
+from course_lib.planning import atlas, hardware, strategy
+
+
+@pytest.fixture(scope="module")
+def places():
+    return atlas.survey("A10G")
+
+
+def test_every_place_holds_the_best_or_says_why_not(places):
+    assert len(places) == 7 and all(len(row) == 7 for row in places)
+    seen = [place for row in places for place in row]
+    assert len({(place.model.name, place.gpus) for place in seen}) == 49
+    empty = [place for place in seen if place.best is None]
+    assert 4 <= len(empty) < 25 and all("it fits with" in place.why_not or "take a smaller" in place.why_not
+                                        for place in empty)
+    for row in places:  # who holds it on some GPUs holds it on more
+        there = [place.best is not None for place in row]
+        assert there == sorted(there)
+    again = strategy.search(places[2][3].model, hardware.cluster("A10G", 8), 1024, 32).best
+    assert again.plan == places[2][3].best.plan
+
+
+def test_small_models_need_nothing_and_large_ones_offload(places):
+    assert places[0][0].family == "DDP"
+    assert "offload" in places[-1][-1].family and places[-1][0].family == ""
+
+
+def test_the_rule_of_thumb_and_where_the_search_differs(places):
+    assert atlas.rule_of_thumb(124e6, 2) == ("DDP",) and atlas.rule_of_thumb(6.7e9, 4) == ("FSDP",)
+    assert atlas.rule_of_thumb(70e9, 4) == ("FSDP + offload",) and "ZeRO-3" in atlas.rule_of_thumb(70e9, 8)
+    found = atlas.disagreements(places, "A10G")
+    assert 10 < len(found) < 45
+    assert {(each.place.model.name, each.place.gpus) for each in found}.isdisjoint(
+        {(place.model.name, place.gpus) for row in places for place in row
+         if place.family in atlas.rule_of_thumb(place.model.parameters, place.gpus)})
+    slower = [each for each in found if each.fits]
+    assert slower and all(each.fits.cost.tokens_per_second <= 1.0011 * each.place.best.cost.tokens_per_second
+                          for each in slower)
+    assert all(each.because for each in found)
+    kinds = {each.because.split(" ")[-1] for each in found}
+    assert {"fits", "fit", "speed"} & kinds
+
+
+def test_the_map_is_drawn(places):
+    figure = figures.strategy_map(places, "A10G")
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert len(texts) == 49 and texts.count("nothing") == sum(place.best is None for row in places for place in row)
+    assert any("offload" in text for text in texts)
+
+
+def test_memory_is_drawn_by_kind():
+    figure = figures.memory({"parameters": 2e9, "logits": 1e9}, {"parameters": 2.1e9, "logits": 1e9}, "Close")
+    assert len(figure.axes[0].patches) == 4
