@@ -1,0 +1,23 @@
+"""A plan's files, scaled down to two CPU processes, train under Accelerate's launcher as planned."""
+
+import json
+
+import pytest
+
+from course_lib import cli
+from tests.cli.conftest import run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_emitted_run_trains(tmp_path):
+    asked = ["plan", "--model", "gpt2", "--gpu", "CPU", "--gpus", "2", "--sequence-length", "32", "--global-batch", "8"]
+    assert cli.main([*asked, "--emit", str(tmp_path / "plan")]) == 0
+    done = run("train", "--config", tmp_path / "plan/course.yaml", "--model", "tiny-gpt2", "--max_steps", "2",
+               "--max_train_samples", "64", "--max_eval_samples", "16", "--baselines", "false", "--torch_compile",
+               "false", "--mixed_precision", "no", "--device", "cpu", "--output_dir", tmp_path / "run",
+               launcher=["-m", "accelerate.commands.launch", "--config_file", tmp_path / "plan/accelerate.yaml"],
+               ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["strategy"], summary["world_size"]) == ("fsdp", 2)
