@@ -5,7 +5,7 @@ LAUNCH = $(shell $(PYTHON) tools/bootstrap.py launcher)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test quick check lab notebooks pins clean
+.PHONY: help setup train test quick check lab notebooks exercises pins clean
 
 help:  ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -17,7 +17,7 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
-	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/unit tests/cli tests/cloud -n 2 --dist loadfile --durations 15
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/unit tests/cli tests/cloud tests/grading -n 2 --dist loadfile --durations 15
 	$(BIN)/pytest tests/distributed tests/notebooks --durations 15
 
 quick: setup  ## what to run while working: ruff and the fast tests
@@ -34,6 +34,9 @@ lab: setup  ## open JupyterLab at lesson 0
 
 notebooks: setup  ## run all lessons and store their outputs
 	$(BIN)/python tools/notebooks.py
+
+exercises: setup  ## make exercises/ anew from solutions/
+	$(BIN)/python tools/exercises.py
 
 pins:  ## take the newest versions that pyproject.toml allows into constraints.txt
 	@$(PYTHON) tools/bootstrap.py pins

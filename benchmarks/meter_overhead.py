@@ -92,8 +92,8 @@ def main() -> None:
             lines.append(f"| {engine} | {width} | {collectives} | {statistics.median(without) * 1e3:.1f} | "
                          f"{statistics.median(with_meter) * 1e3:.1f} | {ratio:.2f} |")
     table = "\n".join(lines)
-    text = (f"# What the meter costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 of 4 layers, {BATCH} rows of {TOKENS} tokens a rank, "
-            f"{options.pairs} pairs of steps.\n\n{table}\n")
+    text = (f"# What the meter costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 of 4 "
+            f"layers, {BATCH} rows of {TOKENS} tokens a rank, {options.pairs} pairs of steps.\n\n{table}\n")
     write_text(Path(__file__).parent / "meter-overhead.md", text)
     print(text)
 

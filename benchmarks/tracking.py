@@ -6,9 +6,7 @@ The time is taken around the callback itself, so that it holds whatever the mode
 """
 
 import argparse
-import datetime
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,12 +21,15 @@ from course_lib.training.tracking_callback import TrackingCallback
 
 CASES: dict[str, dict[str, Any]] = {
     "none": {"tracker": "none"},
-    "jsonl": {"tracker": "jsonl"},
+    "trackio": {"tracker": "trackio"},
+    "trackio, every step": {"tracker": "trackio", "logging_steps": 1},
     "jsonl, every step": {"tracker": "jsonl", "logging_steps": 1},
+    "tensorboard, every step": {"tracker": "tensorboard", "logging_steps": 1},
     "wandb, offline": {"tracker": "wandb"},
     "wandb, offline, every step": {"tracker": "wandb", "logging_steps": 1},
-    "jsonl and wandb": {"tracker": "jsonl,wandb"},
-    "jsonl, watch all": {"tracker": "jsonl", "watch": "all"},
+    "trackio and wandb, every step": {"tracker": "trackio,wandb", "logging_steps": 1},
+    "trackio, watch all": {"tracker": "trackio", "watch": "all"},
+    "wandb, watch all": {"tracker": "wandb", "watch": "all"},
 }
 
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     lines = ["| tracker | in tracking (ms a step) | training step (ms) | start (s) | end (s) |",
              "|---|---|---|---|---|"]
     for name, case in CASES.items():
@@ -84,12 +86,12 @@ def main() -> None:
             result = launch(measure, case, options.steps, f"{folder}/run", num_processes=options.ranks, timeout=300,
                             stream=False)[0]
         lines.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in result) + " |")
-    here, table = machine.describe(), "\n".join(lines)
-    text = (f"# What tracking costs on rank 0\n\n{datetime.date.today()}; {here.cpu}, {here.cores} cores; "
-            f"Python {here.python}, torch {here.engines['torch']}, wandb {here.engines['wandb']}.\n"
-            f"`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n\n"
-            f"{options.ranks} ranks over gloo, tiny-bert, {options.steps} steps; a line is logged every 10 steps but "
-            f"where it says every step, system metrics of all ranks every 10 steps.\n\n{table}\n")
+    table = "\n".join(lines)
+    text = (f"# What tracking costs on rank 0\n\n{machine.measured_on('torch', 'wandb')}\n\nLoad average before: "
+            f"{load:.1f}. {options.ranks} ranks over gloo, tiny-bert, {options.steps} steps; a line is logged every 10 "
+            "steps but where it says every step, system metrics of all ranks every 10 steps, watched tensors every "
+            "100. The first column is the time that the training waits for: rows are handed to a thread, whose work "
+            f"is in the second column as far as it takes cores from the training.\n\n{table}\n")
     write_text(Path(__file__).parent / "tracking.md", text)
     print(text)
 

@@ -15,14 +15,36 @@ if __name__ == "__main__":
 import argparse
 import os
 import time
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
 from typing import NoReturn
 
 from course_lib import __version__
-from course_lib.commands import dashboard, doctor, evaluate, plan, push, runs, schedule, sweep, train
+from course_lib.cloud import container
+from course_lib.commands import (
+    bench,
+    check,
+    dashboard,
+    doctor,
+    evaluate,
+    grade,
+    plan,
+    push,
+    release,
+    runs,
+    schedule,
+    select,
+    simulate,
+    submit,
+    sweep,
+    train,
+)
 from course_lib.errors import EXIT_INTERRUPTED, ConfigError, CourseError, nearest
+from course_lib.tracking.redact import redact
 
-COMMANDS = (train, evaluate, schedule, plan, runs, dashboard, sweep, push, doctor)
+COMMANDS = (train, evaluate, schedule, plan, simulate, select, bench, runs, dashboard, sweep, submit, push, check,
+            grade, release, doctor)
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,8 +89,11 @@ def underscored(token: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a mistake of the user's is one line on stderr."""
+    sys.excepthook = traceback_without_keys
     try:
         argv = sys.argv[1:] if argv is None else list(argv)
+        if job := container.discover():
+            argv = job.arguments(argv)
         args = parse(argv)
         args.argv = argv
         return args.run(args)
@@ -89,14 +114,24 @@ def report(line: str, code: int) -> int:
     ended; where one rank alone does, those seconds are all it costs.
     """
     rank = int(os.environ.get("RANK", 0))
+    if job := container.discover():
+        job.failed(redact(line))
     if rank:
         time.sleep(5.0)
         line = f"rank {rank}: {line}"
-    print(f"course: {line}", file=sys.stderr, flush=True)
+    print(f"course: {redact(line)}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         sys.stdout.flush()
         os._exit(code)  # Python would take its time to end, and the other ranks would speak up
     return code
+
+
+def traceback_without_keys(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of a defect, its keys and tokens hidden."""
+    text = redact("".join(traceback.format_exception(kind, error, trace)))
+    print(text, end="", file=sys.stderr, flush=True)
+    if job := container.discover():
+        job.failed(text)
 
 
 if __name__ == "__main__":

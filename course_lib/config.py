@@ -252,8 +252,9 @@ class TrackingConfig(_Strict):
     """Where a run's numbers go besides `metrics.jsonl`, and what goes with them."""
 
     tracker: str = os.environ.get("COURSE_TRACKER", "trackio")
-    """`trackio` or `jsonl` (both local, read by `course runs` and `course dashboard`), `tensorboard`, `wandb` (offline \
-without WANDB_API_KEY), several with commas between, or `none`; the variable COURSE_TRACKER sets another default."""
+    """`trackio` or `jsonl` (both local, read by `course runs` and `course dashboard`), `tensorboard`, `wandb` \
+(offline without WANDB_API_KEY), several with commas between, or `none`; the environment's COURSE_TRACKER sets another \
+default."""
     project: str = "distributed-transformers"
     """Project that the trackers put the run in."""
     run_name: str | None = None

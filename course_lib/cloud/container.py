@@ -50,7 +50,7 @@ class Container:
         given = {name.partition("=")[0].lstrip("-").replace("-", "_") for name in argv if name.startswith("--")}
         for name in CHANNELS:
             if name in self.channels:
-                argv += [f"--{name}", str(self.channels[name])]
+                argv += [f"--{name}", str(_content(self.channels[name]))]
         if "output_dir" not in given:
             argv += ["--output_dir", str(self.checkpoints)]
             found = any(re.fullmatch(r"checkpoint-\d+", path.name) for path in self.checkpoints.glob("checkpoint-*"))
@@ -73,6 +73,12 @@ class Container:
                 out.write(reason[-REASON_CHARACTERS:])
         except FileExistsError:
             pass  # another rank's reason, and the earlier
+
+
+def _content(channel: Path) -> Path:
+    """A channel's one file, where that is all that was put in; else its folder."""
+    inside = list(channel.glob("*"))
+    return inside[0] if len(inside) == 1 and inside[0].is_file() else channel
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Container | None:

@@ -7,7 +7,7 @@ from course_lib.config import Config, flatten, options
 from course_lib.errors import ConfigError
 from course_lib.planning import hardware
 
-NOT_SENT = ("num_processes", "overwrite_output_dir", "progress_bar", "env_file")
+NOT_SENT = ("num_processes", "overwrite_output_dir", "resume_from_checkpoint", "progress_bar", "env_file")
 """Fields of the config that the launcher decides, or that make no sense on another machine."""
 PRICES = "AWS SageMaker training list prices, us-east-1, written down 2025-06: check before you rent"
 
@@ -56,6 +56,11 @@ class Job:
             raise ConfigError("a warm pool cannot be kept on spot capacity", "leave out --spot or --warm_pool")
         if not 0 <= self.keep_alive_minutes <= 60:
             raise ConfigError(f"a warm pool of {self.keep_alive_minutes} minutes", "give 1 to 60")
+
+    @property
+    def checkpoints(self) -> str | None:
+        """Folder in S3 with the checkpoints to go on from and to add to; None for a new one, of the job's own."""
+        return self.config.output.resume_from_checkpoint
 
     @property
     def fields(self) -> dict[str, str]:

@@ -22,7 +22,7 @@ def options(job: Job) -> str:
 
 def resume(job: Job) -> str:
     """Shell lines that set the array ``resume`` where the run's folder holds a checkpoint."""
-    pattern = f"{shlex.quote(str(job.config.output_dir))}/checkpoint-*"
+    pattern = shlex.quote(f"{job.config.output_dir}/checkpoint-*")
     return f"resume=()\nif compgen -G {pattern} > /dev/null; then resume=(--resume_from_checkpoint latest); fi"
 
 

@@ -1,17 +1,57 @@
-"""The server behind ``course dashboard``: one page, made anew for every request, for this machine alone."""
+"""The servers behind ``course dashboard``, for this machine alone: trackio's, and a page made for every request."""
 
+import contextlib
 import errno
 import html
+import socket
+import tempfile
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import matplotlib
 
 from course_lib.commands.runs import figures_of
 from course_lib.errors import ConfigError, CourseError
 from course_lib.tracking import collect, report
+from course_lib.tracking.trackio_dashboard import dashboard
 
 ADDRESS = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def refused_port(port: int) -> Iterator[None]:
+    """Say in one line that a port is taken or not allowed.
+
+    Raises:
+        ConfigError: it is.
+    """
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        taken = getattr(error, "errno", None) == errno.EADDRINUSE
+        raise ConfigError(f"port {port} on {ADDRESS} {'is taken' if taken else f'cannot be used ({error})'}",
+                          "give another --port, or 0 for any that is free") from None
+
+
+@contextlib.contextmanager
+def serve_trackio(folders: list[str], port: int, refresh: int) -> Iterator[int]:
+    """trackio's own dashboard of the runs in some folders, while the context lasts; gives its port.
+
+    Raises:
+        ConfigError: the port is taken or not allowed.
+    """
+    with refused_port(port):
+        listener = socket.create_server((ADDRESS, port))
+    with (listener, tempfile.TemporaryDirectory(prefix="course-dashboard-") as copy,
+          dashboard(lambda: databases(folders), Path(copy), listener, refresh)):
+        yield listener.getsockname()[1]
+
+
+def databases(folders: list[str]) -> list[Path]:
+    """trackio's databases in some folders, each once."""
+    return list(dict.fromkeys(path for folder in folders for path in collect.trackio_databases(Path(folder))))
 
 
 def serve(folders: list[str], port: int, refresh: int) -> ThreadingHTTPServer:
@@ -46,12 +86,8 @@ def serve(folders: list[str], port: int, refresh: int) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             pass
 
-    try:
+    with refused_port(port):
         return ThreadingHTTPServer((ADDRESS, port), Page)
-    except (OSError, OverflowError) as error:
-        taken = getattr(error, "errno", None) == errno.EADDRINUSE
-        raise ConfigError(f"port {port} on {ADDRESS} {'is taken' if taken else f'cannot be used ({error})'}",
-                          "give another --port, or 0 for any that is free") from None
 
 
 def _page(folders: list[str], refresh: int) -> tuple[int, str]:

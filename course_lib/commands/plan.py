@@ -38,6 +38,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all [one node]")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="A100-80, H100, T4 ..., or a SageMaker instance")
     parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory a GPU than this")
+    parser.add_argument("--calibration", type=Path, metavar="FILE",
+                        help="take the shares of peak that `course bench --run` measured, not the catalogue's")
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [what the model takes, at most 2048]")
     parser.add_argument("--tokens", type=tokens, metavar="N", help="to train on, as 100B: adds hours and cost")
@@ -74,7 +76,7 @@ def find(args: argparse.Namespace) -> "Search":
     Raises:
         ConfigError: an option is out of range, or nothing fits.
     """
-    from course_lib.planning import hardware, models, strategy
+    from course_lib.planning import benchmark, hardware, models, strategy
 
     for name in ("gpus", "global_batch", "sequence_length"):
         value = getattr(args, name)
@@ -85,6 +87,8 @@ def find(args: argparse.Namespace) -> "Search":
             raise ConfigError(f"--families {name}", nearest(name, FAMILIES))
     model = models.load(args.model)
     cluster = hardware.cluster(args.gpu, args.gpus, memory_gb=args.max_memory_gb)
+    if args.calibration:
+        cluster = benchmark.calibrated(cluster, args.calibration)
     length = min(2048, model.context or 2048) if args.sequence_length is None else args.sequence_length
     return strategy.search(model, cluster, length, args.global_batch, families=args.families or FAMILIES)
 

@@ -19,22 +19,20 @@ def register(parser: argparse.ArgumentParser) -> None:
                         help="write the sweep for `wandb sweep` and run nothing")
     parser.add_argument("--sweep_dir", "--sweep-dir", type=Path, metavar="FOLDER",
                         help="where the runs go [runs/sweeps/NAME]")
-    add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output", "tracking"))
+    add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output", "tracking",
+                                "monitor"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the sweep; 1 where a run of it failed."""
     from course_lib import config_files
-    from course_lib.commands.options import config_from
-    from course_lib.config import options
+    from course_lib.commands.options import as_options, config_from
     from course_lib.errors import EXIT_FAILED, ConfigError
     from course_lib.training import sweeps
 
     config_from(args)  # what all runs share is checked before the first
     sweep = sweeps.read_sweep(args.sweep)
-    known = {o.name for o in options()} | set(config_files.TRANSLATED)
-    base = [text for path in args.config for text in ("--config", path)]
-    base += [text for name, value in vars(args).items() if name in known for text in (f"--{name}", str(value))]
+    base = as_options(args)
     settings = sweep.settings()
     for each in settings:
         config_from(args, **each)

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from course_lib.cloud import container
 from course_lib.commands.options import add_config_options, config_from
 
 NAME = "train"
@@ -37,9 +38,11 @@ def run(args: argparse.Namespace) -> int:
     from course_lib.commands.report import print_summary
     from course_lib.training import run as runs
 
-    summary = runs.train(config)
+    summary = runs.train(config, container.metric_lines())
     if here.rank == 0:
         print_summary(config, summary)
+        if job := container.discover():
+            job.collect(config.output_dir, Path(summary["model_dir"]))
         if config.output.push_to_hub:
             print("pushed:", hub.push(Path(summary["model_dir"]), config.output.push_to_hub,
                                       private=config.output.hub_private), flush=True)

@@ -1,6 +1,6 @@
 """A schedule under your fingers: what ``course schedule`` prints and draws, with sliders."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ipywidgets as widgets
@@ -55,11 +55,21 @@ def explorer(**start: Any) -> widgets.VBox:
         "stages_per_rank": widgets.IntSlider(value=2, min=1, max=4),
     } | {cost: widgets.FloatSlider(value=value, min=least, max=4, step=0.1) for cost, value, least in (
         ("forward", 1, 0.1), ("input", 1, 0.1), ("weight", 1, 0.1), ("message", 0, 0))}
+    for key, value in start.items():
+        controls[key].value = value
+    return with_sliders(controls, view)
+
+
+def with_sliders(controls: Mapping[str, widgets.Widget], view: Callable[..., tuple[str, Figure]]) -> widgets.VBox:
+    """Controls above a text and a figure that follow them.
+
+    Args:
+        controls: by the names of ``view``'s arguments.
+        view: text and figure for the controls' values; a ConfigError is shown in their place.
+    """
     for key, control in controls.items():
         control.description, control.continuous_update = key.replace("_", " "), False
         control.style = {"description_width": "8em"}
-    for key, value in start.items():
-        controls[key].value = value
     shown = widgets.Output()
 
     def refresh(_: Mapping[str, Any] | None = None) -> None:

@@ -2,14 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 
+import ipywidgets as widgets
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_lib.figures.explorer import with_sliders
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
 from course_lib.planning.atlas import Place
+from course_lib.planning.hardware import Accelerator
+from course_lib.planning.memory import RUNTIME, Memory, estimate
+from course_lib.planning.models import Model
+from course_lib.planning.plan import Engine, Plan
+from course_lib.planning.strategy import kinds
 
 FAMILY_COLOURS = {"DDP": "#56B4E9", "ZeRO-1": "#B7E3D4", "ZeRO-2": "#66C2A5", "ZeRO-3": "#009E73", "FSDP": "#0072B2",
                   "3-D": "#CC79A7"}
+ENGINES: dict[str, tuple[Engine, int]] = {"DDP": ("ddp", 0), "ZeRO-1": ("deepspeed", 1), "ZeRO-2": ("deepspeed", 2),
+                                          "ZeRO-3": ("deepspeed", 3), "FSDP": ("fsdp", 3)}
+"""Engine and ZeRO stage by the name of a data-parallel strategy."""
 KIND_COLOURS = {"parameters": COLOURS["parameters"], "gradients": COLOURS["gradients"],
                 "optimizer": COLOURS["optimizer states"], "activations": COLOURS["activations"],
                 "logits": "#8C4D76", "buffers": COLOURS["communication"]}
@@ -79,3 +89,58 @@ def memory(predicted: Mapping[str, float], found: Mapping[str, float], title: st
         axes.annotate(f"hollow: formula\nsolid: {name}", (0.99, 0.04), xycoords="axes fraction", ha="right",
                       va="bottom", fontsize=9, color=COLOURS["neutral"])
     return figure
+
+
+def rank(held: Memory, chip: Accelerator, title: str) -> Figure:
+    """What one rank holds, by formula, as a bar over the GPU's whole memory."""
+    with canvas(title, height=1.7) as (figure, axes):
+        left = 0.0
+        for kind, size in {**kinds(held), "CUDA": float(RUNTIME)}.items():
+            colour = KIND_COLOURS.get(kind, COLOURS["neutral"])
+            axes.barh(0, size / 2**30, left=left, height=0.6, **PREDICTED, edgecolor=colour)
+            if size > 0.05 * chip.memory:
+                axes.annotate(kind, (left + size / 2**31, 0), ha="center", va="center", fontsize=8, fontweight="bold",
+                              color=colour, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+            left += size / 2**30
+        axes.axvline(chip.memory / 2**30, color=COLOURS["wrong"], linewidth=2)
+        axes.annotate(chip.name, (chip.memory / 2**30, 0.36), xytext=(-4, 0), textcoords="offset points",
+                      ha="right", color=COLOURS["wrong"], fontsize=9)
+        axes.set(yticks=[], xlabel="GiB on one rank, by formula", ylim=(-0.45, 0.5),
+                 xlim=(0, 1.08 * max(left, chip.memory / 2**30)))
+        axes.grid(visible=False)
+    return figure
+
+
+def memory_view(model: Model, chip: Accelerator, strategy: str, ranks: int, micro_batch: int, sequence_length: int,
+                recompute: bool) -> tuple[str, Figure]:
+    """What a rank holds under a data-parallel strategy, in words and drawn.
+
+    Args:
+        model: what is trained.
+        chip: on which GPU.
+        strategy: a key of ``ENGINES``.
+        ranks: GPUs.
+        micro_batch: sequences of one rank.
+        sequence_length: tokens.
+        recompute: every block's activations in the backward pass.
+    Raises:
+        ConfigError: there is no such plan.
+    """
+    engine, stage = ENGINES[strategy]
+    plan = Plan(sequence_length, engine=engine, stage=stage, data=ranks, micro_batch=micro_batch,
+                checkpointing="full" if recompute else "none")
+    held = estimate(model, plan)
+    verdict = "fits" if held.fits(chip.memory) else "does not fit"
+    text = f"{model.name}, {plan.strategy} on {ranks} ranks: {held.total / 2**30:.1f} GiB a rank"
+    return text, rank(held, chip, f"{plan.strategy} on {ranks} x {chip.name}: {verdict}")
+
+
+def memory_explorer(model: Model, chip: Accelerator) -> widgets.VBox:
+    """Sliders above :func:`memory_view`."""
+    controls: dict[str, widgets.Widget] = {
+        "strategy": widgets.Dropdown(options=list(ENGINES), value="FSDP"),
+        "ranks": widgets.SelectionSlider(options=[2**n for n in range(11)], value=8),
+        "micro_batch": widgets.SelectionSlider(options=[2**n for n in range(7)], value=4),
+        "sequence_length": widgets.SelectionSlider(options=[2**n for n in range(7, 16)], value=2048),
+        "recompute": widgets.Checkbox(value=False)}
+    return with_sliders(controls, lambda **chosen: memory_view(model, chip, **chosen))

@@ -1,11 +1,12 @@
 """Tracked runs beside each other: curves by step, and what each came to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas
+from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "seconds", "mib")
 
@@ -54,4 +55,53 @@ def compare_results(runs: pd.DataFrame, metric: str) -> Figure:
         axes.set(xlabel=metric)
         axes.grid(axis="x")
         axes.margins(y=0.15)
+    return figure
+
+
+def compare_groups(metrics: pd.DataFrame, name: str, groups: Mapping[str, str]) -> Figure:
+    """A thin curve for each run, and a thick one for the mean of each group, named at its end.
+
+    Args:
+        metrics: as ``tracking.collect.metrics_frame`` gives it.
+        name: metric, for example ``train/loss``.
+        groups: group by run id; runs of other ids are left out.
+    """
+    chosen = metrics[(metrics["metric"] == name) & metrics["run"].isin(groups)]
+    curves = chosen.pivot(index="step", columns="run", values="value")
+    names = list(dict.fromkeys(groups.values()))
+    means = {group: curves[[run for run in curves if groups[run] == group]].mean(axis=1) for group in names}
+    ends = curves.iloc[-1]
+    last = {group: mean.iloc[-1] for group, mean in means.items()}
+    within = max(float(np.ptp(ends[[run for run in curves if groups[run] == group]])) for group in names)
+    title = f"Groups end {max(last.values()) - min(last.values()):.2g} apart, runs of one group up to {within:.2g}"
+    colours = {group: SERIES[number % len(SERIES)] for number, group in enumerate(names)}
+    with canvas(title, width=6.6, height=3.2) as (figure, axes):
+        for run in curves:
+            axes.plot(curves.index, curves[run], color=colours[groups[run]], linewidth=0.9, alpha=0.6)
+        for group, mean in means.items():
+            axes.plot(mean.index, mean, color=colours[group])
+        axes.set(xlabel="optimizer step", ylabel=name)
+        room = 0.07 * float(np.ptp(axes.get_ylim()))  # between two names
+        height = -float("inf")
+        for group in sorted(names, key=last.__getitem__):
+            height = max(last[group], height + room)
+            end_label(axes, curves.index[-1], height, group, colours[group])
+    return figure
+
+
+def confusion(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Figure:
+    """A confusion matrix, ``counts[actual][predicted]``, shaded by the share of its row."""
+    found = np.array(counts)
+    shares = found / found.sum(axis=1, keepdims=True).clip(min=1)
+    worst = int(np.diag(shares).argmin())
+    title = f"Of {found[worst].sum()} texts that are {labels[worst]}, {found[worst, worst]} are recognised"
+    with canvas(title, width=4.8, height=3.4) as (figure, axes):
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        for (row, column), count in np.ndenumerate(found):
+            axes.text(column, row, str(count), ha="center", va="center",
+                      color="white" if shares[row, column] > 0.5 else "black")
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set(xlabel="predicted", ylabel="actual")
+        axes.grid(visible=False)
     return figure

@@ -61,7 +61,7 @@ def read_runs(*places: str | Path) -> list[TrackedRun]:
         if not place.is_dir():
             raise DataError(f"no folder {place} of runs", "give the output_dir of a run, or a folder of such")
         lines += sorted(place.rglob("tracking/rank-*.jsonl"))
-        databases += sorted(path for path in place.rglob("*.db") if is_trackio(path))
+        databases += trackio_databases(place)
         wandb += sorted(path.parent for path in place.rglob("wandb/*run-*/run-*.wandb"))
     with ThreadPoolExecutor(4) as pool:
         parts = list(pool.map(read_wandb, dict.fromkeys(wandb)))
@@ -110,8 +110,12 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
             raise DataError(f"line {number} of {path} is not JSON", "delete the line") from None
 
 
-def is_trackio(path: Path) -> bool:
-    """Whether a file is one of trackio's databases."""
+def trackio_databases(place: Path) -> list[Path]:
+    """trackio's databases in a folder; each holds a project."""
+    return sorted(path for path in place.rglob("*.db") if _is_trackio(path))
+
+
+def _is_trackio(path: Path) -> bool:
     with path.open("rb") as file:
         if file.read(16) != b"SQLite format 3\0":
             return False
@@ -147,7 +151,7 @@ def read_trackio(path: Path) -> list[TrackedRun]:
                        for name, value in values.items()
                        if isinstance(value, dict) and value.get("_type") == "trackio.table" and value["_value"]}
         started = min([time for _, time, *_ in rows], default=datetime.datetime.fromisoformat(created).timestamp())
-        found.append(TrackedRun(config.get("run_id", key), name, path.stem, config.get("_Group"),
+        found.append(TrackedRun(config.get("run_id", key), config.get("name", name), path.stem, config.get("_Group"),
                                 int(config.get("rank") or 0), "trackio", state, started, path.parent, None,
                                 {k: v for k, v in config.items() if not k.startswith("_")}, tuple(rows), tables))
     return found
@@ -247,8 +251,8 @@ def differing_options(runs: Iterable[TrackedRun]) -> list[str]:
     """Names of config fields in which runs that have them differ, but for those that only say where a run stands."""
     runs = list(runs)
     names = dict.fromkeys(name for run in runs for name in run.config)
-    where = {"output_dir", "run_name", "run_id", "run_group", "rank", "resumed_at", "resume_from_checkpoint", "tracker",
-             "overwrite_output_dir", "env_file"}
+    where = {"output_dir", "name", "run_name", "run_id", "run_group", "rank", "resumed_at", "resume_from_checkpoint",
+             "tracker", "overwrite_output_dir", "env_file"}
     return [name for name in names if name not in where
             and len({_comparable(run.config[name]) for run in runs if name in run.config}) > 1]
 

@@ -32,12 +32,12 @@ class TrackioTracker(Tracker):
     def start(self) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         trackio = trackio_in(self.folder)
-        name = self.info.name if self.info.rank == 0 else f"{self.info.name}-rank-{self.info.rank}"
         # It would ask the Hub for the user's name wherever there is a token.
         with mock.patch("trackio.run._get_default_namespace", lambda: None):
-            self.run = trackio.init(self.info.project, name=f"{name}-{self.info.id[:4]}", group=self.info.group,
-                                    resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
-                                    config={"rank": self.info.rank, "run_id": self.info.id})
+            self.run = trackio.init(self.info.project, name=f"{self.info.name}-{self.info.id[:4]}",
+                                    group=self.info.group, resume="allow", embed=False, auto_log_gpu=False,
+                                    auto_log_cpu=False,
+                                    config={"name": self.info.name, "rank": self.info.rank, "run_id": self.info.id})
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         self.run.config.update(values)

@@ -64,6 +64,7 @@ def write(run_dir: Path, step: int, write_files: Callable[[Path], None], *, is_m
             if is_main:
                 begin(run_dir, step)
             barrier()
+            beside(run_dir, step).mkdir(parents=True, exist_ok=True)  # machines that share no disk have each their own
             write_files(beside(run_dir, step))
             barrier()
             if is_main:
@@ -73,6 +74,9 @@ def write(run_dir: Path, step: int, write_files: Callable[[Path], None], *, is_m
                 shutil.rmtree(beside(run_dir, step), ignore_errors=True)
             raise
     barrier()
+    if os.environ.get("LOCAL_RANK", "0") == "0" and beside(run_dir, step).exists():
+        with saving(f"this machine's part of {run_dir / name(step)}"):
+            put_in_place(run_dir, step)
     return run_dir / name(step)
 
 
@@ -90,6 +94,15 @@ def begin(run_dir: Path, step: int) -> None:
 def finish(run_dir: Path, step: int) -> None:
     """Sum and flush what was written, and put it in its place."""
     seal(beside(run_dir, step))
+    put_in_place(run_dir, step)
+
+
+def put_in_place(run_dir: Path, step: int) -> None:
+    """Give what was written its name.
+
+    On a machine that does not share the main rank's disk it is a part without a manifest, of use once it lies with
+    the others again, as SageMaker and copying to a bucket bring them together.
+    """
     final = run_dir / name(step)
     if final.exists():
         shutil.rmtree(final)  # a damaged one, or the same step of an earlier attempt

@@ -20,11 +20,12 @@ from course_lib.errors import DataError
 from course_lib.runtime import machine
 from course_lib.runtime.meter import Meter
 from course_lib.training.callbacks import Callback
+from course_lib.training.outputs import MONITOR
 
 if TYPE_CHECKING:
     from course_lib.training.basic import BasicTrainer, Batch
 
-FOLDER, MEMORY, COMMUNICATION, ALERTS = "monitor", "memory.csv", "communication.csv", "alerts.csv"
+MEMORY, COMMUNICATION, ALERTS = "memory.csv", "communication.csv", "alerts.csv"
 PROFILE, TRACE = "profile-rank-{rank}.csv", "rank-{rank}"
 MIB = 2**20
 
@@ -169,7 +170,7 @@ class Profiler(Callback):
         self.memory = memory
 
     def on_train_begin(self, trainer: "BasicTrainer") -> None:
-        self.folder, self.rank, self.recorded = trainer.output_dir / FOLDER, trainer.rank, False
+        self.folder, self.rank, self.recorded = trainer.output_dir / MONITOR, trainer.rank, False
         devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (trainer.device.type == "cuda")
         self.profile = profile(activities=devices, schedule=self.schedule, on_trace_ready=self._ready,
                                profile_memory=self.memory)
@@ -190,7 +191,8 @@ class Profiler(Callback):
     def on_train_end(self, trainer: "BasicTrainer") -> None:
         self.profile.stop()
         if not self.recorded and trainer.is_main:
-            print("profiler: the run ended before a step was recorded: lower profile_wait and profile_warmup", flush=True)
+            print("profiler: the run ended before a step was recorded: lower profile_wait and profile_warmup",
+                  flush=True)
 
 
 def ranks_here(trainer: "BasicTrainer") -> int:
@@ -201,7 +203,7 @@ def ranks_here(trainer: "BasicTrainer") -> int:
 def keep(trainer: "BasicTrainer", name: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
     """Write rows as CSV into the run's folder of monitors, on the main rank."""
     if trainer.is_main:
-        folder = trainer.output_dir / FOLDER
+        folder = trainer.output_dir / MONITOR
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, pd.DataFrame(rows, columns=list(columns)).to_csv(index=False))
 
@@ -212,7 +214,7 @@ def summary(output_dir: str | Path) -> pd.DataFrame:
     Raises:
         DataError: no monitor was on.
     """
-    folder, parts = Path(output_dir) / FOLDER, []
+    folder, parts = Path(output_dir) / MONITOR, []
     if (folder / MEMORY).exists():
         memory = pd.read_csv(folder / MEMORY).groupby("rank")
         parts.append(memory[["mib", "share"]].max().set_axis(["memory_mib", "memory_share"], axis=1))
@@ -220,7 +222,8 @@ def summary(output_dir: str | Path) -> pd.DataFrame:
         metered = pd.read_csv(folder / COMMUNICATION).groupby("rank")
         parts.append(metered[["seconds", "communication", "exposed", "mb_sent"]].median())
     if not parts:
-        raise DataError(f"no monitor has kept anything in {folder}", "train with --memory_steps or --communication_steps")
+        raise DataError(f"no monitor has kept anything in {folder}",
+                        "train with --memory_steps or --communication_steps")
     return pd.concat(parts, axis=1)
 
 
@@ -230,7 +233,7 @@ def profile_table(output_dir: str | Path, rank: int = 0, rows: int = 12) -> pd.D
     Raises:
         DataError: nothing was recorded.
     """
-    path = Path(output_dir) / FOLDER / PROFILE.format(rank=rank)
+    path = Path(output_dir) / MONITOR / PROFILE.format(rank=rank)
     if not path.exists():
         raise DataError(f"no profile {path}", "train with --profile_steps 3")
     table = pd.read_csv(path)

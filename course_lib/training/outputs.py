@@ -17,6 +17,7 @@ from course_lib.errors import ConfigError
 from course_lib.training import checkpoint
 
 CONFIG, SUMMARY, METRICS, MODEL, BEST = "config.yaml", "summary.json", "metrics.jsonl", "model", "best.safetensors"
+MONITOR = "monitor"  # what the monitors of a run keep
 
 
 def check(config: Config) -> None:
@@ -59,7 +60,7 @@ def claim(config: Config) -> None:
     with checkpoint.saving(f"the config of the run in {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         if config.output.overwrite_output_dir:
-            for path in [*checkpoint.in_order(folder), folder / MODEL]:
+            for path in [*checkpoint.in_order(folder), folder / MODEL, folder / MONITOR]:
                 shutil.rmtree(path, ignore_errors=True)
             for name in (CONFIG, SUMMARY, METRICS, BEST):
                 (folder / name).unlink(missing_ok=True)

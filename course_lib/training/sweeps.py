@@ -21,7 +21,7 @@ from sklearn.model_selection import ParameterGrid, ParameterSampler
 
 from course_lib import config_files
 from course_lib.config_files import write_text
-from course_lib.errors import ConfigError, nearest
+from course_lib.errors import ConfigError, CourseError, nearest
 
 METHODS = ("grid", "random")
 DISTRIBUTIONS = ("uniform", "log_uniform_values", "int_uniform")
@@ -134,6 +134,24 @@ def _values(name: str, given: Any, method: str, path: Path) -> Any:
     return scipy.stats.loguniform(low, high) if kind == "log_uniform_values" else scipy.stats.uniform(low, high - low)
 
 
+class TrainingFailed(CourseError):
+    """A ``course train`` of a sweep or a study ended badly; its last line tells why."""
+
+
+def train_apart(options: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Run ``course train`` as a process of its own, quietly, and give its summary.
+
+    Raises:
+        TrainingFailed: with the last line that it printed.
+    """
+    command = [sys.executable, str(CLI), "train", *options, "--output_dir", str(folder), "--progress_bar", "false"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or f"exit {done.returncode}").splitlines()
+        raise TrainingFailed(lines[-1].removeprefix("course: "))
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
 def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int = 1,
               say: Callable[[str], None] = print) -> list[Outcome]:
     """Run every setting as its own ``course train``, some at a time; one that fails stops no other.
@@ -151,16 +169,12 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
 
     def one(outcome: Outcome) -> Outcome:
         options = [text for name, value in outcome.settings.items() for text in (f"--{name}", _text(value))]
-        command = [sys.executable, str(CLI), "train", *base, *options, "--output_dir", str(outcome.folder),
-                   "--progress_bar", "false", "--run_group", sweep.name]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-        if done.returncode == 0:
-            summary = json.loads((outcome.folder / "summary.json").read_text(encoding="utf-8"))
+        try:
+            summary = train_apart([*base, *options, "--run_group", sweep.name], outcome.folder)
             outcome.scores = {name: value for name, value in summary["eval"].items() if isinstance(value, float)}
             outcome.scores["samples_per_second"] = summary["train"]["samples_per_second"]
-        else:
-            lines = (done.stderr.strip() or done.stdout.strip() or f"exit {done.returncode}").splitlines()
-            outcome.error = lines[-1]
+        except TrainingFailed as error:
+            outcome.error = str(error)
         told = f"{sweep.metric} {outcome.scores[sweep.metric]:.4f}" if sweep.metric in outcome.scores else \
             outcome.error or f"it has no {sweep.metric}"
         say(f"{outcome.folder.name}: {shown(outcome.settings)}: {told}")

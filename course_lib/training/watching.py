@@ -65,7 +65,7 @@ class TensorWatch:
 
 
 def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
-    """Of the finite elements held here, in :data:`BINS` bins between the least and the largest; empty tensors have none.
+    """Of the finite elements held here, in :data:`BINS` bins between the least and the largest; none of empty tensors.
 
     The device is waited for twice, however many tensors there are: once for all ends, once for all counts.
     """
@@ -80,6 +80,7 @@ def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
             ends[row] = [float(end) for end in held[name].aminmax()] if held[name].numel() else [0.0, 0.0]
         if ends[row][0] == ends[row][1]:
             ends[row] = [ends[row][0] - 0.5, ends[row][1] + 0.5]
-    counts = torch.stack([torch.histc(each, BINS, *row) for each, row in zip(held.values(), ends, strict=True)]).tolist()
+    counts = torch.stack([torch.histc(each, BINS, *pair)
+                          for each, pair in zip(held.values(), ends, strict=True)]).tolist()
     return {name: Histogram([int(count) for count in row], *pair)
             for name, row, pair in zip(held, counts, ends, strict=True)}

@@ -19,7 +19,7 @@ from course_lib.training.predictions import predict
 
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 44, "max_eval_samples": 33, "max_length": 32, "max_steps": 4,
          "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
-         "baselines": False, "learning_rate": 1e-3, "batch_size": 4}
+         "baselines": False, "learning_rate": 1e-3, "batch_size": 4, "tracker": "jsonl"}
 
 
 class Fails(Tracker):

@@ -1,7 +1,11 @@
 """Keys stay out of what is written."""
 
+import subprocess
+import sys
+
 import pytest
 
+from course_lib.cli import main
 from course_lib.errors import ConfigError
 from course_lib.tracking.redact import HIDDEN, is_secret, read_env_file, redact, redacted
 
@@ -51,3 +55,16 @@ def test_an_env_file_is_read_and_a_wrong_line_is_named_but_not_shown(tmp_path):
     assert "secretvalue" not in str(error.value)
     with pytest.raises(ConfigError, match="cannot read env_file"):
         read_env_file(tmp_path / "none")
+
+
+def test_no_error_of_the_command_line_shows_a_key(monkeypatch, capsys, tmp_path):
+    key = "0123456789abcdef" * 2
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    assert main(["train", "--config", f"{tmp_path}/{key}.yaml"]) == ConfigError.exit_code
+    told = capsys.readouterr().err
+    assert key not in told and f"no config file {tmp_path}/{HIDDEN}.yaml" in told
+    program = (f"import sys\nfrom course_lib import cli\ndef fail(*_):\n    raise ValueError('refused {key}')\n"
+               "cli.COMMANDS[0].run = fail\nsys.exit(cli.main(['train']))\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and f"ValueError: refused {HIDDEN}" in done.stderr and key not in done.stderr
+    assert "Traceback" in done.stderr

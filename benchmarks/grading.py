@@ -1,0 +1,144 @@
+"""How fast a hall is graded, what it takes, and what a kill in the middle costs.
+
+    python benchmarks/grading.py [--submissions 300] [--jobs 2]
+
+Writes benchmarks/grading.md. Every submission holds the solutions of five exercises on ranks, graded on public and
+hidden cases. The run is killed when half is done, and started again.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from course_lib.config_files import write_text
+from course_lib.grading import masters
+from course_lib.grading.hidden import solutions_folder
+from course_lib.grading.runner import grade_source
+from course_lib.grading.sandbox import Limits, Sandbox
+from course_lib.grading.tasks import TASKS
+from course_lib.runtime import machine
+
+HERE = Path(__file__).resolve().parent
+CLI = HERE.parent / "course_lib" / "cli.py"
+CHOSEN = ("ddp.average", "ddp.bucketing", "ddp.overlap", "zero.stage1", "evaluation.gather")
+BOMBS = {
+    "forks": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n",
+    "memory": "held = []\nwhile True: held.append(b'x' * (64 << 20))\n",
+    "disk": "i = 0\nwhile True:\n    i += 1\n    try: open(str(i), 'wb').write(bytes(1 << 20))\n"
+            "    except OSError: pass\n",
+    "output": "import os\nwhile True:\n    for fd in range(1, 20):\n        try: os.write(fd, bytes(1 << 16))\n"
+              "        except OSError: pass\n",
+    "a loop": "while True: pass\n",
+}
+BOMB_SECONDS = 5.0
+
+
+class Peak(threading.Thread):
+    """Samples the memory of a process and all below it, in bytes."""
+
+    def __init__(self, pid: int):
+        super().__init__(daemon=True)
+        self.process, self.grader, self.all = psutil.Process(pid), 0, 0
+        self.start()
+
+    def run(self) -> None:
+        while self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE:
+            try:
+                own = self.process.memory_info().rss
+                below = sum(each.memory_full_info().pss for each in self.process.children(recursive=True))
+                self.grader, self.all = max(self.grader, own), max(self.all, own + below)
+            except (psutil.Error, OSError):
+                pass
+            time.sleep(0.5)
+
+
+def make_hall(folder: Path, count: int) -> None:
+    """Scripts with the solutions, a folder a learner; each learner's own comment makes each text another."""
+    texts = {lesson: masters.answers(solutions_folder() / f"{lesson}.ipynb")
+             for lesson in {TASKS[name].lesson for name in CHOSEN}}
+    for i in range(count):
+        own = folder / f"learner{i:03}"
+        own.mkdir(parents=True)
+        for name in CHOSEN:
+            text = f"# learner {i}\n{texts[TASKS[name].lesson][name]}"
+            (own / f"{name}.py").write_text(text, encoding="utf-8")
+
+
+def grade(hall: Path, out: Path, jobs: int, kill_at: int | None) -> tuple[float, Peak, int]:
+    """Seconds, memory and how many verdicts there are at the end; killed once there are ``kill_at``."""
+    command = [sys.executable, str(CLI), "grade", str(hall), "--out", str(out), "--tasks", ",".join(CHOSEN),
+               "--jobs", str(jobs), "--seed", "1"]
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peak = Peak(process.pid)
+    while process.poll() is None:
+        if kill_at is not None and len(list(out.glob("verdicts/*/*.json"))) >= kill_at:
+            below = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert not psutil.wait_procs(below, timeout=20)[1], "a killed run left processes"
+        time.sleep(0.5)
+    if kill_at is None and process.returncode:
+        raise SystemExit(f"course grade ended with {process.returncode}")
+    return time.perf_counter() - begin, peak, len(list(out.glob("verdicts/*/*.json")))
+
+
+def bombs() -> list[str]:
+    """A row a bomb: how it was ended, and seconds from the start of its sandbox to the verdict."""
+    rows = []
+    task = next(task for task in TASKS.values() if not task.needs_ranks)
+    limits = Limits(seconds=BOMB_SECONDS, memory=2 << 30)
+    for name, source in BOMBS.items():
+        verdict = grade_source(task, source, hidden=None, limits=limits, sandbox=Sandbox())
+        assert not verdict.points
+        rows.append(f"| {name} | {verdict.error} | {verdict.seconds:.1f} |")
+    return rows
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--submissions", type=int, default=300)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    total = args.submissions * len(CHOSEN)
+    with tempfile.TemporaryDirectory() as folder:
+        hall, out = Path(folder, "hall"), Path(folder, "out")
+        make_hall(hall, args.submissions)
+        first, peak_1, kept = grade(hall, out, args.jobs, total // 2)
+        before = {path: path.stat().st_mtime_ns for path in out.glob("verdicts/*/*.json")}
+        second, peak_2, done = grade(hall, out, args.jobs, None)
+        assert done == total and {path: path.stat().st_mtime_ns for path in before} == before, "a verdict was lost"
+        full = sum(row.split(",")[9] == row.split(",")[10]
+                   for row in (out / "grades.csv").read_text(encoding="utf-8").splitlines()[1:])
+    hourly = 3600 * total / (first + second)
+    lines = [
+        "# Grading a hall", "", machine.measured_on("torch"), "",
+        f"{args.submissions} submissions of {len(CHOSEN)} exercises on real ranks ({', '.join(CHOSEN)}), public and "
+        f"hidden cases, {args.jobs} at a time, each in a sandbox of its own; killed (SIGKILL) after {kept} verdicts "
+        "and started again.", "",
+        "| what | |", "|---|---|",
+        f"| gradings an hour | {hourly:,.0f} |",
+        f"| seconds, both runs | {first + second:,.0f} |",
+        f"| verdicts kept over the kill | {kept} of {kept} |",
+        f"| verdicts at the end | {done} of {total} |",
+        f"| learners' lessons with full points | {full} |",
+        f"| the grader's own memory at most, MiB | {max(peak_1.grader, peak_2.grader) / 2**20:,.0f} |",
+        f"| with all sandboxes, MiB | {max(peak_1.all, peak_2.all) / 2**20:,.0f} |", "",
+        f"Bombs, under a limit of {BOMB_SECONDS:g} s and 2 GiB; the seconds include starting the sandbox and torch.",
+        "",
+        "| bomb | ended by | seconds |", "|---|---|---|", *bombs()]
+    write_text(HERE / "grading.md", "\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A job in the cloud: what its request is made of, and how it went from its start to its end."""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from course_lib.figures.style import COLOURS, SERIES, canvas
+
+PHASES = {"Downloading": COLOURS["data"], "Training": COLOURS["forward"], "Uploading": COLOURS["activations"],
+          "Interrupted": COLOURS["wrong"]}
+
+
+def life(description: Mapping[str, Any], lines: Sequence[str], elsewhere: Mapping[int, float]) -> Figure:
+    """The phases of a job over time, and the loss by step of each attempt at it beside that of another run.
+
+    Args:
+        description: SageMaker's, with ``SecondaryStatusTransitions`` and ``TrainingEndTime``.
+        lines: of its log, which ``metrics: step=…`` is read from; `resumed from` begins an attempt.
+        elsewhere: loss by step of the same run, uninterrupted, on this machine.
+    """
+    attempts = losses_by_attempt(lines)
+    title = (f"Interrupted after step {max(attempts[0])}, gone on from step {min(attempts[1])}"
+             if len(attempts) > 1 else f"{len(attempts[0])} steps without an interruption")
+    with canvas(title, height=4.2, nrows=2, height_ratios=(1, 2)) as (figure, (top, bottom)):
+        _phases(top, description)
+        bottom.plot(list(elsewhere), list(elsewhere.values()), color=COLOURS["idle"], linewidth=8, zorder=0)
+        bottom.annotate("uninterrupted, on this machine", list(elsewhere.items())[-1], xytext=(0, 12), ha="right",
+                        textcoords="offset points", color=COLOURS["neutral"])
+        for number, losses in enumerate(attempts):
+            bottom.plot(list(losses), list(losses.values()), marker="o", markersize=5, color=SERIES[number])
+            bottom.annotate(f"attempt {number + 1}", next(iter(losses.items())), xytext=(0, -16), ha="left",
+                            textcoords="offset points", color=SERIES[number], fontweight="bold")
+        bottom.set(xlabel="optimizer step", ylabel="training loss (nats)")
+        bottom.margins(y=0.25)
+    return figure
+
+
+def losses_by_attempt(lines: Sequence[str]) -> list[dict[int, float]]:
+    """Loss by step, from a log's metric lines; `resumed from` begins an attempt."""
+    attempts: list[dict[int, float]] = [{}]
+    for line in lines:
+        if attempts[-1] and "resumed from" in line:
+            attempts.append({})
+        if found := re.search(r"metrics: step=(\d+) .* loss=(\S+)", line):
+            attempts[-1][int(found[1])] = float(found[2])
+    return attempts
+
+
+def _phases(axes: Any, description: Mapping[str, Any]) -> None:
+    """A bar for each phase, from its start to that of the next."""
+    phases = description["SecondaryStatusTransitions"]
+    starts: list[datetime] = [each["StartTime"] for each in phases]
+    ends = [*starts[1:], description["TrainingEndTime"]]
+    for each, start, end in zip(phases, starts, ends, strict=True):
+        axes.barh(0, (end - start).total_seconds(), left=(start - starts[0]).total_seconds(),
+                  color=PHASES[each["Status"]])
+    interruption = [(start - starts[0]).total_seconds() for each, start in zip(phases, starts, strict=True)
+                    if each["Status"] == "Interrupted"]
+    axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)
+    axes.set(yticks=[], xlabel="seconds since the job was taken")
+    axes.grid(False)
+    seen = {each["Status"] for each in phases}
+    known = {name: colour for name, colour in PHASES.items() if name in seen}
+    axes.legend([Patch(color=colour) for colour in known.values()], list(known), ncols=4, fontsize=8.5,
+                loc="lower left", bbox_to_anchor=(0, 1))

@@ -1,0 +1,1 @@
+"""Exercises graded by behaviour: tasks, checks, the sandbox in which answers run, and reports."""

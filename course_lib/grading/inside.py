@@ -1,0 +1,241 @@
+"""What runs inside the sandbox: a trusted process that starts the ranks, and the ranks, which are the learner's.
+
+The trusted process is the namespace's process 1, never runs a line of the answer, and cannot be traced, read or killed
+by one that does. It hands a case's inputs over only when every rank is ready, and reads the kernel's count of
+what went through the loopback from then until the last observation. What a rank writes it passes on as bytes.
+
+Standard input, each part behind its length: the job, then a case's inputs for each case. Standard output: STARTED, then
+records of case, rank, length and so many packed bytes; rank WIRE is the trusted process itself.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import resource
+import selectors
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from course_lib.grading.plain import NotPlain, pack, unpack
+from course_lib.grading.task import Case, Task
+
+STARTED = b"started\n"
+RECORD = struct.Struct("<IiQ")  # case, rank, length
+LENGTH = struct.Struct("<Q")
+WIRE = -1
+READY = b"ready"
+GRACE_SECONDS = 2.0  # for the other ranks, when one has failed: some may still have something to say
+ERROR_CHARACTERS = 300
+THREADS = 8  # a process; the kernel counts threads where it limits processes
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+
+
+def main() -> None:
+    """Grade the job on standard input."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of the answer may read our memory or our open files
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    out = os.dup(1)
+    job = unpack(_read_part(0))
+    task: Task = importlib.import_module(job["tasks"]).TASKS[job["task"]]
+    if task.needs_ranks:
+        import torch.distributed  # once, before the ranks are forked
+
+        torch.set_num_threads(1)
+    _limit(job["limits"])
+    _write(out, STARTED)
+    for number, world_size in enumerate(job["world_sizes"]):
+        replies, wire = _Ranks(task, job, number, world_size, out).run()
+        for rank, reply in replies.items():
+            _write(out, RECORD.pack(number, rank, len(reply)) + reply)
+        counted = pack(wire)
+        _write(out, RECORD.pack(number, WIRE, len(counted)) + counted)
+        _end_descendants()
+        if not all(replies.values()):
+            break
+
+
+def _limit(limits: dict[str, float]) -> None:
+    """The kernel's limits on each process from here on; the parent watches what they take together."""
+    seconds = int(limits["seconds"]) + 1
+    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, limits["file_size"]),
+                       (resource.RLIMIT_NOFILE, 512), (resource.RLIMIT_CPU, seconds),
+                       (resource.RLIMIT_AS, limits["memory"]), (resource.RLIMIT_NPROC, THREADS * limits["processes"])):
+        resource.setrlimit(kind, (int(most), int(most)))
+
+
+class _Ranks:
+    """The ranks of one case, seen from the trusted process."""
+
+    def __init__(self, task: Task, job: dict[str, Any], number: int, world_size: int, out: int):
+        self.task, self.job, self.number, self.world_size, self.out = task, job, number, world_size, out
+        self.most = job["limits"]["output"]
+        self.ends: list[tuple[int, int]] = []  # to read from a rank and to write to it
+        self.said = [bytearray() for _ in range(world_size)]
+        self.open = set(range(world_size))
+        self.done: list[int] = []  # in this order: what fails after another has failed may be a consequence
+
+    def run(self) -> tuple[dict[int, bytes], int]:
+        """Each rank's packed observation, the first to be done first, empty where it gave none; bytes on the wire."""
+        for rank in range(self.world_size):
+            self._start(rank)
+        self._read_until(parts=1)
+        inputs, wire = _read_part(0), 0
+        if not any(map(self._failed, range(self.world_size))):
+            before = _loopback_bytes()
+            for _, writer in self.ends:
+                with contextlib.suppress(BrokenPipeError):
+                    _send(writer, inputs)
+            self._read_until(parts=2)
+            wire = _loopback_bytes() - before
+        for reader, writer in self.ends:
+            os.close(reader)
+            os.close(writer)
+        ranks = dict.fromkeys([*self.done, *range(self.world_size)])
+        return {rank: self._answer(rank) for rank in ranks}, wire
+
+    def _start(self, rank: int) -> None:
+        to_us, theirs = os.pipe()
+        ours, to_them = os.pipe()
+        if os.fork() == 0:
+            for each in (to_us, to_them, self.out, *(end for pair in self.ends for end in pair)):
+                os.close(each)
+            _be_rank(self.task, self.job, self.number, rank, self.world_size, ours, theirs)
+        os.close(theirs)
+        os.close(ours)
+        self.ends.append((to_us, to_them))
+
+    def _read_until(self, parts: int) -> None:
+        """Take what the ranks say, so many parts of each; once one has failed, the others have a moment more."""
+        deadline = float("inf")
+        with selectors.DefaultSelector() as selector:
+            for rank in self.open:
+                selector.register(self.ends[rank][0], selectors.EVENT_READ, rank)
+            while any(len(self._parts(rank)) < parts and not self._failed(rank) for rank in range(self.world_size)):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                for key, _ in selector.select(min(left, 3600.0)):
+                    rank, data = key.data, os.read(key.fd, 1 << 16)
+                    self.said[rank] += data
+                    if not data or len(self.said[rank]) > self.most:
+                        selector.unregister(key.fd)
+                        self.open.discard(rank)
+                    if rank not in self.done and (len(self._parts(rank)) > 1 or self._failed(rank)):
+                        self.done.append(rank)
+                    if self._failed(rank):
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+
+    def _failed(self, rank: int) -> bool:
+        """Whether it has ended, or said why it cannot go on."""
+        parts = self._parts(rank)
+        return (len(parts) < 2 and rank not in self.open) or (len(parts) > 0 and parts[0] != READY)
+
+    def _parts(self, rank: int) -> list[bytes]:
+        """The whole parts that a rank has said."""
+        said, parts, at = self.said[rank], [], 0
+        while len(said) - at >= LENGTH.size:
+            end = at + LENGTH.size + LENGTH.unpack_from(said, at)[0]
+            if end > len(said):
+                break
+            parts.append(bytes(said[at + LENGTH.size:end]))
+            at = end
+        return parts
+
+    def _answer(self, rank: int) -> bytes:
+        if len(self.said[rank]) > self.most:
+            return pack({"error": "more output than is allowed"})
+        parts = self._parts(rank)
+        return b"" if not parts or parts[-1] == READY else parts[-1]
+
+
+def _be_rank(task: Task, job: dict[str, Any], number: int, rank: int, world_size: int, reader: int, writer: int
+             ) -> None:
+    """Observe the learner's function on one rank; never returns."""
+    try:
+        _quieten()
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+        function = _function(job["source"], task.function)
+        if task.needs_ranks:
+            import torch.distributed
+
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{os.getcwd()}/ranks-{number}", rank=rank, world_size=world_size,
+                timeout=timedelta(seconds=job["limits"]["seconds"]))
+        _send(writer, READY)
+        case = Case(world_size, unpack(_read_part(reader)))
+        _send(writer, pack(task.observe(function, case, rank)))
+        os.read(reader, 1)  # our connections stay open until the others have done
+    except NotPlain as error:
+        _send(writer, pack({"error": f"returned what is not plain data: {error}"[:ERROR_CHARACTERS]}))
+    except BaseException as error:  # SystemExit too: what an answer raises is its result
+        _send(writer, pack({"error": f"raised {type(error).__name__}: {error}"[:ERROR_CHARACTERS]}))
+    finally:
+        os._exit(0)
+
+
+def _function(source: str, name: str) -> Callable[..., Any]:
+    """Run the answer's text, and take the function of that name."""
+    scope: dict[str, Any] = {"__name__": "answer"}
+    exec(compile(source, "<answer>", "exec", dont_inherit=True), scope)
+    if not callable(scope.get(name)):
+        raise NameError(f"the answer defines no function {name}")
+    return scope[name]
+
+
+def _quieten() -> None:
+    """Standard input, output and error lead nowhere: what an answer prints decides nothing."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for each in (0, 1, 2):
+        os.dup2(nowhere, each)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+
+
+def _end_descendants() -> None:
+    """Kill what a case's ranks left running; orphans are ours, as their sub-reaper."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while True:
+        for pid in children.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _loopback_bytes() -> int:
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+
+
+def _read_part(descriptor: int) -> bytes:
+    return _read(descriptor, LENGTH.unpack(_read(descriptor, LENGTH.size))[0])
+
+
+def _read(descriptor: int, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        more = os.read(descriptor, count - len(data))
+        if not more:
+            raise EOFError(f"{count - len(data)} bytes are missing")
+        data += more
+    return bytes(data)
+
+
+def _send(descriptor: int, data: bytes) -> None:
+    _write(descriptor, LENGTH.pack(len(data)) + data)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view):]

@@ -1,0 +1,38 @@
+"""Notes what happens on a rank, in order: collectives as they are issued, waits for them, and what an observer adds."""
+
+from typing import Any
+
+import torch
+
+from course_lib.runtime.clock import Clock
+from course_lib.runtime.traffic import Traffic, Transfer
+
+
+class Recorder(Traffic):
+    """The order of events, while its ``with`` is open.
+
+    Attributes:
+        events: ``all_reduce 4096`` when a collective of so many bytes is issued (``send 4096 to 1``, ``recv 4096
+            from 1``), ``wait`` when a thread has waited for one, and what `note` was given.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        super().__init__(Clock(torch.device("cpu")), lambda tensors: None, lambda begin, end: self.note("wait"))
+
+    def note(self, event: str) -> None:
+        """Add an event."""
+        self.events.append(event)
+
+    def _describe(self, operator: str, named: dict[str, Any]) -> Transfer:
+        transfer = super()._describe(operator, named)
+        peer = {"send": " to {}", "recv": " from {}"}.get(transfer.name, "").format(transfer.ranks[-1])
+        self.note(f"{transfer.name} {transfer.bytes}{peer}")
+        return transfer
+
+    def __enter__(self) -> "Recorder":
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()

@@ -1,0 +1,116 @@
+"""Pages to read: one a learner, one for the class. Whatever a learner wrote is shown as text, never as markup."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from course_lib.config_files import write_text
+from course_lib.grading import exports
+from course_lib.grading.exports import Grades
+from course_lib.grading.submissions import Submission
+from course_lib.grading.task import Task
+
+UNSAFE = "These answers ran without a sandbox: the grades are only as trustworthy as the submissions."
+BINS = 10
+
+
+def write_all(out: Path, grades: Grades, tasks: Mapping[str, Task], submissions: Sequence[Submission], *,
+              isolated: bool, hidden: bool) -> None:
+    """grades.csv, grades.json, junit.xml, gradescope/, learners/NAME.html and class.html in a folder."""
+    exports.write_csv(out / "grades.csv", grades, tasks, submissions)
+    exports.write_json(out / "grades.json", grades, submissions)
+    exports.write_junit(out / "junit.xml", grades)
+    exports.write_gradescope(out / "gradescope", grades, tasks)
+    notes = ([] if isolated else [UNSAFE]) + ([] if hidden else ["Graded by the public cases alone."])
+    problems = {each.learner: each.problems for each in submissions}
+    (out / "learners").mkdir(exist_ok=True)
+    for learner, verdicts in grades.items():
+        page = _PAGES.get_template("learner").render(
+            title=learner, learner=learner, verdicts=verdicts, tasks=tasks, problems=problems[learner], notes=notes,
+            points=sum(each.points for each in verdicts.values()),
+            maximum=sum(each.maximum for each in verdicts.values()))
+        write_text(out / "learners" / f"{learner}.html", page)
+    write_text(out / "class.html", _PAGES.get_template("class").render(
+        title="The class", grades=grades, tasks=tasks, notes=notes, problems=problems, **_statistics(grades, tasks)))
+
+
+def _statistics(grades: Grades, tasks: Mapping[str, Task]) -> dict[str, Any]:
+    """Distributions of the points, of the whole and of each task, and the properties by how many missed them."""
+    whole = [_share(sum(v.points for v in own.values()), sum(v.maximum for v in own.values()))
+             for own in grades.values()]
+    per_task = {name: [_share(own[name].points, own[name].maximum) for own in grades.values()] for name in tasks}
+    missed = Counter((name, prop) for own in grades.values() for name, verdict in own.items()
+                     for prop, score in verdict.scores.items() if score.said)
+    return {"whole": _bins(whole), "per_task": {name: (sum(each) / len(each), _bins(each))
+                                                for name, each in per_task.items()},
+            "missed": missed.most_common(20), "count": len(grades)}
+
+
+def _share(points: int, maximum: int) -> float:
+    return points / maximum if maximum else 0.0
+
+
+def _bins(shares: Sequence[float]) -> list[int]:
+    """How many have a share of [0, 10 %), [10 %, 20 %), ..., [90 %, 100 %], and all points."""
+    counts = Counter(int(share * BINS) for share in shares)
+    return [counts[each] for each in range(BINS + 1)]
+
+
+_BASE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{{ title }}</title>
+<style>body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:1rem 0} caption{text-align:left;font-weight:600}
+th,td{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;vertical-align:top}
+td{overflow-wrap:anywhere} .n{text-align:right} .note{background:#fff3cd;padding:.5rem 1rem}
+.bars{display:flex;align-items:end;gap:3px;height:7rem} .bars div{width:3rem;text-align:center;font-size:12px}
+.bars i{display:block;background:#3b6ea5}</style></head>
+<body><h1>{{ title }}</h1>
+{% for note in notes %}<p class="note">{{ note }}</p>{% endfor %}
+{% block body %}{% endblock %}
+</body></html>
+"""
+
+_BARS = """{% macro bars(counts) %}{% set most = [counts|max, 1]|max %}<div class="bars">
+{% for each in counts %}<div>{{ each or "" }}<i style="height:{{ (90 * each / most)|round(1) }}px"></i>
+{{ "all" if loop.last else (10 * loop.index0) ~ " %" }}</div>{% endfor %}</div>{% endmacro %}"""
+
+_LEARNER = """{% extends "base" %}{% block body %}
+<p><b>{{ points }}</b> of {{ maximum }} points</p>
+{% for problem in problems %}<p class="note">{{ problem }}</p>{% endfor %}
+{% for name, verdict in verdicts.items() %}
+<table><caption>{{ tasks[name].title }} (<code>{{ name }}</code>): {{ verdict.points }} of {{ verdict.maximum }}
+</caption><tr><th>property</th><th>points</th><th></th></tr>
+{% for prop, score in verdict.scores.items() %}
+<tr><td>{{ prop }}</td><td class="n">{{ score.points }} / {{ score.maximum }}</td>
+<td>{{ score.said or "holds" }}</td></tr>
+{% endfor %}</table>
+{% endfor %}{% endblock %}
+"""
+
+_CLASS = """{% extends "base" %}{% from "bars" import bars %}{% block body %}
+<p>{{ count }} learners, {{ tasks|length }} tasks. Each bar: learners by their share of the points.</p>
+{{ bars(whole) }}
+<h2>Properties most missed</h2>
+<table><tr><th>task</th><th>property</th><th>learners</th></tr>
+{% for (name, prop), number in missed %}<tr><td>{{ name }}</td><td>{{ prop }}</td>
+<td class="n">{{ number }} ({{ (100 * number / count)|round|int }} %)</td></tr>{% endfor %}</table>
+<h2>Tasks</h2>
+{% for name, (mean, counts) in per_task.items() %}<h3>{{ tasks[name].title }} (<code>{{ name }}</code>):
+{{ (100 * mean)|round|int }} % of the points on average</h3>{{ bars(counts) }}{% endfor %}
+<h2>Learners</h2>
+<table><tr><th>learner</th><th>points</th>{% for name in tasks %}<th>{{ name }}</th>{% endfor %}<th></th></tr>
+{% for learner, own in grades.items() %}<tr><td>{{ learner }}</td>
+<td class="n">{{ own.values()|sum(attribute="points") }} / {{ own.values()|sum(attribute="maximum") }}</td>
+{% for name in tasks %}<td class="n">{{ own[name].points }}</td>{% endfor %}
+<td>{{ problems[learner]|join("; ") }}</td></tr>{% endfor %}</table>
+{% endblock %}
+"""
+
+_PAGES = jinja2.Environment(loader=jinja2.DictLoader(
+    {"base": _BASE, "bars": _BARS, "learner": _LEARNER, "class": _CLASS}), autoescape=True,
+    undefined=jinja2.StrictUndefined, trim_blocks=True)

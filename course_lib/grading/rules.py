@@ -1,0 +1,123 @@
+"""What rules have in common: reading observations that may be of any form, and comparing them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from course_lib.grading.task import Case, Malformed, Miss, Observation, Plain, Rule
+
+Seen = Sequence[Observation]
+
+
+def array(seen: Seen, rank: int, key: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """A rank's array of numbers, as float64.
+
+    Raises:
+        Malformed: something else, or another shape.
+    """
+    value = seen[rank].get(key)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
+        raise Malformed(Miss(f"numbers as {key}", kind(value), rank))
+    if shape is not None and value.shape != shape:
+        raise Malformed(Miss(f"{key} of shape {shape}", f"shape {value.shape}", rank))
+    return value.astype(np.float64)
+
+
+def number(seen: Seen, rank: int, key: str) -> float:
+    """A rank's number."""
+    return float(array(seen, rank, key, ()))
+
+
+def items(seen: Seen, rank: int, key: str, of: type | tuple[type, ...] = object) -> list[Any]:
+    """A rank's list, whose members are all of one type.
+
+    Raises:
+        Malformed: something else.
+    """
+    value = seen[rank].get(key)
+    if not isinstance(value, list) or not all(isinstance(each, of) for each in value):
+        raise Malformed(Miss(f"a list as {key}", kind(value), rank))
+    return value
+
+
+def kind(value: Any) -> str:
+    """What something is, in a few words."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, list):
+        return "a list of " + (", ".join(sorted({type(each).__name__ for each in value})) or "nothing")
+    return f"a {type(value).__name__}"
+
+
+def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-4) -> Miss | None:
+    """Whether each rank's array is its expected one; tolerance relative to the largest, and absolute below 1."""
+    for rank, right in enumerate(expected):
+        right = np.asarray(right, dtype=np.float64)
+        found = array(seen, rank, key, right.shape)
+        if right.size and not np.allclose(found, right, rtol=tolerance,
+                                          atol=tolerance * max(1e-3, float(np.abs(right).max()))):
+            worst = np.unravel_index(int(np.argmax(np.nan_to_num(np.abs(found - right), nan=np.inf))), right.shape)
+            where = f"{key}[{', '.join(map(str, worst))}]" if worst else key
+            return Miss(f"{where} = {right[worst]:.5g}", f"{found[worst]:.5g}", rank)
+    return None
+
+
+def result(key: str, oracle: Any, tolerance: float = 1e-4) -> Rule:
+    """A rule: each rank's ``key`` is what ``oracle(case)`` says, a list by rank."""
+    return lambda case, seen: near(seen, key, oracle(case), tolerance)
+
+
+def same(seen: Seen, key: str, expected: Sequence[Plain]) -> Miss | None:
+    """Whether each rank's plain value equals its expected one."""
+    for rank, right in enumerate(expected):
+        found = seen[rank].get(key)
+        if type(found) is not type(right) or found != right:
+            return Miss(f"{key} {short(right)}", short(found), rank)
+    return None
+
+
+def short(value: Any) -> str:
+    """A value's text, cut where it is long."""
+    text = str(value)
+    return text if len(text) <= 90 else text[:87] + "..."
+
+
+def calls(seen: Seen, rank: int, name: str) -> list[int]:
+    """Payload bytes of each collective of one name that a rank noted, in order."""
+    return [int(each.split()[1]) for each in events(seen, rank) if each.split()[0] == name]
+
+
+NAMES = frozenset(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather",
+                   "scatter", "send", "recv", "barrier"))
+
+
+def events(seen: Seen, rank: int) -> list[str]:
+    """What happened on a rank, in order, as `Recorder.events` notes it."""
+    found = items(seen, rank, "events", str)
+    for each in found:
+        words = each.split()
+        if not words or (words[0] in NAMES and not (len(words) > 1 and words[1].isdecimal() and len(words[1]) < 19)):
+            raise Malformed(Miss("events as they were noted", short(each), rank))
+    return found
+
+
+def made_by(seen: Seen, rank: int) -> list[str]:
+    """The collectives that a rank issued, in order."""
+    return [each for each in events(seen, rank) if each.split()[0] in NAMES]
+
+
+def only(name: str, sizes: Any) -> Rule:
+    """A rule: on each rank the collectives are of one name, with the payload bytes that ``sizes(case)`` lists."""
+
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        for rank in range(case.world_size):
+            made = made_by(seen, rank)
+            right = [f"{name} {size}" for size in sizes(case)]
+            if made != right:
+                return Miss(short(", ".join(right)), short(", ".join(made) or "no collective"), rank)
+        return None
+
+    return rule

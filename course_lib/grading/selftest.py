@@ -1,0 +1,150 @@
+"""Proof that the checks check: a stub earns nothing, the solution all, a planted answer loses what it should.
+
+Planted answers live in ``solutions/planted/*.py``, a table `PLANTED` a lesson: the solution with one thing wrong.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from course_lib.errors import DataError
+from course_lib.grading import masters
+from course_lib.grading.check import Job, Report, observe
+from course_lib.grading.hidden import hidden_cases, load, solutions_folder
+from course_lib.grading.task import Task
+from course_lib.grading.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A wrong answer.
+
+    Attributes:
+        task: name of the task.
+        name: what is wrong with it.
+        loses: the property that shows it.
+        old: text of the solution.
+        new: what stands in its place.
+    """
+
+    task: str
+    name: str
+    loses: str
+    old: str
+    new: str
+
+    def source(self, solution: str) -> str:
+        """The wrong answer's source.
+
+        Raises:
+            DataError: the solution does not hold the text just once.
+        """
+        if solution.count(self.old) != 1:
+            raise DataError(f"planted answer `{self.name}` of {self.task}: its text stands "
+                            f"{solution.count(self.old)} times in the solution", "give a longer piece of it")
+        return solution.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one answer.
+
+    Attributes:
+        task: name of the task.
+        answer: ``stub``, ``does nothing``, ``solution``, or the planted answer's name.
+        points: that it earned.
+        maximum: that there were.
+        failed: properties that did not hold.
+        loses: the property that had to fail; empty for those that are not planted.
+        holds: whether it went as it should.
+    """
+
+    task: str
+    answer: str
+    points: int
+    maximum: int
+    failed: tuple[str, ...]
+    loses: str
+    holds: bool
+
+
+def planted(folder: Path) -> list[Planted]:
+    """All planted answers of a solutions folder."""
+    return [each for path in sorted((folder / "planted").glob("*.py")) for each in load(path).PLANTED]
+
+
+def function_of(task: Task, source: str) -> Callable[..., Any]:
+    """The function that an answer cell of our own defines. Learners' sources are never run like this."""
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<{task.name}>", "exec"), namespace)
+    return namespace[task.function]
+
+
+def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | None = None, seed: int = 1) -> list[Row]:
+    """Grade stubs, solutions and planted answers of some tasks, on public cases and on hidden ones drawn by ``seed``.
+
+    Raises:
+        DataError: a file of the instructor's is missing or does not fit.
+    """
+    folder = folder or solutions_folder()
+    chosen = list(tasks.values() if isinstance(tasks, Mapping) else tasks)
+    answers = [(task, *answer) for task, each in _answers(folder, chosen) for answer in each]
+    jobs: list[list[Job]] = []
+    drawn = {task.name: [*task.cases(random.Random(0)), *hidden_cases(task, random.Random(seed), folder)]
+             for task in chosen}
+    for task, _, _, source in answers:
+        function = function_of(task, source)
+        jobs.append([Job(task, function, case) for case in drawn[task.name]])
+    observed = iter(observe([job for each in jobs for job in each]))
+    rows = []
+    for (task, answer, loses, _), mine in zip(answers, jobs, strict=True):
+        findings = tuple(finding for job in mine for finding in task.judge(job.case, next(observed)))
+        rows.append(_row(Report(task, findings), answer, loses))
+    return rows
+
+
+def report(tasks: Mapping[str, Task] = TASKS) -> int:
+    """Print the table; exit code 1 if an answer went otherwise than it should.
+
+    Raises:
+        DataError: as `table`.
+    """
+    rows = table(tasks)
+    cells = [("exercise", "answer", "points", "as it should", "does not hold"), *(
+        (row.task, row.answer, f"{row.points} of {row.maximum}", "yes" if row.holds else f"NO, {row.loses or 'points'}",
+         ", ".join(row.failed)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    wrong = sum(not row.holds for row in rows)
+    print(f"{len(tasks)} exercises, {sum(bool(row.loses) for row in rows)} planted answers: "
+          + (f"{wrong} rows went otherwise than they should" if wrong else "all went as they should"))
+    return 1 if wrong else 0
+
+
+def _answers(folder: Path, tasks: list[Task]) -> Iterable[tuple[Task, list[tuple[str, str, str]]]]:
+    """For each task its answers: name, the property that has to fail, source."""
+    wrong = planted(folder)
+    for task in tasks:
+        path = folder / f"{task.lesson}.ipynb"
+        full = masters.answers(path)
+        if task.name not in full:
+            raise DataError(f"{path} has no answer cell for {task.name}", f"give one the grade_id {task.grade_id}")
+        yield task, [("stub", "", masters.answers_of(masters.released(path))[task.name]),
+                     ("does nothing", "", f"def {task.function}(*args, **options):\n    return None\n"),
+                     ("solution", "", full[task.name]),
+                     *((each.name, each.loses, each.source(full[task.name])) for each in wrong
+                       if each.task == task.name)]
+
+
+def _row(report: Report, answer: str, loses: str) -> Row:
+    maximum = sum(report.task.points.values())
+    if answer == "solution":
+        holds = report.points == maximum
+    elif not loses:
+        holds = report.points == 0
+    else:
+        holds = loses in report.failed
+    return Row(report.task.name, answer, report.points, maximum, report.failed, loses, holds)

@@ -1,0 +1,194 @@
+"""What an exercise asks: cases drawn by the grader, observations made beside the learner's function, rules.
+
+A task's `observe` runs in the learner's process and judges nothing; its rules run in the grader's process alone, on
+plain data, and hold the oracle. So nothing that a learner's code can reach decides about its points.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Plain: TypeAlias = Any
+"""None, bool, int, float, str, a list or dict of these, or a numpy array: all that crosses a process border."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the learner's function on each of ``world_size`` ranks.
+
+    Attributes:
+        world_size: ranks, each with a process group of just these; 1 for a task without ranks.
+        inputs: what was drawn, the same for all ranks.
+    """
+
+    world_size: int
+    inputs: dict[str, Plain]
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Where a property does not hold.
+
+    Attributes:
+        expected: in a few words.
+        found: likewise.
+        rank: the first rank that shows it; None where it is no rank's own.
+    """
+
+    expected: str
+    found: str
+    rank: int | None = None
+
+
+class Malformed(Exception):
+    """An observation that is not of the form that a rule reads; carries the Miss to report."""
+
+    def __init__(self, miss: Miss):
+        self.miss = miss
+        super().__init__(f"expected {miss.expected}, found {miss.found}")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Whether a property holds in one case.
+
+    Attributes:
+        property: its name.
+        holds: whether it does.
+        rank: the rank that shows that it does not; None where it holds or is no rank's own.
+        expected: in a few words; empty where it holds.
+        found: likewise.
+    """
+
+    property: str
+    holds: bool
+    rank: int | None
+    expected: str
+    found: str
+
+
+Observation: TypeAlias = Mapping[str, Plain]
+Rule: TypeAlias = Callable[[Case, Sequence[Observation]], Miss | None]
+
+
+@dataclass(frozen=True)
+class Property:
+    """A behaviour that earns points.
+
+    Attributes:
+        points: for it in all cases; none if it fails in one.
+        rule: from a case and the ranks' observations, None where it holds. May raise `Malformed`.
+    """
+
+    points: int
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Task:
+    """An exercise as the grader sees it.
+
+    Attributes:
+        name: ``topic.mechanism``.
+        lesson: notebook that it belongs to, without its ending.
+        function: name that the learner's cell defines.
+        title: a few words.
+        difficulty: 1 (fill in a line) to 5 (build a mechanism).
+        importance: 1 to 5.
+        minutes: that it takes.
+        draw: makes cases; the public ones from ``random.Random(0)``.
+        observe: (function, case, rank) -> observation. Runs on each rank, beside the learner's code.
+        properties: by name.
+        needs_ranks: False: a pure function, one process without a process group.
+    """
+
+    name: str
+    lesson: str
+    function: str
+    title: str
+    difficulty: int
+    importance: int
+    minutes: int
+    draw: Callable[[random.Random], list[Case]]
+    observe: Callable[[Callable[..., Any], Case, int], dict[str, Plain]]
+    properties: Mapping[str, Property]
+    needs_ranks: bool = True
+
+    @property
+    def points(self) -> dict[str, int]:
+        """Points by property."""
+        return {name: each.points for name, each in self.properties.items()}
+
+    @property
+    def grade_id(self) -> str:
+        """nbgrader's name for the answer cell, where it allows no dot: ``ddp-bucketing``."""
+        return self.name.replace(".", "-")
+
+    def cases(self, rng: random.Random) -> list[Case]:
+        """Cases with shapes, seeds and world sizes drawn from ``rng``."""
+        return self.draw(rng)
+
+    def judge(self, case: Case, observations: Sequence[Observation]) -> list[Finding]:
+        """A finding a property, from what the ranks observed.
+
+        An observation of a function that raised is ``{"error": text, "at": seconds}``: then no property holds, and the
+        error that came first is told, since others follow from it.
+        """
+        errors = [(_at(seen), rank, str(seen["error"]) if isinstance(seen, Mapping) else "no observation")
+                  for rank, seen in enumerate(observations) if not isinstance(seen, Mapping) or "error" in seen]
+        if errors:
+            _, rank, error = min(errors)
+            return [Finding(name, False, rank, "a result", error) for name in self.properties]
+        if len(observations) != case.world_size:
+            found = f"from {len(observations)}"
+            return [Finding(name, False, None, f"observations from {case.world_size} ranks", found)
+                    for name in self.properties]
+        return [self._finding(name, case, observations) for name in self.properties]
+
+    def _finding(self, name: str, case: Case, observations: Sequence[Observation]) -> Finding:
+        try:
+            miss = self.properties[name].rule(case, observations)
+        except Malformed as malformed:
+            miss = malformed.miss
+        if miss is None:
+            return Finding(name, True, None, "", "")
+        return Finding(name, False, miss.rank, miss.expected, miss.found)
+
+
+def _at(seen: Observation) -> float:
+    """When an error was raised; 0 where it does not say."""
+    at = seen.get("at") if isinstance(seen, Mapping) else None
+    return at if isinstance(at, float) else 0.0
+
+
+def plain(value: Any) -> Plain:
+    """Plain data from what a learner's function returned: tensors as arrays, tuples as lists.
+
+    Raises:
+        TypeError: a value of another kind.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy().copy()
+    if isinstance(value, np.ndarray):
+        return value
+    raise TypeError(f"the function returned a {type(value).__name__}; return numbers, strings, tensors, lists or dicts")
+
+
+def earned(task: Task, findings: Sequence[Finding]) -> int:
+    """Points: a property's own, if all its findings hold and there is one."""
+    verdicts: dict[str, bool] = {}
+    for each in findings:
+        verdicts[each.property] = verdicts.get(each.property, True) and each.holds
+    return sum(points for name, points in task.points.items() if verdicts.get(name, False))

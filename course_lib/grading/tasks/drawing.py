@@ -1,0 +1,42 @@
+"""What cases are made of."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from course_lib.grading.task import Case
+
+WORLDS = (1, 2, 3)
+"""World sizes of the public cases."""
+
+Inputs = Callable[[random.Random, int], dict]
+
+
+def numbers(rng: random.Random, *shape: int) -> np.ndarray:
+    """fp32 from a normal distribution, rounded to 1/64 so that sums of a few are exact in any order."""
+    drawn = np.random.default_rng(rng.randrange(2**32)).standard_normal(shape)
+    return (np.round(drawn * 64) / 64).astype(np.float32)
+
+
+def whole(rng: random.Random, low: int, high: int, *shape: int) -> np.ndarray:
+    """int64 from ``low`` to ``high`` - 1."""
+    return np.random.default_rng(rng.randrange(2**32)).integers(low, high, shape)
+
+
+def each_world(inputs: Inputs) -> Callable[..., list[Case]]:
+    """A task's `draw`, from a function (rng, world size) -> inputs; other world sizes may be given to it."""
+
+    def draw(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+        return [Case(world, inputs(rng, world)) for world in worlds]
+
+    return draw
+
+
+def alone(inputs: Callable[[random.Random], dict], count: int = 4) -> Callable[..., list[Case]]:
+    """The same for a task without ranks: ``count`` cases."""
+
+    def draw(rng: random.Random, count: int = count) -> list[Case]:
+        return [Case(1, inputs(rng)) for _ in range(count)]
+
+    return draw

@@ -1,0 +1,108 @@
+"""Lesson 04: metrics of all rows, each counted once."""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import Seen, made_by, result, short
+from course_lib.grading.task import Case, Miss, Property, Task, plain
+from course_lib.grading.tasks.drawing import each_world, numbers, whole
+from course_lib.grading.tasks.prepared import few_bytes
+
+LESSON = "04_distributed_evaluation"
+
+
+# --- evaluation.gather ---
+
+def gather_case(rng: random.Random, world: int) -> dict:
+    total = rng.randrange(2, 5) * world + (rng.randrange(1, world) if world > 1 else 0)  # never even
+    return {"rows": numbers(rng, total, rng.randrange(1, 4))}
+
+
+def observe_gather(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    rows = case.inputs["rows"]
+    mine = torch.from_numpy(rows[rank :: case.world_size].copy())
+    with Recorder() as record:
+        gathered = function(mine, len(rows))
+    return {"rows": plain(gathered), "events": record.events}
+
+
+def no_pickle(case: Case, seen: Seen) -> Miss | None:
+    """At most the padded rows travel, as tensors: pickled objects are larger."""
+    rows = case.inputs["rows"]
+    limit = -(-len(rows) // case.world_size) * case.world_size * rows[0].nbytes + 8 * case.world_size
+    for rank in range(case.world_size):
+        made = made_by(seen, rank)
+        if sum(int(each.split()[1]) for each in made) > limit or not made:
+            return Miss(f"at most {limit} bytes", short(", ".join(made) or "nothing"), rank)
+    return None
+
+
+GATHER = Task(
+    name="evaluation.gather", lesson=LESSON, function="gather_rows", title="Gather with an uneven last batch",
+    difficulty=3, importance=5, minutes=25, draw=each_world(gather_case), observe=observe_gather,
+    properties={"rows": Property(4, result("rows", lambda case: [case.inputs["rows"]] * case.world_size)),
+                "bytes": Property(1, no_pickle)})
+
+
+# --- evaluation.macro_f1 ---
+
+def f1_case(rng: random.Random, world: int) -> dict:
+    classes = rng.randrange(2, 5)
+    counts = [rng.randrange(4, 20) for _ in range(world)]
+    return {"classes": classes, "labels": [whole(rng, 0, classes, count) for count in counts],
+            "predictions": [whole(rng, 0, classes, count) for count in counts]}
+
+
+def observe_f1(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    predictions, labels = (torch.from_numpy(case.inputs[key][rank].copy()) for key in ("predictions", "labels"))
+    with Recorder() as record:
+        score = function(predictions, labels, case.inputs["classes"])
+    return {"score": plain(score), "events": record.events}
+
+
+def f1(case: Case) -> list[float]:
+    predictions, labels = (np.concatenate(case.inputs[key]) for key in ("predictions", "labels"))
+    scores = []
+    for each in range(case.inputs["classes"]):
+        hits = int(((predictions == each) & (labels == each)).sum())
+        among = int((predictions == each).sum() + (labels == each).sum())
+        scores.append(2 * hits / among if among else 0.0)
+    return [sum(scores) / len(scores)] * case.world_size
+
+
+MACRO_F1 = Task(
+    name="evaluation.macro_f1", lesson=LESSON, function="macro_f1", title="Macro-F1 of all ranks", difficulty=2,
+    importance=4, minutes=20, draw=each_world(f1_case), observe=observe_f1,
+    properties={"score": Property(3, result("score", f1)), "few bytes": Property(1, few_bytes(8 * 16))})
+
+
+# --- evaluation.perplexity ---
+
+def perplexity_case(rng: random.Random, world: int) -> dict:
+    return {"sums": [rng.randrange(10, 200) / 8 for _ in range(world)],
+            "tokens": [rng.randrange(8, 60) for _ in range(world)]}
+
+
+def observe_perplexity(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    with Recorder() as record:
+        found = function(case.inputs["sums"][rank], case.inputs["tokens"][rank])
+    return {"perplexity": plain(found), "events": record.events}
+
+
+def perplexity(case: Case) -> list[float]:
+    return [math.exp(sum(case.inputs["sums"]) / sum(case.inputs["tokens"]))] * case.world_size
+
+
+PERPLEXITY = Task(
+    name="evaluation.perplexity", lesson=LESSON, function="perplexity", title="The perplexity of all tokens",
+    difficulty=1, importance=4, minutes=10, draw=each_world(perplexity_case), observe=observe_perplexity,
+    properties={"perplexity": Property(3, result("perplexity", perplexity)),
+                "few bytes": Property(1, few_bytes(32))})
+
+ALL = (GATHER, MACRO_F1, PERPLEXITY)

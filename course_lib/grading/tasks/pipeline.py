@@ -1,0 +1,176 @@
+"""Lesson 07: tables of actions, what they hold and how long they wait; no ranks, no torch."""
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from course_lib.errors import ConfigError
+from course_lib.grading.rules import Seen, items, number, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks.drawing import alone
+from course_lib.modeling.balance import deal_out
+from course_lib.parallel.pipeline.actions import Action, Schedule, loop
+from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.simulate import Costs, simulate
+from course_lib.parallel.pipeline.validate import check, in_flight
+
+LESSON = "07_pipeline_schedules"
+COSTS = Costs()
+"""F, I and W of one unit each, messages of none."""
+
+
+def table(case: Case, seen: Seen) -> Schedule:
+    """The table that a learner's rows make.
+
+    Raises:
+        Malformed: rows that are none, or a table that cannot run.
+    """
+    rows = items(seen, 0, "rows", list)
+    ranks, each = case.inputs["ranks"], case.inputs.get("stages_per_rank", 1)
+    if len(rows) != ranks:
+        raise Malformed(Miss(f"{ranks} rows", f"{len(rows)}"))
+    try:
+        actions = tuple(tuple(Action.parse(str(text)[:40]) for text in row[:10_000]) for row in rows)
+        made = Schedule("yours", loop(ranks, each), case.inputs["microbatches"], actions)
+        check(made)
+    except ConfigError as error:
+        raise Malformed(Miss("a table that can run", short(error.what))) from None
+    return made
+
+
+def runs(case: Case, seen: Seen) -> Miss | None:
+    table(case, seen)
+    return None
+
+
+def waits_no_longer(name: str) -> Rule:
+    """The bubble is at most that of the course's own table of this name."""
+
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        own = simulate(reference(name, case), COSTS).bubble
+        found = simulate(table(case, seen), COSTS).bubble
+        return None if found <= own else Miss(f"a bubble of {own}", f"{found}")
+
+    return rule
+
+
+def holds_no_more(name: str) -> Rule:
+    """No rank holds more micro-batches than in the course's own table."""
+
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        for rank, (own, found) in enumerate(zip(in_flight(reference(name, case)), in_flight(table(case, seen)),
+                                                strict=True)):
+            if found > own:
+                return Miss(f"at most {own} micro-batches in flight in row {rank}", f"{found}")
+        return None
+
+    return rule
+
+
+def reference(name: str, case: Case) -> Schedule:
+    return make(name, case.inputs["ranks"], case.inputs["microbatches"], case.inputs.get("stages_per_rank", 1))
+
+
+def pipeline_case(rng: random.Random) -> dict:
+    ranks = rng.randrange(2, 6)
+    return {"ranks": ranks, "microbatches": ranks + rng.randrange(0, 6)}
+
+
+def interleaved_case(rng: random.Random) -> dict:
+    ranks = rng.randrange(2, 5)
+    return {"ranks": ranks, "microbatches": ranks * rng.randrange(1, 4), "stages_per_rank": rng.randrange(2, 4)}
+
+
+def observe_rows(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    return {"rows": [plain(function(row, **case.inputs)) for row in range(case.inputs["ranks"])]}
+
+
+def schedule_task(kind: str, **described: Any) -> Task:
+    """A task that asks for one rank's row of a table, judged by what the whole table does."""
+    return Task(lesson=LESSON, observe=observe_rows, needs_ranks=False, **described, properties={
+        "runs": Property(2, runs), "bubble": Property(2, waits_no_longer(kind)),
+        "in flight": Property(2, holds_no_more(kind))})
+
+
+ONE_F_ONE_B = schedule_task(
+    "1f1b", name="pipeline.1f1b", function="one_f_one_b", title="One forward, one backward", difficulty=3,
+    importance=5, minutes=25, draw=alone(pipeline_case))
+
+INTERLEAVED = schedule_task(
+    "interleaved", name="pipeline.interleaved", function="interleaved", title="Two stages a rank, half the bubble",
+    difficulty=4, importance=3, minutes=40, draw=alone(interleaved_case))
+
+ZERO_BUBBLE = schedule_task(
+    "zb_h1", name="pipeline.zero_bubble", function="zb_h1", title="Fill the bubble with W", difficulty=4,
+    importance=4, minutes=30, draw=alone(pipeline_case))
+
+
+# --- pipeline.balance ---
+
+def balance_case(rng: random.Random) -> dict:
+    units = rng.randrange(4, 12)
+    return {"costs": [rng.choice((1, 1, 1, 2, 3, 5, 8)) for _ in range(units)], "stages": rng.randrange(2, 5)}
+
+
+def observe_split(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    return {"first_units": plain(function(list(case.inputs["costs"]), case.inputs["stages"]))}
+
+
+def stage_costs(case: Case, seen: Seen) -> list[int]:
+    cuts, units = items(seen, 0, "first_units", int), len(case.inputs["costs"])
+    if len(cuts) != case.inputs["stages"] - 1 or sorted(set(cuts)) != cuts or (cuts and not (0 < cuts[0] <= cuts[-1]
+                                                                                            < units)):
+        raise Malformed(Miss(f"{case.inputs['stages'] - 1} rising places from 1 to {units - 1}", short(cuts)))
+    ends = [0, *cuts, units]
+    return [sum(case.inputs["costs"][a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def is_a_split(case: Case, seen: Seen) -> Miss | None:
+    stage_costs(case, seen)
+    return None
+
+
+def dearest_is_cheapest(case: Case, seen: Seen) -> Miss | None:
+    ends = [0, *deal_out(case.inputs["costs"], case.inputs["stages"]), len(case.inputs["costs"])]
+    best = max(sum(case.inputs["costs"][a:b]) for a, b in zip(ends, ends[1:], strict=False))
+    found = max(stage_costs(case, seen))
+    return None if found == best else Miss(f"a dearest stage of {best}", f"{found} for {case.inputs['costs']}")
+
+
+BALANCE = Task(
+    name="pipeline.balance", lesson=LESSON, function="split", title="Cut a model into even stages", difficulty=3,
+    importance=4, minutes=30, draw=alone(balance_case, 8), observe=observe_split, needs_ranks=False,
+    properties={"contiguous stages": Property(1, is_a_split), "dearest stage": Property(3, dearest_is_cheapest)})
+
+
+# --- pipeline.bubble ---
+
+def bubble_case(rng: random.Random) -> dict:
+    ranks = rng.randrange(2, 9)
+    return {"ranks": ranks, "microbatches": ranks * rng.randrange(1, 6), "stages_per_rank": rng.randrange(1, 4)}
+
+
+def observe_bubble(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given = case.inputs
+    return {"plain": plain(function(given["ranks"], given["microbatches"])),
+            "interleaved": plain(function(given["ranks"], given["microbatches"], given["stages_per_rank"]))}
+
+
+def bubble_is(key: str) -> Rule:
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        lap = case.inputs["stages_per_rank"] if key == "interleaved" else 1
+        others = case.inputs["ranks"] - 1
+        right = Fraction(others, lap * case.inputs["microbatches"] + others)
+        found = number(seen, 0, key)
+        return None if abs(found - right) < 1e-9 else Miss(f"{right} of the step", f"{found:.6g} for {case.inputs}")
+
+    return rule
+
+
+BUBBLE = Task(
+    name="pipeline.bubble", lesson=LESSON, function="bubble", title="The bubble's formula", difficulty=1, importance=4,
+    minutes=10, draw=alone(bubble_case), observe=observe_bubble, needs_ranks=False,
+    properties={"1F1B": Property(1, bubble_is("plain")), "interleaved": Property(1, bubble_is("interleaved"))})
+
+ALL = (BUBBLE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, BALANCE)

@@ -1,0 +1,206 @@
+"""Lesson 05: optimizer states and gradients split over the ranks."""
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import Seen, events, items, made_by, number, result, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks.ddp import chain, flat, mean_gradients
+from course_lib.grading.tasks.drawing import alone, each_world, numbers
+
+LESSON = "05_zero_stages"
+
+
+# --- zero.bytes ---
+
+def bytes_case(rng: random.Random) -> dict:
+    return {"parameters": 128 * rng.randrange(1, 10**6), "ranks": 2 ** rng.randrange(1, 8)}
+
+
+def observe_bytes(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given = case.inputs
+    return {f"stage {stage}": plain(function(given["parameters"], given["ranks"], stage)) for stage in range(4)}
+
+
+def bytes_of(stage: int) -> Rule:
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        size, ranks = case.inputs["parameters"], case.inputs["ranks"]
+        kinds = zip((12, 2, 2), (stage >= 1, stage >= 2, stage >= 3), strict=True)
+        right = sum(each * size / (ranks if split else 1) for each, split in kinds)
+        found = number(seen, 0, f"stage {stage}")
+        return None if abs(found - right) <= 1e-6 * right else Miss(f"{right:,.0f} bytes for {case.inputs}",
+                                                                    f"{found:,.0f}")
+
+    return rule
+
+
+BYTES = Task(
+    name="zero.bytes", lesson=LESSON, function="bytes_per_rank", title="The bill of four stages", difficulty=1,
+    importance=5, minutes=10, draw=alone(bytes_case), observe=observe_bytes, needs_ranks=False,
+    properties={f"stage {stage}": Property(1, bytes_of(stage)) for stage in range(4)})
+
+
+# --- zero.partition ---
+
+def partition_case(rng: random.Random) -> dict:
+    return {"sizes": [rng.randrange(1, 20) for _ in range(rng.randrange(1, 7))], "ranks": rng.randrange(1, 5)}
+
+
+def observe_partition(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given = case.inputs
+    return {"runs": [plain(function(list(given["sizes"]), each, given["ranks"])) for each in range(given["ranks"])]}
+
+
+def runs(case: Case, seen: Seen) -> list[list[list[int]]]:
+    found, sizes = items(seen, 0, "runs", list), case.inputs["sizes"]
+    good = len(found) == case.inputs["ranks"] and all(
+        isinstance(run, list) and len(run) == 3 and all(type(each) is int for each in run)
+        and 0 <= run[0] < len(sizes) and run[1] >= 0 and run[2] > 0 and run[1] + run[2] <= sizes[run[0]]
+        for mine in found for run in mine)
+    if not good:
+        raise Malformed(Miss("for each rank a list of (parameter, first element, elements) within it", short(found)))
+    return found
+
+
+def each_element_once(case: Case, seen: Seen) -> Miss | None:
+    held = sorted((index, first + each) for mine in runs(case, seen) for index, first, count in mine
+                  for each in range(count))
+    every = [(index, each) for index, size in enumerate(case.inputs["sizes"]) for each in range(size)]
+    return None if held == every else Miss("every element on one rank",
+                                           f"{len(set(held))} of {len(every)}, {len(held) - len(set(held))} twice")
+
+
+def evenly(case: Case, seen: Seen) -> Miss | None:
+    limit = -(-sum(case.inputs["sizes"]) // case.inputs["ranks"])
+    found = [sum(run[2] for run in mine) for mine in runs(case, seen)]
+    return None if max(found) <= limit else Miss(f"at most {limit} elements a rank", short(found))
+
+
+def as_cut(case: Case, seen: Seen) -> Miss | None:
+    length = -(-sum(case.inputs["sizes"]) // case.inputs["ranks"])
+    for rank, mine in enumerate(runs(case, seen)):
+        right, start = [], 0
+        for index, size in enumerate(case.inputs["sizes"]):
+            low, high = max(start, rank * length), min(start + size, (rank + 1) * length)
+            if high > low:
+                right.append([index, low - start, high - low])
+            start += size
+        if mine != right:
+            return Miss(f"{short(right)} on rank {rank}", short(mine))
+    return None
+
+
+PARTITION = Task(
+    name="zero.partition", lesson=LESSON, function="my_runs", title="Cut a flat buffer into shards", difficulty=3,
+    importance=4, minutes=25, draw=alone(partition_case, 8), observe=observe_partition, needs_ranks=False,
+    properties={"every element once": Property(1, each_element_once), "even": Property(1, evenly),
+                "in order": Property(1, as_cut)})
+
+
+# --- zero.stage1 ---
+
+def step_case(rng: random.Random, world: int) -> dict:
+    size = world * rng.randrange(2, 8)
+    return {"weights": numbers(rng, size), "momentum": numbers(rng, size), "lr": 0.5, "beta": 0.75,
+            "gradients": [numbers(rng, size) for _ in range(world)]}
+
+
+def observe_step(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given = case.inputs
+    weights, gradient, momentum = (torch.from_numpy(each.copy()) for each in (
+        given["weights"], given["gradients"][rank], np.split(given["momentum"], case.world_size)[rank]))
+    with Recorder() as record:
+        function(weights, gradient, momentum, given["lr"], given["beta"])
+    return {"weights": plain(weights), "momentum": plain(momentum), "events": record.events}
+
+
+def momentum_after(case: Case) -> np.ndarray:
+    return case.inputs["beta"] * case.inputs["momentum"] + np.mean(case.inputs["gradients"], axis=0)
+
+
+def zero_traffic(case: Case, seen: Seen) -> Miss | None:
+    size = case.inputs["weights"].nbytes
+    right = [f"reduce_scatter {size}", f"all_gather {size}"]
+    for rank in range(case.world_size):
+        if (found := made_by(seen, rank)) != right:
+            return Miss(", ".join(right), short(", ".join(found) or "no collective"), rank)
+    return None
+
+
+STAGE1 = Task(
+    name="zero.stage1", lesson=LESSON, function="zero1_step", title="A step of ZeRO-1", difficulty=3, importance=5,
+    minutes=30, draw=each_world(step_case), observe=observe_step,
+    properties={
+        "weights": Property(3, result("weights", lambda case: [
+            case.inputs["weights"] - case.inputs["lr"] * momentum_after(case)] * case.world_size)),
+        "own state": Property(1, result("momentum", lambda case: np.split(momentum_after(case), case.world_size))),
+        "collectives": Property(2, zero_traffic)})
+
+
+# --- zero.stage2 ---
+
+def stage2_case(rng: random.Random, world: int) -> dict:
+    sizes = [world * rng.randrange(2, 5) for _ in range(5)]  # so that each weight divides by the ranks
+    weights = [numbers(rng, after, before) for before, after in pairwise(sizes)]
+    return {"weights": weights, "rows": [numbers(rng, 4, weights[0].shape[1]) for _ in range(world)]}
+
+
+def observe_stage2(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    model = chain(case.inputs)
+    parameters = list(model.parameters())
+    held = 0
+
+    def arrived(parameter: Any) -> None:
+        nonlocal held
+        record.note("gradient")
+        held = max(held, sum(each.grad is not None for each in parameters))
+
+    with Recorder() as record:
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(arrived)
+        finish = function(parameters)
+        model(torch.from_numpy(case.inputs["rows"][rank])).square().mean().backward()
+        left = sum(each.grad is not None for each in parameters)
+        shards = finish()
+    return {"shards": plain(torch.cat([each.reshape(-1) for each in shards])), "events": record.events,
+            "most whole gradients": held, "left": left}
+
+
+def shards_of_mean(case: Case) -> list[np.ndarray]:
+    return [flat([np.split(each.reshape(-1), case.world_size)[rank] for each in mean_gradients(case)[0]])
+            for rank in range(case.world_size)]
+
+
+def freed(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        most, left = number(seen, rank, "most whole gradients"), number(seen, rank, "left")
+        if most > 1 or left > 0:
+            return Miss("one whole gradient at a time, none after backward", f"{most:.0f}, and {left:.0f} after", rank)
+    return None
+
+
+def scattered_early(case: Case, seen: Seen) -> Miss | None:
+    layers = len(case.inputs["weights"])
+    for rank in range(case.world_size):
+        happened = [each.split()[0] for each in events(seen, rank) if each != "wait"]
+        made = [each for each in happened if each != "gradient"]
+        if made != ["reduce_scatter"] * layers:
+            return Miss(f"{layers} reduce_scatters", short(", ".join(made) or "none"), rank)
+        if "gradient" not in happened[happened.index("reduce_scatter"):]:
+            return Miss("reduce_scatters while backward runs", "all after the last gradient", rank)
+    return None
+
+
+STAGE2 = Task(
+    name="zero.stage2", lesson=LESSON, function="attach_zero2", title="ZeRO-2: reduce, scatter and let go",
+    difficulty=4, importance=4, minutes=35, draw=each_world(stage2_case), observe=observe_stage2,
+    properties={"shards": Property(3, result("shards", shards_of_mean)),
+                "freed": Property(2, freed), "while backward runs": Property(2, scattered_early)})
+
+ALL = (BYTES, PARTITION, STAGE1, STAGE2)

@@ -1,0 +1,89 @@
+"""What a grading came to, as plain JSON: nothing of a hidden case but whether each property held."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from course_lib.grading.task import Finding, Task
+
+TIMEOUT, MEMORY, PROCESSES, OUTPUT = "timeout", "too much memory", "too many processes", "too much output"
+CRASHED, NO_ANSWER, HIDDEN_ERROR = "crashed", "no answer", "failed in a hidden case"
+TEXT_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Score:
+    """Points for one property of a task.
+
+    Attributes:
+        points: earned.
+        maximum: to be earned.
+        said: why it earned none, for the learner to read; empty where it did.
+    """
+
+    points: int
+    maximum: int
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one answer to one task earned.
+
+    Attributes:
+        task: its name.
+        scores: by property.
+        error: why no property was judged, or not in every case; None where all were.
+        seconds: that the grading took.
+    """
+
+    task: str
+    scores: Mapping[str, Score]
+    error: str | None
+    seconds: float
+
+    @property
+    def points(self) -> int:
+        return sum(score.points for score in self.scores.values())
+
+    @property
+    def maximum(self) -> int:
+        return sum(score.maximum for score in self.scores.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `from_json` reads back."""
+        return asdict(self) | {"points": self.points, "maximum": self.maximum}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
+        """The verdict that `to_json` gave."""
+        return cls(data["task"], {name: Score(**score) for name, score in data["scores"].items()}, data["error"],
+                   data["seconds"])
+
+
+def printable(text: str) -> str:
+    """Somebody else's text, cut to TEXT_CHARACTERS, with nothing in it that a terminal or a file cannot take."""
+    return "".join(each if each.isprintable() else "?" for each in text[:TEXT_CHARACTERS])
+
+
+def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] | None, error: str | None
+              ) -> dict[str, Score]:
+    """Points a property: its own if it was judged, held wherever it was, and nothing went wrong besides."""
+    scores = {}
+    for name, points in task.points.items():
+        shown = [each for each in public if each.property == name]
+        unseen = [each for each in hidden or () if each.property == name]
+        missed = next((each for each in shown if not each.holds), None)
+        if missed:
+            where = f" on rank {missed.rank}" if missed.rank is not None else ""
+            said = printable(f"expected {missed.expected}, found {missed.found}{where}")
+        elif error is not None:
+            said = error
+        elif not shown or (hidden is not None and not unseen):
+            said = "not judged"
+        elif not all(each.holds for each in unseen):
+            said = "does not hold in a hidden case"
+        else:
+            said = ""
+        scores[name] = Score(0 if said else points, points, said)
+    return scores

@@ -1,0 +1,336 @@
+"""One rank of a cluster, simulated in this process: the real model, the real engine, no GPU and no other rank.
+
+Tensors are fake (``FakeTensorMode``): they have shapes, types and storages of a size, and no elements. The process
+group is PyTorch's ``fake`` one, of any world size, whose collectives return at once. ``fully_shard``, DDP and
+``parallelize_module`` run as they are, so that what a rank holds and what it sends is counted and not derived.
+
+A forward pass, a backward pass and an optimizer step are counted, with the optimizer's states in place. What is not
+seen: the allocator's rounding and fragments, the CUDA context, workspaces of kernels, and when streams hand memory
+back. DDP's buckets are those of its first step.
+
+Fused attention: on fake CPU tensors SDPA records ``_scaled_dot_product_flash_attention_for_cpu``. Like FlashAttention
+on GPUs it keeps its inputs, its output and a log-sum-exp of 4 bytes a row and head, and never the scores; keys and
+values that several heads share are not repeated. All sequences are whole: nothing is masked but the future.
+"""
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from course_lib.errors import ConfigError, nearest
+from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
+from course_lib.parallel.tensor_torch import TorchTensorParallel
+from course_lib.parallel.units import blocks
+from course_lib.planning import memory, models
+from course_lib.planning.models import Model
+from course_lib.planning.plan import Plan
+from course_lib.runtime.ledger import KINDS, Exchange, Ledger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Strategy = Literal["ddp", "zero2", "zero3", "fsdp", "hsdp", "tp"]
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero2", "zero3", "fsdp", "hsdp", "tp")
+"""zero2 is FSDP2 that keeps a block gathered from its forward to its backward; zero3 and fsdp are one."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to simulate."""
+
+    strategy: Strategy
+    world_size: int
+    micro_batch: int = 1
+    """Sequences of this rank."""
+    sequence_length: int = 2048
+    checkpointing: bool = False
+    """Recompute every block."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    shards: int = 8
+    """hsdp: ranks that share one copy of the model."""
+    rank: int = 0
+
+    def plan(self) -> Plan:
+        """The same as the planner's formula has it.
+
+        Raises:
+            ConfigError: the formula has no such engine.
+        """
+        common = Plan(self.sequence_length, micro_batch=self.micro_batch, precision=self.precision,
+                      checkpointing="full" if self.checkpointing else "none", sequence_parallel=False)
+        if self.strategy == "ddp":
+            return replace(common, data=self.world_size)
+        if self.strategy == "tp":
+            return replace(common, engine="megatron", recipe="autocast", tensor=self.world_size)
+        if self.strategy == "zero2":
+            raise ConfigError("the memory model has no formula for FSDP2 that keeps blocks gathered",
+                              "compare fsdp, hsdp, ddp or tp")
+        shards = self.shards if self.strategy == "hsdp" else self.world_size
+        return replace(common, engine="fsdp", stage=3, data=shards)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What one rank holds and sends in one step, in bytes.
+
+    Attributes:
+        peak: the most of each kind of :data:`course_lib.runtime.ledger.KINDS`; not all at the same time.
+        total: the most of all kinds together.
+        at_peak: kind by kind, at that time.
+        modules: kind by kind, at that time, of each part of the model: its blocks by name, what lies outside them by
+            name, and "" for what belongs to none.
+        resident: kind by kind after the backward pass, before gradients are used.
+        phase: in which the peak is: forward, backward or step.
+        exchanges: collectives in order; those of setting up left out.
+        parameters: of the whole model.
+    """
+
+    peak: dict[str, int]
+    total: int
+    at_peak: dict[str, int]
+    modules: dict[str, dict[str, int]]
+    resident: dict[str, int]
+    phase: str
+    exchanges: list[Exchange]
+    parameters: int
+
+
+def simulate(model: "str | Model | PreTrainedConfig", setting: Setting) -> Simulated:
+    """Run forward, backward and optimizer step of one rank, and count.
+
+    Args:
+        model: a name as :func:`course_lib.planning.models.load` takes it, or a transformers config.
+        setting: strategy, ranks and batch.
+
+    Raises:
+        ConfigError: a setting that the model or the number of ranks doesn't allow, or a process group that is in use.
+        ModelError: an unknown model, or one that has no tensor-parallel plan.
+    """
+    _check(setting)
+    config, head = _config(model, setting)
+    with _fake_group(setting):
+        if setting.strategy == "hsdp":
+            mesh = hybrid_mesh("cpu", setting.world_size // setting.shards, setting.shards)
+        else:
+            mesh = init_device_mesh("cpu", (setting.world_size,))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # to_empty turns meta tensors into fake ones
+        ledger = Ledger(config.vocab_size)
+        parameters = _step(config, head, setting, mesh, ledger, mode)
+    return _read(ledger, parameters)
+
+
+def _check(setting: Setting) -> None:
+    if setting.strategy not in STRATEGIES:
+        raise ConfigError(f"strategy `{setting.strategy}`", nearest(setting.strategy, STRATEGIES))
+    for name in ("world_size", "micro_batch", "sequence_length", "shards"):
+        if getattr(setting, name) < 1:
+            raise ConfigError(f"{name} {getattr(setting, name)}", "give a whole number from 1 on")
+    if not 0 <= setting.rank < setting.world_size:
+        raise ConfigError(f"rank {setting.rank} of {setting.world_size}", "ranks count from 0")
+    if dist.is_initialized():
+        raise ConfigError("this process is a rank of a process group already", "simulate in a process of its own")
+
+
+def _config(model: "str | Model | PreTrainedConfig", setting: Setting) -> "tuple[PreTrainedConfig, Any]":
+    """The transformers config of a model, and the class that builds it with its output layer."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+        PreTrainedConfig,
+    )
+
+    if isinstance(model, PreTrainedConfig):
+        config = model
+    else:
+        found = models.load(model)
+        fields = models.bundled().get(found.name)
+        if fields is not None:
+            config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "also"})
+        else:
+            config = AutoConfig.from_pretrained(str(model))
+    known = models.from_config(config.to_dict(), config.model_type)
+    if known.context and setting.sequence_length > known.context:
+        raise ConfigError(f"a sequence of {setting.sequence_length} tokens, and the model takes {known.context}",
+                          "give a shorter one")
+    config._attn_implementation = "sdpa"
+    config.use_cache = False
+    masked = {"bert", "roberta", "distilbert"}
+    head = (AutoModelForMaskedLM if config.model_type in masked else
+            AutoModelForSeq2SeqLM if config.model_type == "t5" else AutoModelForCausalLM)
+    return config, head
+
+
+@contextlib.contextmanager
+def _fake_group(setting: Setting) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=setting.rank, world_size=setting.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceMesh, ledger: Ledger,
+          mode: FakeTensorMode) -> int:
+    """Build, set up, and run a step; returns the whole model's parameters."""
+    from transformers.initialization import no_init_weights
+
+    sharded, half = setting.strategy not in ("ddp", "tp"), setting.precision == "bf16"
+    with contextlib.ExitStack() as stack:
+        if not sharded:
+            stack.enter_context(mode)
+            stack.enter_context(ledger)
+        # fully_shard cuts each weight for all ranks: with meta tensors in C++, with fake ones slowly in Python
+        with no_init_weights(), torch.device("meta" if sharded else "cpu"):
+            model = head.from_config(config)
+        model.tie_weights()  # which no_init_weights leaves out
+        parameters = sum(each.numel() for each in model.parameters())
+        model.train()
+        if setting.checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine: nn.Module
+        if sharded:
+            engine = shard_with_torch(model, optimizer, mesh=mesh, reshard_after_forward=setting.strategy != "zero2",
+                                      param_dtype=torch.bfloat16 if half else None,
+                                      reduce_dtype=torch.float32 if half else None)
+            stack.enter_context(mode)
+            stack.enter_context(ledger)
+            model.to_empty(device="cpu")
+            _make_states(model, optimizer)
+        elif setting.strategy == "ddp":
+            _make_states(model, optimizer)
+            engine = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+            engine.register_comm_hook(setting.world_size, _all_reduce)
+        else:
+            with mock.patch("course_lib.parallel.tensor_torch.take_over_first"):  # there is no other rank
+                engine = TorchTensorParallel(model, mesh)
+            split = [each for each in model.parameters() if isinstance(each, DTensor)]
+            whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
+            optimizer = torch.optim.AdamW([{"params": split}, {"params": whole}], fused=True)
+            _make_states(model, optimizer)
+        _run(model, engine, optimizer, setting, ledger)
+    return parameters
+
+
+def _all_reduce(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does with a bucket; by itself it asks the fake group's work for a result, which that has not."""
+    averaged = bucket.buffer().div_(ranks)
+    dist.all_reduce(averaged)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(averaged)
+    return done
+
+
+def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting,
+         ledger: Ledger) -> None:
+    """A forward pass, a backward pass and a step, counted."""
+    units = blocks(model)
+    inside = tuple(f"{name}." for name in units)
+    ledger.watch(model, {module: name for name, module in units.items()} | {
+        module: name for name, module in model.named_modules()
+        if not list(module.children()) and not name.startswith(inside)})
+    cast = setting.precision == "bf16" and setting.strategy in ("ddp", "tp")  # FSDP2 casts by itself
+
+    tokens = torch.empty(setting.micro_batch, setting.sequence_length, dtype=torch.int64)
+    ledger.hold(tokens, "inputs")
+    ledger.start()
+    ledger.phase = "forward"
+    whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
+    with whole, torch.autocast("cpu", torch.bfloat16, enabled=cast):  # looking for packed sequences needs their values
+        loss = engine(input_ids=tokens, labels=tokens).loss
+    ledger.phase = "backward"
+    loss.backward()
+    ledger.module = ""
+    ledger.find(model, optimizer)
+    ledger.phase = "step"
+    optimizer.step()
+    ledger.stop()
+
+
+def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A first step, of gradients of zeros, after which the optimizer has its states."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _read(ledger: Ledger, parameters: int) -> Simulated:
+    """Replay what was noted."""
+    now: Counter[tuple[str, str]] = Counter()
+    kinds = dict.fromkeys(KINDS, 0)
+    peak, resident, total, top, snapshot, phase = dict(kinds), dict(kinds), 0, 0, dict(now), ""
+    for each in ledger.changes():
+        now[each.kind, each.module] += each.bytes
+        kinds[each.kind] += each.bytes
+        total += each.bytes
+        if not each.counted:
+            peak, resident = dict(kinds), dict(kinds)
+            continue
+        peak[each.kind] = max(peak[each.kind], kinds[each.kind])
+        if each.phase != "step":
+            resident = dict(kinds)
+        if total > top:
+            top, snapshot, phase = total, dict(now), each.phase
+    by_kind = dict.fromkeys(KINDS, 0)
+    modules: dict[str, dict[str, int]] = {}
+    for (kind, module), size in snapshot.items():
+        by_kind[kind] += size
+        if size:
+            modules.setdefault(module, {})[kind] = size
+    return Simulated(peak, top, by_kind, modules, resident, phase, ledger.exchanges(), parameters)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One kind of memory by the formula and by the simulation, in bytes."""
+
+    kind: str
+    formula: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Of the formula, relative to what was simulated."""
+        return self.formula / self.simulated - 1 if self.simulated else math.nan
+
+
+def compare(model: "str | Model", setting: Setting, found: Simulated) -> list[Difference]:
+    """The simulated rank beside :func:`course_lib.planning.memory.estimate`.
+
+    Gradients are those that wait for the optimizer; a block's whole gradient is among the buffers, with gathered
+    parameters and all temporary tensors, at the time of the peak.
+
+    Raises:
+        ConfigError: the formula has no such engine.
+    """
+    formula = memory.estimate(models.load(model), setting.plan())
+    waiting = found.resident["gradients"]
+    passing = ("parameter copies", "communication buffers", "temporaries")
+    buffers = sum(found.at_peak[kind] for kind in passing)
+    if setting.strategy in ("fsdp", "zero3", "hsdp"):
+        buffers += max(0, found.at_peak["gradients"] - waiting)
+    rows = [Difference("parameters", formula.parameters, found.resident["parameters"]),
+            Difference("gradients", formula.gradients, waiting),
+            Difference("optimizer", formula.optimizer, found.resident["optimizer states"])]
+    rows.append(Difference("model states", formula.states, sum(each.simulated for each in rows)))
+    rows += [Difference("activations", formula.activations, found.peak["activations"]),
+             Difference("logits", formula.logits, found.peak["logits"]),
+             Difference("buffers", formula.buffers, buffers),
+             Difference("total", formula.total, found.total)]
+    return rows

@@ -1,0 +1,35 @@
+"""Planted wrong answers of lesson 01: the solution with one thing wrong, and the property that shows it."""
+
+from course_lib.grading.selftest import Planted
+
+PLANTED = (
+    Planted("loop.warmup", "begins at zero", "warm-up", "peak * (step + 1) / warmup", "peak * step / warmup"),
+    Planted("loop.warmup", "never warms up", "warm-up", "if step < warmup:", "if False:"),
+    Planted("loop.warmup", "decays from step 0 on", "decay", "(total - step) / (total - warmup)",
+            "(total - step) / total"),
+    Planted("loop.warmup", "stays at its peak", "decay", " * (total - step) / (total - warmup)", ""),
+    Planted("loop.length_groups", "rows in their given order", "padding",
+            "sorted(range(len(lengths)), key=lambda row: lengths[row])", "list(range(len(lengths)))"),
+    Planted("loop.length_groups", "drops the last batch", "every row once", "range(0, len(order), batch_size)]",
+            "range(0, len(order) - batch_size + 1, batch_size)]"),
+    Planted("loop.length_groups", "one row a batch", "batch size", "    return [order",
+            "    batch_size = 1\n    return [order"),
+    Planted("loop.length_groups", "lengths for row numbers", "every row once",
+            "sorted(range(len(lengths)), key=lambda row: lengths[row])", "sorted(lengths)"),
+    Planted("loop.token_weighted", "mean of the micro-batches' means", "gradient", "(losses * mask).sum() / tokens",
+            "(losses * mask).sum() / mask.sum() / len(micro_batches)"),
+    Planted("loop.token_weighted", "counts the padding", "gradient", "sum(mask.sum() for", "sum(mask.numel() for"),
+    Planted("loop.token_weighted", "trains on the padding", "gradient", "(losses * mask).sum()", "losses.sum()"),
+    Planted("loop.token_weighted", "one backward for all", "one graph at a time",
+            "loss.backward()\n        total += loss.item()\n    return total",
+            "total = total + loss\n    total.backward()\n    return total.item()"),
+    Planted("loop.token_weighted", "only the last micro-batch's loss", "loss", "total += loss.item()",
+            "total = loss.item()"),
+    Planted("loop.adamw", "no bias correction", "weights", "/ (1 - betas[0] ** step)", "/ 1"),
+    Planted("loop.adamw", "decay in the gradient, as in Adam", "weights", "    m = state",
+            "    gradient = gradient + weight_decay * weight\n    weight_decay = 0\n    m = state"),
+    Planted("loop.adamw", "epsilon under the root", "weights", "(v / (1 - betas[1] ** step)).sqrt() + eps",
+            "(v / (1 - betas[1] ** step) + eps).sqrt()"),
+    Planted("loop.adamw", "remembers the gradient too", "two states a weight", "    m.mul_",
+            "    state[\"gradient\"] = gradient\n    m.mul_"),
+)

@@ -1,0 +1,45 @@
+"""Planted wrong answers of lesson 06: the solution with one thing wrong, and the property that shows it."""
+
+from course_lib.grading.selftest import Planted
+
+PLANTED = (
+    Planted("fsdp.gather", "gathers everything first", "one layer at a time",
+            "    for shard, shape in zip(shards, shapes):\n        whole = torch.empty(ranks * shard.numel())\n"
+            "        dist.all_gather_into_tensor(whole, shard)\n",
+            "    wholes = []\n    for shard in shards:\n        wholes.append(torch.empty(ranks * shard.numel()))\n"
+            "        dist.all_gather_into_tensor(wholes[-1], shard)\n    for whole, shape in zip(wholes, shapes):\n"),
+    Planted("fsdp.gather", "never frees", "freed", "        del whole",
+            "        sharded_forward.kept = [*getattr(sharded_forward, \"kept\", []), whole]"),
+    Planted("fsdp.gather", "gathers twice", "each gathered once", "        dist.all_gather_into_tensor(whole, shard)\n",
+            "        dist.all_gather_into_tensor(whole, shard)\n        dist.all_gather_into_tensor(whole, shard)\n"),
+    Planted("fsdp.gather", "takes the padding for the weight", "output", "whole[: math.prod(shape)]",
+            "whole.roll(1)[: math.prod(shape)]"),
+    Planted("fsdp.gather", "drops the last layer", "output", "zip(shards, shapes):", "zip(shards[:-1], shapes):"),
+    Planted("fsdp.prefetch", "no prefetch", "one layer ahead",
+            "        work.wait()\n        coming = begin(layer + 1) if layer + 1 < len(shapes) else None\n"
+            "        x = compute(x, whole[: math.prod(shape)].view(shape))\n",
+            "        work.wait()\n        x = compute(x, whole[: math.prod(shape)].view(shape))\n"
+            "        coming = begin(layer + 1) if layer + 1 < len(shapes) else None\n"),
+    Planted("fsdp.prefetch", "everything at once", "one layer ahead",
+            "    coming = begin(0)\n    for layer, shape in enumerate(shapes):\n        whole, work = coming\n"
+            "        work.wait()\n        coming = begin(layer + 1) if layer + 1 < len(shapes) else None\n",
+            "    coming = [begin(layer) for layer in range(len(shapes))]\n"
+            "    for layer, shape in enumerate(shapes):\n        whole, work = coming[layer]\n"
+            "        coming[layer] = None\n        work.wait()\n"),
+    Planted("fsdp.prefetch", "blocks on the next layer", "does not block",
+            "        coming = begin(layer + 1) if layer + 1 < len(shapes) else None\n",
+            "        coming = begin(layer + 1) if layer + 1 < len(shapes) else None\n        if coming:\n"
+            "            coming[1].wait()\n"),
+    Planted("fsdp.prefetch", "gathers the last layer once more", "each gathered once",
+            "begin(layer + 1) if layer + 1 < len(shapes) else None", "begin(min(layer + 1, len(shapes) - 1))"),
+    Planted("fsdp.prefetch", "drops the last layer", "output", "enumerate(shapes)", "enumerate(shapes[:-1])"),
+    Planted("fsdp.prefetch", "keeps what was used", "freed", "        del whole, work",
+            "        begin.kept = getattr(begin, \"kept\", []) + [whole]"),
+    Planted("fsdp.clip", "this rank's own norm", "norm", "    dist.all_reduce(square)\n", ""),
+    Planted("fsdp.clip", "sum of the ranks' norms", "norm", "    dist.all_reduce(square)\n    norm = square.sqrt()",
+            "    norm = square.sqrt()\n    dist.all_reduce(norm)"),
+    Planted("fsdp.clip", "scales small gradients up", "scaled", "if norm > max_norm:", "if True:"),
+    Planted("fsdp.clip", "returns the norm, clips nothing", "scaled", "if norm > max_norm:", "if False:"),
+    Planted("fsdp.clip", "brings the gradients together", "few bytes", "    dist.all_reduce(square)\n",
+            "    dist.all_reduce(square)\n    dist.all_reduce(torch.zeros(100))\n"),
+)

@@ -1,0 +1,47 @@
+"""Planted wrong answers of lesson 07: the solution with one thing wrong, and the property that shows it."""
+
+from course_lib.grading.selftest import Planted
+
+PLANTED = (
+    Planted("pipeline.bubble", "wait over work", "1F1B", "(stages_per_rank * microbatches + ranks - 1)",
+            "(stages_per_rank * microbatches)"),
+    Planted("pipeline.bubble", "ranks for ranks - 1", "1F1B", "return (ranks - 1)", "return ranks"),
+    Planted("pipeline.bubble", "no gain from interleaving", "interleaved", "stages_per_rank * microbatches",
+            "microbatches"),
+    Planted("pipeline.1f1b", "GPipe: all forwards first", "in flight", "min(ranks - 1 - rank, microbatches)",
+            "microbatches"),
+    Planted("pipeline.1f1b", "no warm-up", "bubble", "min(ranks - 1 - rank, microbatches)", "0"),
+    Planted("pipeline.1f1b", "drops the last backward", "runs", "for backward in range(microbatches):",
+            "for backward in range(microbatches - 1):"),
+    Planted("pipeline.1f1b", "one forward too many held", "in flight", "min(ranks - 1 - rank, microbatches)",
+            "min(ranks - rank, microbatches)"),
+    Planted("pipeline.interleaved", "1F1B's warm-up", "runs", "(stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank)",
+            "ranks - 1 - rank"),
+    Planted("pipeline.interleaved", "all forwards first", "in flight", "row = forwards[:warmup]",
+            "warmup = len(forwards)\n    row = forwards[:warmup]"),
+    Planted("pipeline.interleaved", "backwards in the order of the forwards", "runs",
+            "back = stages_per_rank - 1 - lap", "back = lap"),
+    Planted("pipeline.interleaved", "neighbouring stages on a rank", "runs", "{lap * ranks + rank}F",
+            "{rank * stages_per_rank + lap}F"),
+    Planted("pipeline.zero_bubble", "W right after I", "bubble",
+            "if backward >= rank:\n            row.append(f\"{rank}W{backward - rank}\")\n"
+            "    row += [f\"{rank}W{each}\" for each in range(max(0, microbatches - rank), microbatches)]",
+            "row.append(f\"{rank}W{backward}\")"),
+    Planted("pipeline.zero_bubble", "all W at the end", "in flight",
+            "if backward >= rank:\n            row.append(f\"{rank}W{backward - rank}\")\n"
+            "    row += [f\"{rank}W{each}\" for each in range(max(0, microbatches - rank), microbatches)]",
+            "pass\n    row += [f\"{rank}W{each}\" for each in range(microbatches)]"),
+    Planted("pipeline.zero_bubble", "forgets the last W's", "runs",
+            "    row += [f\"{rank}W{each}\" for each in range(max(0, microbatches - rank), microbatches)]\n", ""),
+    Planted("pipeline.balance", "the same number of blocks a stage", "dearest stage",
+            "    return list(best[len(costs)][1])",
+            "    return [len(costs) * each // stages for each in range(1, stages)]"),
+    Planted("pipeline.balance", "fills up to the mean, from the left", "dearest stage",
+            "    return list(best[len(costs)][1])",
+            "    cuts, filled = [], 0\n    for place, cost in enumerate(costs):\n"
+            "        if place and filled >= sum(costs) / stages and len(cuts) < stages - 1:\n"
+            "            cuts.append(place)\n            filled = 0\n        filled += cost\n"
+            "    while len(cuts) < stages - 1:\n        cuts.append(len(costs) - 1)\n    return sorted(cuts)"),
+    Planted("pipeline.balance", "one stage too few", "contiguous stages", "    return list(best[len(costs)][1])",
+            "    return list(best[len(costs)][1])[1:]"),
+)

@@ -1,0 +1,116 @@
+"""Scripts for other launchers, each read by the parser of what is to run it: bash, torchrun, Accelerate, our trainer.
+
+SkyPilot's task is held against the fields and types of its schema, sky/utils/schemas.py of 0.14.1. Its own loader
+took both tasks; the package stays out of the tests for its size, 300 MB.
+"""
+
+import re
+import shlex
+import subprocess
+
+import pytest
+import yaml
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
+
+from course_lib import cli
+from course_lib.cloud.job import Job
+from course_lib.cloud.launchers import LAUNCHERS
+from course_lib.commands.options import config_from
+from course_lib.config import build
+
+pytestmark = pytest.mark.timeout(60)
+CONFIG = build({"model": "tiny-bert", "run_name": "it's a run", "max_steps": 4, "output_dir": "runs/my job",
+                "text_column": None, "group_by_length": False})
+JOB = Job(CONFIG, "ml.p4d.24xlarge", 2, 8, max_hours=2.5, spot=True, max_wait_hours=5, name="tweets")
+ALONE = Job(CONFIG, "ml.m5.xlarge", 1, 2)
+
+
+def written(name, job=JOB):
+    return LAUNCHERS[name][1](job)
+
+
+def test_all_launchers_are_looked_at():
+    assert list(LAUNCHERS) == ["slurm", "torchrun", "accelerate", "skypilot"]
+
+
+def script(name, job):
+    """The bash of a launcher's file."""
+    text = written(name, job)
+    return yaml.safe_load(text)["run"] if name == "skypilot" else text
+
+
+@pytest.mark.parametrize("job", [JOB, ALONE], ids=["2x8", "1x2"])
+@pytest.mark.parametrize("name", ["slurm", "torchrun", "skypilot"])
+def test_bash_torchrun_and_the_trainer_read_it(name, job):
+    text = script(name, job)
+    checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    assert checked.returncode == 0 and not checked.stderr
+    line = next(line for line in text.replace("\\\n", " ").splitlines() if "torchrun --" in line)
+    for variable, value in {"$SLURM_NNODES": "2", "$SKYPILOT_NUM_NODES": "2", "$SKYPILOT_NODE_RANK": "1",
+                            "$SLURM_JOB_ID": "7", "$head": "10.0.0.1", '"${resume[@]}"': ""}.items():
+        line = line.replace(variable, value)
+    words = shlex.split(line)
+    parsed = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+    assert parsed.nproc_per_node == str(job.processes) and parsed.training_script == "course_lib/cli.py"
+    assert parsed.nnodes == str(job.instance_count if name == "torchrun" else 2)
+    assert config_from(cli.parse(parsed.training_script_args)) == CONFIG
+
+
+def test_a_checkpoint_is_found_whatever_the_folder_is_called(tmp_path):
+    lines = [line for line in written("slurm").splitlines() if "resume=" in line]
+    for there, told in ((False, ""), (True, "--resume_from_checkpoint latest")):
+        if there:
+            for step in (2, 4):
+                (tmp_path / "runs" / "my job" / f"checkpoint-00000{step}").mkdir(parents=True)
+        done = subprocess.run(["bash", "-uc", "\n".join(lines) + '\necho "${resume[@]}"'], cwd=tmp_path, text=True,
+                              capture_output=True)
+        assert done.stdout.strip() == told and not done.stderr
+    assert len(lines) == 2
+
+
+def test_the_directives_of_slurm():
+    given = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", written("slurm"), re.MULTILINE))
+    assert given == {"job-name": "tweets", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "exclusive": "",
+                     "time": "02:30:00", "signal": "TERM@120", "requeue": "", "open-mode": "append",
+                     "output": "%x-%j.log"}
+    assert "gpus-per-node" not in written("slurm", ALONE)
+    text = written("slurm")
+    assert text.startswith("#!/bin/bash\n#SBATCH"), "sbatch reads directives up to the first command"
+
+
+def test_accelerate_loads_its_file_and_its_line(tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(written("accelerate"))
+    loaded = load_config_from_file(str(file))
+    assert (loaded.num_machines, loaded.num_processes, loaded.main_process_port) == (2, 16, 29500)
+    assert loaded.distributed_type == "MULTI_GPU"
+    line = next(line for line in written("accelerate").splitlines() if "accelerate launch" in line)
+    words = shlex.split(line.lstrip("# "))
+    parsed = launch_command_parser().parse_args(words[words.index("launch") + 1 :])
+    assert (parsed.machine_rank, parsed.main_process_ip) == (0, "10.0.0.1")
+    assert config_from(cli.parse(parsed.training_script_args)) == CONFIG
+
+
+def test_skypilots_task():
+    task = yaml.safe_load(written("skypilot"))
+    fields = {"name": str, "num_nodes": int, "resources": dict, "workdir": str, "setup": str, "run": str}
+    assert {name: type(value) for name, value in task.items()} == fields
+    assert task["resources"] == {"disk_size": 256, "accelerators": "A100:8", "use_spot": True,
+                                 "job_recovery": "FAILOVER"}
+    assert yaml.safe_load(written("skypilot", ALONE))["resources"] == {"disk_size": 256, "cpus": "4+"}
+
+
+def test_the_command_prints_and_writes_them(tmp_path, capsys):
+    options = ["submit", "--instance_type", "ml.g5.12xlarge", "--local_dir", str(tmp_path / "out"), "--model",
+               "tiny-bert"]
+    for name, (file, _) in LAUNCHERS.items():
+        assert cli.main([*options, "--to", name, "--dry_run"]) == 0
+        printed = capsys.readouterr().out
+        assert not (tmp_path / "out" / file).exists()
+        assert cli.main([*options, "--to", name]) == 0
+        assert (tmp_path / "out" / file).read_text() == printed
+        capsys.readouterr()
+    assert cli.main([*options, "--to", "slurm", "--local"]) != 0
+    assert "--local rehearses SageMaker, not slurm" in capsys.readouterr().err

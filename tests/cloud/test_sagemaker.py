@@ -1,0 +1,254 @@
+"""The request that the SDK makes of a job, its cost, and what is refused; and what the container makes of it."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from course_lib import cli
+from course_lib.cloud import container, sagemaker
+from course_lib.cloud.job import Job, accelerators, estimate
+from course_lib.cloud.sagemaker import Account, CloudError
+from course_lib.cloud.stand_in import ROLE
+from course_lib.config import build
+from course_lib.config_files import load
+from course_lib.errors import ConfigError
+from course_lib.training import checkpoint
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def job(instance_type="ml.p4d.24xlarge", instance_count=2, processes=8, config=None, **rest):
+    config = config or build({"model": "tiny-bert", "max_steps": 4})
+    return Job(config, instance_type, instance_count, processes, **rest)
+
+
+@pytest.fixture(scope="module")
+def request_of():
+    """The captured request of a job; sockets are forbidden while it is made."""
+
+    def make(chosen, **account):
+        def refuse(*_):
+            raise AssertionError("the dry run opened a connection")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(socket.socket, "connect", refuse)
+            patch.setattr(socket, "getaddrinfo", refuse)
+            return sagemaker.request(chosen, Account(ROLE, **account))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def spot(request_of, tmp_path_factory):
+    rows = tmp_path_factory.mktemp("rows") / "train.csv"
+    rows.write_text("text,label\nfine,good\nawful,bad\n")
+    config = build({"model": "tiny-bert", "dataset": str(rows), "max_steps": 4, "num_processes": 16,
+                    "resume_from_checkpoint": "s3://mine/checkpoints"})
+    return request_of(job(config=config, max_hours=3, spot=True, max_wait_hours=5, name="tweets"), bucket="mine",
+                      tags={"team": "nlp"}, environment={"NCCL_DEBUG": "INFO"})
+
+
+def test_machines_time_and_spot(spot):
+    assert spot["ResourceConfig"] == {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 2, "VolumeSizeInGB": 30}
+    assert spot["EnableManagedSpotTraining"] is True
+    assert spot["StoppingCondition"] == {"MaxRuntimeInSeconds": 3 * 3600, "MaxWaitTimeInSeconds": 5 * 3600}
+    assert spot["CheckpointConfig"] == {"S3Uri": "s3://mine/checkpoints", "LocalPath": "/opt/ml/checkpoints"}
+
+
+def test_place_tags_environment_role_and_image(spot):
+    assert spot["RoleArn"] == ROLE and re.fullmatch(r"tweets-\d+", spot["TrainingJobName"])
+    assert spot["OutputDataConfig"]["S3OutputPath"] == "s3://mine/tweets/output"
+    assert spot["Tags"] == [{"Key": "team", "Value": "nlp"}] and spot["Environment"] == {"NCCL_DEBUG": "INFO"}
+    assert re.fullmatch(r"\d{12}\.dkr\.ecr\.us-east-1\.amazonaws\.com/pytorch-training:[\d.]+-gpu-py\d+.*",
+                        spot["AlgorithmSpecification"]["TrainingImage"])
+
+
+def test_channels_are_the_data_the_code_and_the_drivers(spot):
+    channels = {each["ChannelName"]: each["DataSource"]["S3DataSource"]["S3Uri"] for each in spot["InputDataConfig"]}
+    assert channels.keys() == {"dataset", "code", "sm_drivers"}
+    assert all(uri.startswith("s3://mine/tweets/") for uri in channels.values())
+
+
+def test_hyperparameters_are_options_of_the_trainer_and_give_the_same_run(spot):
+    given = spot["HyperParameters"]
+    assert given == {"model": "tiny-bert", "max_steps": "4", "progress_bar": "false", "keep_best": "false"}
+    assert load([], given).run.max_steps == 4
+
+
+def test_every_field_survives_the_way_through_the_drivers():
+    values = {"model": "tiny-gpt2", "task": "causal_lm", "learning_rate": 3e-4, "eval_steps": 0, "run_name": "7",
+              "split_spec": None, "save_total_limit": None, "group_by_length": False, "tracker": "jsonl,wandb"}
+    config = build(values)
+    through = {name: json.loads(json.dumps(_deserialized(text)))
+               for name, text in sagemaker.hyperparameters(job(config=config, instance_count=1)).items()}
+    back = load([], {name: value if isinstance(value, str) else json.dumps(value) for name, value in through.items()})
+    assert back.replace(progress_bar=True) == config
+
+
+def _deserialized(text):
+    """As container_drivers/common/utils.py does it."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def test_a_warm_pool_and_a_new_folder_for_checkpoints(request_of):
+    found = request_of(job("ml.g5.xlarge", 1, 1, keep_alive_minutes=15), region="eu-west-1")
+    assert ".dkr.ecr.eu-west-1.amazonaws.com/" in found["AlgorithmSpecification"]["TrainingImage"]
+    assert found["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 900
+    assert found["CheckpointConfig"]["S3Uri"].endswith(f"/{found['TrainingJobName']}/checkpoints")
+    assert "EnableManagedSpotTraining" not in found and "keep_best" not in found["HyperParameters"]
+
+
+def test_the_code_that_is_sent_is_the_package_and_its_requirements(tmp_path):
+    with tarfile.open(sagemaker.stage(tmp_path)) as archive:
+        packed = archive.getnames()
+        wanted = archive.extractfile("requirements.txt").read().decode().splitlines()
+    names = {re.split(r"[^a-z0-9-]", line.lower())[0] for line in wanted}
+    assert {"torch", "transformers", "accelerate", "deepspeed"} <= names and not names & set(sagemaker.NOT_ON_THE_JOB)
+    assert not any("extra" in line for line in wanted) and not any("__pycache__" in name for name in packed)
+    assert {name.split("/")[0] for name in packed} == {"LICENSE", "course_lib", "requirements.txt"}
+    assert {"course_lib/cli.py", "course_lib/planning/catalogue/hardware.yaml"} <= set(packed)
+
+
+def test_metric_definitions_read_what_the_trainer_logs(tmp_path):
+    from course_lib.training import run as runs
+
+    printed = []
+    config = build({"model": "tiny-bert", "max_train_samples": 32, "max_eval_samples": 16, "max_steps": 2,
+                    "max_length": 16, "batch_size": 8, "logging_steps": 1, "baselines": False, "progress_bar": False,
+                    "training_type": "basic", "device": "cpu", "tracker": "none", "output_dir": str(tmp_path / "run")})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SM_MODEL_DIR", str(tmp_path / "ml" / "model"))
+        patch.setattr("builtins.print", lambda *parts, **_: printed.append(" ".join(map(str, parts))))
+        runs.train(config, container.metric_lines())
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = {name: [float(match[1]) for line in printed if (match := re.search(regex, line))]
+             for name, regex in sagemaker.metric_definitions().items()}
+    for name, field in sagemaker.METRICS.items():
+        assert found[name] == pytest.approx([line[field] for line in logged if field in line], rel=1e-5), name
+    assert len(found) == 8 and len(found["train:loss"]) == 2 and len(found["eval:macro_f1"]) == 1
+    assert found["train:loss"][-1] != found["eval:loss"][-1] and found["eval:perplexity"] == []
+
+
+def test_no_metric_lines_outside_a_container():
+    assert container.discover({}) is None and container.metric_lines() == []
+
+
+def test_the_containers_arguments(tmp_path):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    (rows / "train.csv").touch()
+    inside = container.discover({"SM_MODEL_DIR": str(tmp_path / "model"), "SM_CHANNEL_DATASET": str(rows)})
+    place = ["--output_dir", str(tmp_path / "checkpoints")]
+    assert inside.arguments(["--max_steps", "4"]) == [
+        "train", "--max_steps", "4", "--dataset", str(rows / "train.csv"), *place]
+    (rows / "test.csv").touch()
+    assert inside.arguments([]) == ["train", "--dataset", str(rows), *place]
+    (tmp_path / "checkpoints" / "checkpoint-000002").mkdir(parents=True)
+    assert inside.arguments([])[-2:] == ["--resume_from_checkpoint", "latest"]
+    assert "--resume_from_checkpoint" not in inside.arguments(["--output-dir=elsewhere"])
+    assert inside.arguments(["doctor"]) == ["doctor"]
+
+
+def test_the_first_reason_of_a_failure_is_kept_and_cut(tmp_path):
+    inside = container.discover({"SM_MODEL_DIR": str(tmp_path / "model")})
+    inside.failed("x" * 2000 + "the cause")
+    inside.failed("a consequence")
+    told = (tmp_path / "output" / "failure").read_text()
+    assert told.endswith("the cause") and len(told) == container.REASON_CHARACTERS
+
+
+def test_machines_without_a_shared_disk_each_keep_their_part_of_a_checkpoint(tmp_path):
+    together = threading.Barrier(2)
+
+    def machine(rank):
+        checkpoint.write(tmp_path / f"machine{rank}", 2, lambda folder: (folder / f"rank{rank}").touch(),
+                         is_main=rank == 0, barrier=together.wait)
+
+    with ThreadPoolExecutor(2) as machines:
+        list(machines.map(machine, (0, 1)))
+    first, second = (tmp_path / f"machine{rank}" / "checkpoint-000002" for rank in (0, 1))
+    assert sorted(path.name for path in first.iterdir()) == [checkpoint.MANIFEST, "rank0"]
+    assert [path.name for path in second.iterdir()] == ["rank1"]
+    shutil.copytree(first, second, dirs_exist_ok=True)  # as a folder in S3 brings them together
+    assert checkpoint.latest(second.parent) == second
+
+
+def test_cost_is_bounded_by_price_machines_and_hours():
+    cost = estimate(job(max_hours=3, keep_alive_minutes=30))
+    assert cost.job == pytest.approx(cost.hourly * 2 * 3) and cost.warm_pool == pytest.approx(cost.hourly)
+    assert 10 < cost.hourly < 100 and "2025" in cost.source
+    assert accelerators("ml.p4d.24xlarge") == 8 and accelerators("ml.m5.xlarge") == 1
+
+
+@pytest.mark.parametrize(("build_it", "told"), [
+    (lambda: job(config=build({"num_processes": 3})), "num_processes is 3, and 2 × ml.p4d.24xlarge start 8 each"),
+    (lambda: job(spot=True, keep_alive_minutes=5), "a warm pool cannot be kept on spot capacity"),
+    (lambda: job(max_hours=0), "max_hours 0"),
+    (lambda: job(spot=True, max_hours=4, max_wait_hours=2), "max_wait_hours 2"),
+    (lambda: job(config=build({"training_type": "basic"})), "training_type basic runs one process, not 16"),
+    (lambda: job(name="my job"), "job name `my job`"),
+    (lambda: accelerators("ml.p4d.huge"), "ml.p4d.huge"),
+    (lambda: accelerators("H100"), "`H100` is no SageMaker instance"),
+    (lambda: Account("admin"), "role `admin` is no ARN of a role"),
+    (lambda: Account(ROLE, environment={"WANDB_API_KEY": "x"}),
+     "environment variable WANDB_API_KEY would be readable to whoever may describe the job"),
+    (lambda: sagemaker.hyperparameters(job(config=build({"run_name": "it's"}))), "run_name it's cannot travel"),
+    (lambda: sagemaker.request(job(config=build({"resume_from_checkpoint": "latest"})), Account(ROLE)),
+     "resume_from_checkpoint latest is on this machine"),
+], ids=str)
+def test_what_cannot_work_is_refused_with_the_reason(build_it, told):
+    with pytest.raises((ConfigError, CloudError)) as refused:
+        build_it()
+    assert told in str(refused.value) and refused.value.instead
+
+
+def test_version_2_is_given_the_same_job(spot):
+    config = build({"model": "tiny-bert", "max_steps": 4})
+    chosen = job(config=config, max_hours=3, spot=True, max_wait_hours=5, name="tweets")
+    found = sagemaker.estimator_v2(chosen, Account(ROLE, bucket="mine", tags={"team": "nlp"}))
+    assert found["hyperparameters"] == spot["HyperParameters"] and found["tags"] == spot["Tags"]
+    assert found["metric_definitions"] == spot["AlgorithmSpecification"]["MetricDefinitions"]
+    assert found["image_uri"] == spot["AlgorithmSpecification"]["TrainingImage"]
+    assert (found["max_run"], found["max_wait"], found["use_spot_instances"]) == (10800, 18000, True)
+    assert found["distribution"] == {"torch_distributed": {"enabled": True}}
+
+
+@pytest.mark.parametrize(("more", "keys", "told"), [
+    ([], False, "is no ARN of a role"),
+    (["--role", ROLE], False, "no AWS credentials were found"),
+    (["--role", ROLE], True, "AWS cannot be used: Could not connect to the endpoint URL"),
+], ids=["no role", "no credentials", "no network"])
+def test_what_the_job_costs_and_what_lacks_is_said_before_anything_is_sent(tmp_path, more, keys, told):
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true",
+           "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
+    if keys:
+        env |= {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "AWS_SECRET_ACCESS_KEY": "x" * 40}
+    done = subprocess.run([sys.executable, "-m", "course_lib", "submit", "--instance_type", "ml.g5.xlarge", "--model",
+                           "tiny-bert", *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("cost: 1 × ml.g5.xlarge at $") and lines[-1].startswith("course: ") and told in lines[-1]
+    assert done.returncode != 0 and not done.stdout and "Traceback" not in done.stderr
+
+
+def test_the_dry_run_prints_the_request_and_nothing_else(capsys):
+    assert cli.main(["submit", "--dry_run", "--instance_type", "ml.g5.xlarge", "--model", "tiny-bert", "--warm_pool",
+                     "--tag", "team=nlp", "--environment", "NCCL_DEBUG=INFO"]) == 0
+    out, err = capsys.readouterr()
+    request = json.loads(out)
+    assert request["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 900 and "for the warm pool" in err
+    assert request["Tags"] == [{"Key": "team", "Value": "nlp"}] and request["Environment"] == {"NCCL_DEBUG": "INFO"}
+    assert cli.main(["submit", "--dry_run", "--instance_type", "ml.g5.xlarge", "--tag", "team"]) != 0
+    assert "write --tag NAME=VALUE" in capsys.readouterr().err

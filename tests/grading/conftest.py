@@ -1,0 +1,44 @@
+"""A hall of learners with the toy exercises, and what grades them."""
+
+from pathlib import Path
+
+import pytest
+
+from course_lib.grading.sandbox import Limits, Sandbox
+from tests.grading.toys import toy_tasks
+
+RIGHT = "def total(values):\n    return sum((i + 1) * x for i, x in enumerate(values))\n"
+SPOILS = "def total(values):\n    result = sum((i + 1) * x for i, x in enumerate(values))\n    values.clear()\n" \
+         "    return result\n"
+WRONG = "def total(values):\n    return 0\n"
+TELLS = "def total(values):\n    raise ValueError(f'<script>alert(1)</script> \\x07 \\x1b[31m \\ud800 {values}')\n"
+TASKS = {task.name: task for task in (toy_tasks.TOTAL, toy_tasks.KEPT)}
+HIDDEN = 'from course_lib.grading.task import Case\n\nDRAW = {name: lambda rng: [Case(1, {"values": [271828, ' \
+         'rng.randrange(10**6, 10**7), 314159]})]\n        for name in ("toy.total", "toy.kept", "toy.mean")}\n'
+
+
+@pytest.fixture
+def sandbox():
+    return Sandbox(tasks="toy_tasks", folders=(Path(toy_tasks.__file__).parent,))
+
+
+@pytest.fixture
+def limits():
+    return Limits(seconds=5.0)
+
+
+@pytest.fixture
+def hall(tmp_path):
+    """Submissions of seven learners, and an instructor's folder beside them."""
+    hall = tmp_path / "hall"
+    hall.mkdir()
+    for name, source in {"anna": RIGHT, "berta": SPOILS, "carl": WRONG, "dora": TELLS}.items():
+        (hall / f"{name}.py").write_text(source)
+    (hall / "emil.ipynb").write_text("not a notebook")
+    (hall / "=frieda.py").write_text(RIGHT)
+    (hall / "nina" / "90_toys").mkdir(parents=True)
+    (hall / "nina" / "90_toys" / "90_toys.py").write_text(RIGHT)
+    (hall / "nina" / "90_toys" / "timestamp.txt").write_text("=HYPERLINK(1)")
+    (tmp_path / "solutions" / "hidden").mkdir(parents=True)
+    (tmp_path / "solutions" / "hidden" / "90_toys.py").write_text(HIDDEN)
+    return hall

@@ -1,0 +1,152 @@
+"""A whole hall: grades, reports without hidden checks, and a run that is killed and goes on."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from unittest import mock
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from course_lib.errors import CourseError
+from course_lib.grading import classroom, reports
+from course_lib.grading.classroom import Grading
+from course_lib.grading.exports import COLUMNS
+from course_lib.grading.submissions import read_submissions
+from tests.grading.conftest import RIGHT, TASKS
+
+ROOT = Path(classroom.__file__).resolve().parents[2]
+FRIEDA = "_frieda-"  # her file's name was no safe one
+POINTS = {"anna": 8, "berta": 7, "carl": 1, "dora": 0, "emil": 0, "nina": 8}
+
+
+@pytest.fixture
+def grading(tmp_path, hall, sandbox, limits):
+    return Grading(TASKS, tmp_path / "solutions", tmp_path / "out", sandbox, limits, jobs=2, seed=7)
+
+
+@pytest.fixture
+def graded(grading, hall):
+    submissions = read_submissions([hall], TASKS)
+    grades = grading.grade(submissions, progress=False)
+    reports.write_all(grading.out, grades, TASKS, submissions, isolated=True, hidden=True)
+    return grades
+
+
+class Tags(HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.tags = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+
+
+@pytest.mark.timeout(120)
+def test_a_hall_is_graded_and_reported(graded, grading):
+    points = {name: sum(each.points for each in own.values()) for name, own in graded.items()}
+    frieda, = (name for name in points if name.startswith(FRIEDA))
+    assert points == POINTS | {frieda: 8}
+    assert graded["berta"]["toy.kept"].scores["argument kept"].points == 0
+    assert graded["emil"]["toy.total"].error == "no answer"
+    out = grading.out
+
+    rows = list(csv.DictReader((out / "grades.csv").open()))
+    assert tuple(rows[0]) == COLUMNS
+    assert {row["student_id"]: row["score"] for row in rows} == {name: str(score) for name, score in
+                                                                (POINTS | {frieda: 8}).items()}
+    assert {row["assignment"] for row in rows} == {"90_toys"} and {row["max_score"] for row in rows} == {"8"}
+
+    assert [row["timestamp"] for row in rows if row["timestamp"]] == ["'=HYPERLINK(1)"]
+
+    data = json.loads((out / "grades.json").read_text())
+    assert {name: each["points"] for name, each in data.items()} == POINTS | {frieda: 8}
+    assert "not a notebook" in data["emil"]["problems"][0]
+
+    suites = ElementTree.parse(out / "junit.xml").getroot()
+    assert len(suites) == 7 and len(suites.findall(".//testcase")) == 21
+    assert len(suites.findall(".//failure")) == sum(not score.points for own in graded.values()
+                                                    for each in own.values() for score in each.scores.values())
+    scope = json.loads((out / "gradescope" / "anna.json").read_text())
+    assert scope["score"] == 8 and [test["max_score"] for test in scope["tests"]] == [4, 3, 1]
+
+    pages = [out / "class.html", *(out / "learners").iterdir()]
+    assert len(pages) == 8
+    for page in pages:
+        assert "script" not in Tags(page.read_text()).tags
+    assert "&lt;script&gt;" in (out / "learners" / "dora.html").read_text()
+    assert "argument kept" in (out / "class.html").read_text()
+
+
+@pytest.mark.timeout(120)
+def test_no_report_tells_of_hidden_cases(graded, grading):
+    seed = random_values(grading)
+    texts = [path.read_text() for path in grading.out.rglob("*") if path.is_file()]
+    assert len(texts) > 20
+    assert not [secret for secret in ("271828", "314159", *seed) if any(secret in text for text in texts)]
+
+
+def random_values(grading):
+    import random
+
+    from course_lib.grading.hidden import hidden_cases
+
+    return [str(hidden_cases(task, random.Random(f"7 {name}"), grading.solutions)[0].inputs["values"][1])
+            for name, task in TASKS.items()]
+
+
+@pytest.mark.timeout(120)
+def test_a_second_run_grades_only_what_is_new(graded, grading, hall):
+    with mock.patch.object(classroom, "grade_source", side_effect=AssertionError("graded again")):
+        again = grading.grade(read_submissions([hall], TASKS), progress=False)
+    assert again == graded
+    (hall / "carl.py").write_text(RIGHT)
+    with mock.patch.object(classroom, "grade_source", wraps=classroom.grade_source) as grade:
+        again = grading.grade(read_submissions([hall], TASKS), progress=False)
+    assert grade.call_count == 2
+    assert sum(each.points for each in again["carl"].values()) == 8
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_was_ended_goes_on_and_leaves_nothing(how, tmp_path, hall, grading):
+    for i in range(10):
+        (hall / f"more{i}.py").write_text(RIGHT)
+    script = (f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(grading.sandbox.folders[0])!r}]\n"
+              "from pathlib import Path\nfrom course_lib.grading.classroom import Grading\n"
+              "from course_lib.grading.sandbox import Limits, Sandbox\n"
+              "from course_lib.grading.submissions import read_submissions\nfrom toy_tasks import KEPT, TOTAL\n"
+              "tasks = {task.name: task for task in (TOTAL, KEPT)}\n"
+              f"sandbox = Sandbox(tasks='toy_tasks', folders=(Path({str(grading.sandbox.folders[0])!r}),))\n"
+              f"Grading(tasks, Path({str(grading.solutions)!r}), Path({str(grading.out)!r}), sandbox, "
+              f"Limits(seconds=5.0), 2, 7).grade(read_submissions([Path({str(hall)!r})], tasks))\n")
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    while len(list(grading.out.glob("verdicts/*/*.json"))) < 5:
+        assert process.poll() is None
+        time.sleep(0.02)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(how)
+    assert process.wait() == -how
+    assert below and not psutil.wait_procs(below, timeout=20)[1]
+
+    kept = {path: path.stat().st_mtime_ns for path in grading.out.glob("verdicts/*/*.json")}
+    submissions = read_submissions([hall], TASKS)
+    assert 5 <= len(kept) < len(submissions) * len(TASKS)
+    grades = grading.grade(submissions, progress=False)
+    assert len(list(grading.out.glob("verdicts/*/*.json"))) == len(submissions) * len(TASKS) == 34
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert {name: sum(each.points for each in grades[name].values()) for name in POINTS} == POINTS
+
+
+def test_without_hidden_cases_one_is_told_so(tmp_path, hall, sandbox, limits):
+    grading = Grading(TASKS, tmp_path / "absent", tmp_path / "out", sandbox, limits, 1)
+    with pytest.raises(CourseError, match="no file .*absent"):
+        grading.grade(read_submissions([hall], TASKS), progress=False)

@@ -1,0 +1,32 @@
+"""Two hundred honest answers, none of which loses a point."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from course_lib.grading.runner import grade_source
+from course_lib.grading.sandbox import Limits, Sandbox
+from course_lib.grading.submissions import read_submissions
+from course_lib.grading.task import Case
+from tests.grading import honest
+from tests.grading.toys import toy_tasks
+
+HIDDEN = [Case(1, {"values": [5, 6, 7, 8, 9, 10]})]
+
+
+@pytest.mark.timeout(300)
+def test_no_honest_answer_loses_a_point(tmp_path):
+    for name, data in honest.files().items():
+        (tmp_path / name).write_bytes(data)
+    submissions = read_submissions([tmp_path], {"toy.total": toy_tasks.TOTAL})
+    assert len(submissions) == 200 and not [each.problems for each in submissions if each.problems]
+    sandbox = Sandbox(tasks="toy_tasks", folders=(Path(toy_tasks.__file__).parent,))
+
+    def grade(submission):
+        return grade_source(toy_tasks.TOTAL, submission.answers.get("toy.total"), hidden=HIDDEN, limits=Limits(),
+                            sandbox=sandbox)
+
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = dict(zip([each.learner for each in submissions], pool.map(grade, submissions), strict=True))
+    assert {name: verdict for name, verdict in verdicts.items() if verdict.points != verdict.maximum} == {}

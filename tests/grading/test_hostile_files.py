@@ -1,0 +1,251 @@
+"""The tenth family: hostile files. Each harms a reader without defences; ours says what is wrong and reads on."""
+
+import io
+import json
+import os
+import stat
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from course_lib.errors import CourseError
+from course_lib.grading import submissions
+from course_lib.grading.submissions import read_submissions
+from tests.grading.toys import toy_tasks
+
+RIGHT = "def total(values):\n    return sum((i + 1) * x for i, x in enumerate(values))\n"
+TASKS = {"toy.total": toy_tasks.TOTAL}
+
+
+def cell(source, grade_id="toy-total", **marks):
+    return {"cell_type": "code", "source": source, "outputs": [], "execution_count": None,
+            "metadata": {"nbgrader": {"grade_id": grade_id, "solution": True} | marks}}
+
+
+def notebook(*cells):
+    return json.dumps({"cells": list(cells), "metadata": {}, "nbformat": 4, "nbformat_minor": 5}).encode()
+
+
+def zipped(*members, **kinds):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", kinds.get("kind", zipfile.ZIP_STORED)) as archive:
+        for name, data in members:
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def link_member(target):
+    info = zipfile.ZipInfo("90_toys.py")
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return info, target
+
+
+# What an undefended reader does, and by what one sees the harm.
+
+
+def naive_json(path: Path, folder: Path):
+    """Takes every cell of whatever is there."""
+    data = json.loads(path.read_text())
+    return "".join("".join(each["source"]) for each in data["cells"])
+
+
+def naive_unzip(path: Path, folder: Path):
+    """Extracts by name, as shell scripts and older libraries do."""
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            target = folder / "out" / member.filename
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if stat.S_ISLNK(member.external_attr >> 16):
+                target.symlink_to(archive.read(member).decode())
+            else:
+                target.write_bytes(archive.read(member))
+
+
+def raises(call, path, folder):
+    try:
+        call(path, folder)
+    except (Exception, RecursionError):
+        return True
+    return False
+
+
+def escapes(path, folder):
+    (folder / "out").mkdir()
+    naive_unzip(path, folder)
+    return (folder / "evil.py").exists()
+
+
+def follows(path, folder):
+    (folder / "out").mkdir()
+    naive_unzip(path, folder)
+    return "root:" in (folder / "out" / "90_toys.py").read_text()
+
+
+def swells(path, folder):
+    (folder / "out").mkdir()
+    naive_unzip(path, folder)
+    return sum(each.stat().st_size for each in (folder / "out").rglob("*")) > 100 * path.stat().st_size
+
+
+def eats_memory(path, folder):
+    tracemalloc.start()
+    raises(naive_json, path, folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak > 150 << 20
+
+
+def breaks(path, folder):
+    return raises(naive_json, path, folder)
+
+
+def waits(path, folder):
+    """A reader that opens a pipe waits for its writer for ever: non-blocking, one sees that it is one."""
+    return stat.S_ISFIFO(os.stat(path).st_mode)
+
+
+def leaks(path, folder):
+    return "root:" in path.read_text()
+
+
+def large_notebook(path):
+    with path.open("wb") as out:
+        out.truncate(200 << 20)
+
+
+FILES = {
+    "not a notebook": ("x.ipynb", b"hello", breaks, "not a notebook"),
+    "half a notebook": ("x.ipynb", notebook(cell(RIGHT))[:-9], breaks, "not a notebook"),
+    "a list": ("x.ipynb", b"[]", breaks, "not a notebook"),
+    "cells that are numbers": ("x.ipynb", b'{"cells": [1, 2]}', breaks, "not a notebook"),
+    "empty": ("x.ipynb", b"", breaks, "not a notebook"),
+    "wrong encoding": ("x.ipynb", '{"cells": "é"}'.encode("utf-16"), breaks, "UTF-8"),
+    "nested to the sky": ("x.ipynb", b"[" * 200_000, breaks, "nested"),
+    "an endless number": ("x.ipynb", b'{"cells": ' + b"9" * 10_000 + b"}", breaks, "not a notebook"),
+    "200 MB": ("x.ipynb", large_notebook, eats_memory, "200 MiB"),
+    "a pipe": ("x.ipynb", os.mkfifo, waits, "ordinary"),
+    "a link to a file of ours": ("x.py", lambda path: path.symlink_to("/etc/passwd"), leaks, "link"),
+    "a zip with ../": ("x.zip", zipped(("../evil.py", RIGHT)), escapes, "outside"),
+    "a zip with ../ deep inside": ("x.zip", zipped(("a/b/../../../evil.py", RIGHT)), escapes, "outside"),
+    "a zip with a link": ("x.zip", zipped(link_member("/etc/passwd")), follows, "link"),
+    "a zip that swells": ("x.zip", zipped(("90_toys.py", bytes(110 << 20)), kind=zipfile.ZIP_DEFLATED), swells,
+                          "unpacks"),
+    "a zip of many": ("x.zip", zipped(*((f"{i}.py", b"") for i in range(2001))),
+                      lambda path, folder: raises(naive_json, path, folder), "members"),
+    "no zip": ("x.zip", b"PK\x03\x04 and so on", lambda path, folder: raises(naive_unzip, path, folder), "not a zip"),
+    "half a zip": ("x.zip", zipped(("90_toys.py", RIGHT))[40:],
+                   lambda path, folder: raises(naive_unzip, path, folder), "damaged"),
+}
+
+
+def test_there_are_enough():
+    assert len(FILES) >= 10
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_harms_the_naive_reader_and_nobody_here(name, tmp_path):
+    filename, content, harms, said = FILES[name]
+    hall = tmp_path / "hall"
+    (hall / "mallory").mkdir(parents=True)
+    path = hall / "mallory" / filename
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content)
+    (hall / "alice.py").write_text(RIGHT)
+    control = tmp_path / "control"
+    control.mkdir()
+    assert harms(path, control)
+
+    alice, mallory = read_submissions([hall], TASKS)
+    assert alice.answers == {"toy.total": RIGHT} and not alice.problems
+    assert not mallory.answers
+    assert len(mallory.problems) == 1 and said in mallory.problems[0]
+    assert sorted(each.name for each in hall.rglob("*")) == sorted(["mallory", filename, "alice.py"])
+
+
+def test_a_large_notebook_takes_no_memory(tmp_path):
+    large_notebook(tmp_path / "x.ipynb")
+    tracemalloc.start()
+    read_submissions([tmp_path], TASKS)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_only_answer_cells_count(tmp_path):
+    other = {"cell_type": "code", "source": "raise SystemExit", "metadata": {}}
+    check = cell("check('toy.total', total)", "toy-total-check", solution=False, grade=True)
+    path = tmp_path / "alice.ipynb"
+    path.write_bytes(notebook(other, cell("import math"), cell(RIGHT.splitlines(True)), check, other))
+    alice, = read_submissions([path], TASKS)
+    assert alice.answers == {"toy.total": "import math\n\n" + RIGHT}
+
+
+@pytest.mark.parametrize("cells", [
+    [cell(RIGHT, "toy-other")], [cell(RIGHT, solution=False)], [cell(RIGHT) | {"cell_type": "markdown"}],
+    [cell(RIGHT) | {"metadata": {}}], [],
+], ids=["other name", "not a solution", "markdown", "no metadata", "deleted"])
+def test_changed_metadata_gives_no_answer(tmp_path, cells):
+    path = tmp_path / "alice.ipynb"
+    path.write_bytes(notebook(*cells))
+    alice, = read_submissions([path], TASKS)
+    assert not alice.answers
+
+
+def test_whose_is_what(tmp_path):
+    inner = zipped(("90_toys.py", RIGHT))
+    files = {"nbgrader/submitted/anna/90_toys/90_toys.ipynb": notebook(cell(RIGHT)), "flat/berta.ipynb":
+             notebook(cell(RIGHT)), "flat/carl.py": RIGHT.encode(), "flat/dora.zip": inner,
+             "folders/emil/90_toys.py": RIGHT.encode(), "folders/frieda/deep/x.ipynb": notebook(cell(RIGHT)),
+             "gustav/90_toys.ipynb": notebook(cell(RIGHT)),
+             "hall.zip": zipped(("heidi/90_toys.py", RIGHT), ("ida/90_toys.py", RIGHT)), "jan.zip": inner,
+             "nbgrader/submitted/anna/90_toys/timestamp.txt": b"2026-11-21 10:00:00 UTC\n",
+             "flat/evil = cmd.py": RIGHT.encode()}
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    found = read_submissions([tmp_path / each for each in ("nbgrader", "flat", "folders", "gustav", "hall.zip",
+                                                           "jan.zip")], TASKS)
+    names = [each.learner for each in found]
+    assert names[:4] == ["anna", "berta", "carl", "dora"] and names[4] == "emil"
+    assert [each for each in names if not each.startswith("evil")] == [
+        "anna", "berta", "carl", "dora", "emil", "frieda", "gustav", "heidi", "ida", "jan"]
+    assert all(each.answers["toy.total"] == RIGHT and not each.problems for each in found)
+    assert found[0].stamps == {"90_toys": "2026-11-21 10:00:00 UTC"}
+
+
+@pytest.mark.parametrize("name", ["../../etc", "..", "=1+1", "a/b", "<script>", "a\0b", "", "a\nb", "." * 300])
+def test_a_learner_is_a_safe_name(name):
+    safe = submissions.learner_id(name)
+    assert safe and safe not in (".", "..") and not set(safe) & set("/\\<>\0\n\"'&=")
+    assert safe != submissions.learner_id(name + "x")
+
+
+def test_a_name_that_no_terminal_takes(tmp_path):
+    folder = os.fsencode(tmp_path / "hall") + b"/mallory\xff\x1b[31m"
+    os.makedirs(folder)
+    with open(folder + b"/x\xff.ipynb", "wb") as out:
+        out.write(b"no")
+    mallory, = read_submissions([tmp_path / "hall"], TASKS)
+    assert mallory.problems == ["mallory??[31m/x?.ipynb: is not a notebook of format 4: open it in Jupyter and save it "
+                                "again"]
+    assert mallory.learner.isprintable()
+
+
+def test_two_answers_to_one_task_are_told(tmp_path):
+    (tmp_path / "anna").mkdir()
+    (tmp_path / "anna" / "a.py").write_text(RIGHT)
+    (tmp_path / "anna" / "b.py").write_text("def total(values): return 0\n")
+    anna, = read_submissions([tmp_path], TASKS)
+    assert anna.answers == {"toy.total": RIGHT} and anna.problems == ["anna/b.py: toy.total is in anna/a.py too, which "
+                                                                      "counts"]
+
+
+def test_nothing_to_grade_is_said(tmp_path):
+    with pytest.raises(CourseError, match="nothing to grade"):
+        read_submissions([tmp_path], TASKS)
+    with pytest.raises(CourseError, match="no submission"):
+        read_submissions([tmp_path / "absent"], TASKS)

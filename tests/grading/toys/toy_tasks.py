@@ -1,0 +1,79 @@
+"""Two small exercises: one in plain Python, quick to start, and one on two real ranks."""
+
+import random
+
+from course_lib.grading.task import Case, Miss, Property, Task
+
+
+def weighted(values):
+    return sum((i + 1) * each for i, each in enumerate(values))
+
+
+def draw_total(rng: random.Random) -> list[Case]:
+    return [Case(1, {"values": [rng.randrange(1, 10**6) for _ in range(rng.randrange(3, 8))]}) for _ in range(2)]
+
+
+def observe_total(function, case, rank):
+    values = list(case.inputs["values"])
+    return {"total": function(values), "after": values}
+
+
+def right_total(case, seen):
+    expected = weighted(case.inputs["values"])
+    found = seen[0].get("total")
+    return None if type(found) is int and found == expected else Miss(f"total {expected}", str(found)[:40])
+
+
+def kept(case, seen):
+    return None if seen[0].get("after") == case.inputs["values"] else Miss("its argument as it was", "another")
+
+
+def draw_mean(rng: random.Random) -> list[Case]:
+    return [Case(2, {"shares": [[rng.randrange(1000) for _ in range(4)] for _ in range(2)]})]
+
+
+def observe_mean(function, case, rank):
+    import torch
+
+    return {"mean": function(torch.tensor(case.inputs["shares"][rank], dtype=torch.float64)).numpy()}
+
+
+def right_mean(case, seen):
+    expected = [sum(column) / 2 for column in zip(*case.inputs["shares"], strict=True)]
+    for rank, each in enumerate(seen):
+        if [float(x) for x in each["mean"]] != expected:
+            return Miss(str(expected), str(each["mean"]), rank)
+    return None
+
+
+def observe_noted(function, case, rank):
+    """Notes each all-reduce as `Recorder` does; here by the plainest means."""
+    import torch
+    import torch.distributed as dist
+
+    events, real = [], dist.all_reduce
+
+    def noting(tensor, *args, **kwargs):
+        events.append(f"all_reduce {tensor.nbytes}")
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = noting
+    return {"mean": function(torch.tensor(case.inputs["shares"][rank], dtype=torch.float64)).numpy(), "events": events}
+
+
+def one_reduction(case, seen):
+    for rank, each in enumerate(seen):
+        if each["events"] != ["all_reduce 32"]:
+            return Miss("all_reduce 32", str(each["events"])[:40], rank)
+    return None
+
+
+TOTAL = Task("toy.total", "90_toys", "total", "A weighted sum", 1, 1, 1, draw_total, observe_total,
+             {"result": Property(4, right_total)}, needs_ranks=False)
+KEPT = Task("toy.kept", "90_toys", "total", "A weighted sum, and its argument kept", 1, 1, 1, draw_total, observe_total,
+            {"result": Property(3, right_total), "argument kept": Property(1, kept)}, needs_ranks=False)
+MEAN = Task("toy.mean", "90_toys", "mean", "A mean over ranks", 1, 1, 1, draw_mean, observe_mean,
+            {"result": Property(2, right_mean)})
+NOTED = Task("toy.noted", "90_toys", "mean", "A mean by one all-reduce", 1, 1, 1, draw_mean, observe_noted,
+             {"result": Property(2, right_mean), "collectives": Property(1, one_reduction)})
+TASKS = {task.name: task for task in (TOTAL, KEPT, MEAN, NOTED)}

@@ -1,0 +1,48 @@
+"""What lesson 09 claims: the formula, the simulation and real ranks agree, and the search says what it did."""
+
+import pytest
+
+from course_lib.planning import hardware, models, strategy
+
+pytestmark = pytest.mark.timeout(300)
+
+MODEL, GPU, GPUS = "gpt2-large", "H100", 64
+
+
+@pytest.fixture(scope="module")
+def lesson(run_lesson):
+    """With a model of 0.8 billion parameters in the place of 8: the same cells, in less time."""
+    return run_lesson("09_plan_and_simulate", model=MODEL, gpu=GPU, gpus=GPUS, sequence_length=512, world_size=2)
+
+
+def test_an_8b_in_the_head(lesson):
+    parameters = models.load(MODEL).parameters
+    assert lesson["billions"] == parameters / 1e9
+    assert lesson["states"] == pytest.approx(16 * parameters / 2**30, rel=1e-6)
+    assert lesson["states_of_a_rank"] == pytest.approx(lesson["states"] / GPUS, rel=0.01)
+    assert lesson["activations"] > 3 * lesson["activations_recomputed"] > 0 < lesson["logits"]
+
+
+def test_the_simulation_agrees_with_the_formula(lesson):
+    assert abs(lesson["formula_off_model_states"]) < 0.05 and abs(lesson["formula_off_activations"]) < 0.15
+    assert lesson["sent"] == pytest.approx(63 / 64 * 8 * models.load(MODEL).parameters / 2**30, rel=0.05)
+    assert lesson["collectives"] >= 3 * 36, "two gathers and a reduction of every block"
+
+
+def test_real_ranks_agree_with_the_simulation(lesson):
+    assert lesson["same_collectives"] is True
+    assert lesson["sent_real_over_simulated"] == 1
+    assert lesson["states_real_over_simulated"] == pytest.approx(1, rel=0.01)
+
+
+def test_the_search_and_its_maps(lesson):
+    found = strategy.search(models.load(MODEL), hardware.cluster(GPU, GPUS), 512)
+    assert lesson["layouts"] == found.considered and lesson["mfu"] == found.best.cost.mfu
+    assert 0 < lesson["fits"] <= lesson["layouts"]
+    assert 4 <= lesson["places_with_nothing"] < 25 and 5 < lesson["rule_agrees"] < 49
+    assert lesson["rows_compared"] == 139 and lesson["median_error"].endswith("%")
+
+
+def test_the_plan_is_written_down(lesson):
+    assert {"course.yaml", "accelerate.yaml", "torchrun.sh", "job.sbatch"} <= set(lesson["emitted"])
+    assert 2 < lesson["sixteen_times_the_gpus"] < 16.5

@@ -1,0 +1,98 @@
+"""What lesson 11 claims, measured anew, in a network that has nothing but loopback: nothing tries to leave it."""
+
+import math
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from course_lib.cli import main
+from course_lib.runtime.netns import in_own_network
+from course_lib.tracking.base import RunInfo
+from course_lib.tracking.jsonl import JsonLinesTracker
+from course_lib.training import tracking_lab as lab
+from tests.notebooks.alone import run_alone
+from tests.notebooks.conftest import NOTEBOOKS
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS, SEEDS = 20, 2
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), timeout=360, world_size=2, steps=STEPS, seeds=SEEDS,
+                     sweep_steps=6)
+
+
+@pytest.fixture(scope="module")
+def lesson(ran):
+    return ran[0]
+
+
+def attempts_of_launching() -> int:
+    """Of ranks that do nothing, launched as often as in the lesson."""
+    before = lab.without_a_route()
+    program = "from course_lib.runtime.launch import launch\nfor _ in range(2): launch(print, device='cpu')"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=100)
+    return lab.without_a_route() - before
+
+
+def test_the_lesson_tries_to_reach_nothing_but_loopback(ran):
+    """The kernel's counter sees a single knock, and none of a tracked run.
+
+    In the whole lesson it sees no more than where ranks are launched that do nothing: torch's store then asks the name
+    server for the name of the loopback address, unless /etc/hosts has it as IPv6 too.
+    """
+    before, after = in_own_network(lambda: (lab.without_a_route(), lab.knock() or lab.without_a_route()))
+    assert (before, after) == (0, 1)
+    values, attempts = ran
+    assert attempts <= in_own_network(attempts_of_launching)
+    assert (values["attempts_of_a_knock"], values["attempts_of_a_tracked_run"]) == (1, 0)
+
+
+def test_three_trackers_keep_the_numbers_that_the_formula_gives(lesson):
+    rows = STEPS // 5
+    assert lesson["numbers_kept"] == 6 * rows + 5 * 2 * math.ceil(rows / 2) + 9
+    assert lesson["trackers_agree"] and lesson["runs_by_id"] == 1
+
+
+def test_handing_over_is_cheaper_and_a_slow_tracker_costs_every_rank(lesson):
+    assert lesson["wandb_handed_over"] < lesson["wandb_in_the_step"] / 3
+    assert min(lesson["slow_on_rank_0"], lesson["slow_on_the_last_rank"]) > 100 > lesson["threaded_on_rank_0"], (
+        "a row waits 200 ms")
+
+
+def test_the_sweep_tells_luck_from_a_setting(lesson):
+    assert lesson["runs_of_the_sweep"] == 2 * SEEDS
+    assert lesson["differing_options"] == ["learning_rate", "seed"]
+    assert lesson["standard_error"] > 0 and lesson["gap_between_rates"] > 0
+
+
+def test_the_wrong_rows_are_all_there(lesson):
+    assert 0 < lesson["wrong_rows"] < 200 and lesson["tables_agree"]
+    assert lesson["least_loss_of_a_wrong_row"] >= math.log(2) - 1e-3
+    assert lesson["least_recall"] < lesson["macro_f1"] < 1
+
+
+def test_a_stopped_run_goes_on_in_its_own_curve(lesson):
+    assert lesson["states_when_stopped"] == ["interrupted", "interrupted"]
+    assert lesson["states_when_resumed"] == ["finished", "finished"]
+    assert lesson["rows_after_resuming"] == 10 and lesson["same_steps_in_both"]
+
+
+def test_what_goes_wrong_says_what_the_lesson_says(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracker = JsonLinesTracker(RunInfo("id", "name", "project", None, tmp_path / "runs" / "one" / "tracking"))
+    tracker.start()
+    tracker.log({"train/loss": 1.0}, 1)
+    tracker.finish()
+    cells = nbformat.read(NOTEBOOKS / "11_wandb.ipynb", as_version=4).cells
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    said = []
+    for arguments in (("train", "--tracker", "wandbb"), ("runs", "runs", "--report", "r.md", "--metrics", "train/los"),
+                      ("runs", "somewhere")):
+        assert main(list(arguments)) == 2
+        said.append(capsys.readouterr().err.strip().removeprefix("course: ").partition(" of runs")[0])
+    assert len(said) == 3 and [message for message in said if f"Error: {message}" not in " ".join(prose.split())] == []

@@ -1,0 +1,77 @@
+"""What lesson 12 claims, measured anew, with no network but the loopback interface and no account."""
+
+import nbformat
+import pytest
+
+from course_lib.cloud.job import Job
+from course_lib.cloud.sagemaker import Account, CloudError
+from course_lib.cloud.stand_in import ROLE
+from course_lib.config import build
+from course_lib.errors import ConfigError
+from course_lib.figures.cloud import losses_by_attempt
+from course_lib.runtime.netns import in_own_network
+from tests.notebooks.conftest import NOTEBOOKS
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+STEPS, INTERRUPT_AFTER = 60, 3
+
+
+@pytest.fixture(scope="module")
+def lesson(run_lesson):
+    """Run in a network namespace that has the loopback interface alone."""
+    return in_own_network(run_lesson, "12_sagemaker", world_size=2, steps=STEPS, interrupt_after=INTERRUPT_AFTER)
+
+
+def test_the_request_and_its_cost(lesson):
+    assert lesson["channels"] == 2 and lesson["dollars_at_most"] == pytest.approx(37.688 * 2 * 3)
+    assert {"HyperParameters", "InputDataConfig", "ResourceConfig", "StoppingCondition", "CheckpointConfig",
+            "OutputDataConfig", "RoleArn", "AlgorithmSpecification"} <= set(lesson["parts_of_the_request"])
+
+
+def test_the_failed_job_says_why_and_costs_all_the_same(lesson):
+    assert lesson["status"] == "Failed" and lesson["steps_of_the_failed_job"] == 0 < lesson["paid_seconds"]
+    assert "tweets has no column `tweet`" in lesson["reason"] and "CalledProcessError" not in lesson["reason"]
+
+
+def test_the_interrupted_job_goes_on_where_it_stopped(lesson):
+    first, second = lesson["attempts"]
+    assert first + second == list(range(1, STEPS + 1)), "no step is missing, none is done twice"
+    assert max(first) >= INTERRUPT_AFTER + 1 and lesson["second_attempt_begins_at"] == min(second)
+
+
+def test_it_computes_what_this_machine_computes(lesson):
+    assert lesson["steps_compared"] == STEPS and lesson["losses_differ_by"] < 1e-5
+
+
+def test_model_and_metrics_came_back(lesson):
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(lesson["files_of_the_model"])
+    assert lesson["label"] in ("negative", "neutral", "positive")
+    assert {"train:loss", "eval:accuracy", "eval:macro_f1"} <= lesson["final_metrics"].keys()
+    assert lesson["final_metrics"]["train:learning_rate"] == 0
+
+
+def test_every_launcher_has_a_script(lesson):
+    assert lesson["lines_of_each_script"].keys() == {"slurm", "torchrun", "accelerate", "skypilot"}
+    assert min(lesson["lines_of_each_script"].values()) >= 6
+
+
+def test_attempts_are_told_apart():
+    log = ["[algo-1] metrics: step=1 epoch=0.1 loss=1.5 x=1", "[algo-1] resumed from f (step 1 of 2)",
+           "[algo-1] metrics: step=2 epoch=0.2 loss=1.25 x=1", "[algo-1] metrics: step=2 epoch=0.2 eval.loss=9"]
+    assert losses_by_attempt(log) == [{1: 1.5}, {2: 1.25}]
+
+
+def test_what_goes_wrong_says_what_the_lesson_says():
+    told = []
+    for attempt in (lambda: Job(build({"num_processes": 3}), "ml.m5.xlarge", 2), lambda: Account("admin"),
+                    lambda: Account(ROLE, environment={"WANDB_API_KEY": "x"})):
+        with pytest.raises((ConfigError, CloudError)) as error:
+            attempt()
+        told.append(str(error.value))
+    cells = nbformat.read(NOTEBOOKS / "12_sagemaker.ipynb", as_version=4).cells
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    headings = [line.removeprefix("- **").split("**")[0].strip("` ") for line in prose.splitlines()
+                if line.startswith("- **`")]
+    assert len(headings) == 3
+    for message, heading in zip(told, headings, strict=True):
+        assert message.startswith(heading)

@@ -1,0 +1,172 @@
+"""The exercises' table, their masters, and rules that no observation can bring down or deceive by its form alone."""
+
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+
+from course_lib.errors import DataError
+from course_lib.grading import masters
+from course_lib.grading.hidden import hidden_cases
+from course_lib.grading.plain import pack, unpack
+from course_lib.grading.selftest import planted
+from course_lib.grading.task import Finding, earned, plain
+from course_lib.grading.tasks import TASKS
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).resolve().parents[2]
+SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
+LESSONS = ("01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation", "05_zero_stages",
+           "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid")
+JUNK = (None, True, 7, -1.5, float("nan"), 10**400, "", "all_reduce", "x" * 1000, [], [[]], [{}], [None], [["0F0"]],
+        [["9" * 5000]], ["all_reduce " + "9" * 5000], ["all_reduce -1"], [" "], {}, {"a": []}, np.zeros(0),
+        np.zeros((2, 3, 4)), np.full((3, 3), np.inf), np.array(["text"]), np.array(5), [[[0, 0, 10**9]]],
+        [[[True, 0, 1]]], [1e308, -1e308])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The oracles' tensors are tiny: threads that wait for each other would be all that they cost."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def same(left, right):
+    """Equal plain data, arrays included."""
+    if isinstance(left, np.ndarray):
+        return isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+def test_thirty_exercises_and_three_a_lesson():
+    counted = Counter(task.lesson for task in TASKS.values())
+    assert set(counted) == set(LESSONS) and min(counted.values()) >= 3 and sum(counted.values()) == len(TASKS) >= 30
+    assert len({task.function for task in TASKS.values()}) == len(TASKS), "a .py file names them by function"
+    assert len({task.grade_id for task in TASKS.values()}) == len(TASKS)
+    for task in TASKS.values():
+        assert 1 <= task.difficulty <= 5 and 1 <= task.importance <= 5 and 5 <= task.minutes <= 60
+        assert len(task.points) >= 2 and all(points > 0 for points in task.points.values())
+    assert {1, 2, 3, 4} <= {task.difficulty for task in TASKS.values()}
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_cases_are_plain_and_repeat_with_the_generator(task):
+    first, again = (task.cases(random.Random(0)) for _ in range(2))
+    assert first and all(same(a.inputs, b.inputs) and a.world_size == b.world_size
+                         for a, b in zip(first, again, strict=True))
+    for case in first:
+        assert same(unpack(pack(case.inputs)), case.inputs), "they cross a process border as they are"
+    assert len({case.world_size for case in first}) > 1 or not task.needs_ranks
+    one, other = (hidden_cases(task, random.Random(seed), SOLUTIONS) for seed in (1, 2))
+    assert not all(same(a.inputs, b.inputs) for a, b in zip(one, other, strict=True)), "hidden cases follow the seed"
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_no_observation_breaks_a_rule_or_earns_by_its_form(task):
+    """Every key that the rules ask for, filled with junk: findings come, and the task is not earned."""
+    class Asked(dict):
+        """Notes what it is asked for."""
+
+        keys_asked: set[str] = set()
+
+        def get(self, key, default=None):
+            self.keys_asked.add(key)
+            return super().get(key, default)
+
+    for case in task.cases(random.Random(0))[1:2]:
+        Asked.keys_asked = set()
+        everything = [Asked() for _ in range(case.world_size)]
+        assert earned(task, task.judge(case, everything)) == 0
+        for junk in JUNK:
+            for key in sorted(Asked.keys_asked):
+                for other in (None, junk):
+                    seen = [{name: junk if name == key else other for name in Asked.keys_asked}] * case.world_size
+                    findings = task.judge(case, seen)
+                    assert [each.property for each in findings] == list(task.points)
+                    assert not all(each.holds for each in findings), (junk, key)
+        for broken in ([{"error": "ValueError: no"}] * case.world_size, [], [None] * case.world_size,
+                       [{}] * (case.world_size + 1)):
+            assert not any(each.holds for each in task.judge(case, broken))
+
+
+def test_points_want_every_finding_of_a_property():
+    task = TASKS["ddp.average"]
+    good = [Finding(name, True, None, "", "") for name in task.points]
+    assert earned(task, good * 2) == sum(task.points.values())
+    assert earned(task, [*good, Finding("bytes", False, 0, "a", "b")]) == sum(task.points.values()) - 1
+    assert earned(task, good[1:]) == sum(task.points.values()) - 3, "nothing found is nothing earned"
+    assert earned(task, []) == 0
+
+
+def test_what_a_function_returns_becomes_plain():
+    found = plain({"a": (torch.ones(2, requires_grad=True), np.float32(1), None), 3: [torch.tensor(2)]})
+    assert same(found, {"a": [np.ones(2, np.float32), 1.0, None], "3": [np.array(2)]})
+    with pytest.raises(TypeError, match="returned a object"):
+        plain([object()])
+
+
+def test_every_task_stands_in_its_master_as_the_table_has_it():
+    looked = 0
+    for path in masters.masters(SOLUTIONS):
+        notebook = nbformat.read(path, as_version=4)
+        prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+        cells = {cell.metadata["nbgrader"]["grade_id"]: cell for cell in notebook.cells if "nbgrader" in cell.metadata}
+        mine = [task for task in TASKS.values() if task.lesson == path.stem]
+        assert list(masters.answers(path)) == [task.name for task in mine]
+        for task in mine:
+            looked += 1
+            total = sum(task.points.values())
+            points = ", ".join(f"{name} ({each})" for name, each in task.points.items())
+            assert task.title in prose and f"{task.minutes} minutes · {total} points: {points}" in prose
+            assert f"{'●' * task.difficulty}{'○' * (5 - task.difficulty)} · importance {'●' * task.importance}" in prose
+            assert f"def {task.function}(" in cells[task.grade_id].source
+            assert cells[task.grade_id].source.count("### BEGIN SOLUTION") == 1
+            check = cells[f"{task.grade_id}-check"]
+            assert check.metadata["nbgrader"]["points"] == total
+            assert check.source.startswith(f'check("{task.name}", {task.function})')
+            assert f'grade("{task.name}", {task.function})' in check.source
+        assert prose.count("Expected output") == len(mine) <= prose.count("Hint 1") and "```" in prose
+    assert looked == len(TASKS)
+
+
+def test_exercises_are_what_the_masters_make():
+    written = sorted(path.name for path in EXERCISES.glob("*.ipynb"))
+    assert written == [path.name for path in masters.masters(SOLUTIONS)] and len(written) == len(LESSONS)
+    for name in written:
+        text = masters.released(SOLUTIONS / name)
+        assert (EXERCISES / name).read_text(encoding="utf-8") == text, f"{name}: make it anew from its master"
+        assert text == masters.released(SOLUTIONS / name)
+        for cell in nbformat.reads(text, as_version=4).cells:
+            assert "HIDDEN" not in cell.source and "BEGIN SOLUTION" not in cell.source and "hidden" not in cell.source
+            assert not cell.get("outputs")
+
+
+def test_a_planted_answer_wants_a_text_that_is_there_once():
+    wrong = planted(SOLUTIONS)
+    assert len(wrong) >= 90 and len({(each.task, each.name) for each in wrong}) == len(wrong)
+    with pytest.raises(DataError, match="stands 0 times"):
+        wrong[0].source("nothing of it")
+    with pytest.raises(DataError, match="stands 2 times"):
+        wrong[0].source(wrong[0].old * 2)
+
+
+def test_learners_do_not_carry_hidden_cases(tmp_path):
+    with pytest.raises(DataError):
+        hidden_cases(TASKS["ddp.ring"], random.Random(0), tmp_path)
+    text = "".join(path.read_text(encoding="utf-8") for path in EXERCISES.glob("*.ipynb"))
+    for name in ("solutions", "DRAW", "Planted"):
+        assert not re.search(rf"\b{name}\b", text)
+    assert json.loads((EXERCISES / "01_basic_loop.ipynb").read_text())["nbformat"] == 4

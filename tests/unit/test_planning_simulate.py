@@ -1,0 +1,155 @@
+"""The simulated rank: against PyTorch's own memory tracker, two real ranks, and the planner's formula."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from course_lib import cli
+from course_lib.errors import ConfigError
+from course_lib.parallel.fsdp_torch import shard_with_torch
+from course_lib.planning import simulate as simulated
+from course_lib.planning.simulate import STRATEGIES, Setting, compare, simulate
+from course_lib.runtime.launch import launch
+from course_lib.runtime.ledger import KINDS, Ledger
+from course_lib.runtime.meter import Meter
+
+pytestmark = pytest.mark.timeout(120)
+TOKENS = 32
+
+
+def tiny(layers: int = 3) -> LlamaConfig:
+    return LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+                       num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, use_cache=False,
+                       attn_implementation="sdpa")
+
+
+def setting(strategy: str, world_size: int = 2, **more) -> Setting:
+    return Setting(strategy, world_size, sequence_length=TOKENS, **({"shards": 2} | more))
+
+
+def real_rank(strategy: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
+    """Peaks by kind, and collectives with bytes, of the third step of a real rank in fp32."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = AutoModelForCausalLM.from_config(tiny())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if strategy == "ddp":
+        engine = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        engine = shard_with_torch(model, optimizer, reshard_after_forward=strategy != "zero2")
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    for _ in range(3):  # DDP lays its buckets out anew in the second
+        with Meter(engine, optimizer) as meter:
+            engine(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    return meter.peak, [(each.name, each.bytes) for each in meter.collectives]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
+def test_a_real_rank_holds_and_sends_the_same(strategy):
+    peak, sent = launch(real_rank, strategy, num_processes=2, timeout=90)[0]
+    with mock.patch("course_lib.planning.simulate.Ledger", lambda vocabulary: Ledger()):  # logits as activations
+        found = simulate(tiny(), setting(strategy, precision="fp32"))
+    assert [(each.name, each.bytes) for each in found.exchanges] == sent
+    assert found.peak["parameters"] + found.peak["parameter copies"] == peak["parameters"]
+    assert found.peak["optimizer states"] == peak["optimizer states"]
+    assert found.peak["gradients"] == peak["gradients"]
+    assert found.peak["activations"] == peak["activations"]
+
+
+def test_the_total_is_that_of_torch_s_own_tracker():
+    """Torch's counts in the same pass; it rounds nothing either, but does not see the batch as ours does."""
+    trackers = []
+
+    def tracked(model, engine, optimizer, asked, ledger):
+        tracker = FSDPMemTracker(model, optimizer)
+        with tracker:
+            run(model, engine, optimizer, asked, ledger)
+        trackers.append(tracker)
+
+    run = simulated._run
+    with mock.patch.object(simulated, "_run", tracked):
+        found = simulate(tiny(), setting("fsdp", 8))
+    (theirs,) = (each["Total"] for each in trackers[0].get_tracker_snapshot("peak").values())
+    assert found.total == pytest.approx(theirs, rel=0.02)
+
+
+def test_every_strategy_holds_what_it_says():
+    whole = sum(each.numel() for each in AutoModelForCausalLM.from_config(tiny()).parameters())
+    seen = 0
+    for strategy in STRATEGIES:
+        found = simulate(tiny(), setting(strategy, 2 if strategy == "tp" else 4))
+        share = {"ddp": 1, "tp": 2, "hsdp": 2}.get(strategy, 4)
+        norms = 7 * 64 * (1 - 1 / share) if strategy == "tp" else 0  # tensor ranks have them whole
+        assert found.parameters == whole
+        assert found.peak["parameters"] == 4 * (whole / share + norms), strategy
+        more = 4 * 250 * 64 if strategy == "tp" else 0  # DTensor leaves the gradient of a split embedding whole
+        assert found.resident["gradients"] == found.peak["parameters"] + more, strategy
+        assert sum(found.at_peak.values()) == found.total
+        assert sum(sum(held.values()) for held in found.modules.values()) == found.total
+        seen += 1
+    assert seen == 6
+
+
+def test_resharding_frees_what_zero_2_keeps():
+    kept, freed = simulate(tiny(8), setting("zero2")), simulate(tiny(8), setting("zero3"))
+    assert kept.peak["parameter copies"] > 2 * freed.peak["parameter copies"]
+    gathers = [sum(each.name == "all_gather" for each in found.exchanges) for found in (kept, freed)]
+    assert gathers == [9, 9 + 8]
+
+
+def test_checkpointing_keeps_a_block_s_input_alone():
+    plain, again = simulate(tiny(8), setting("fsdp")), simulate(tiny(8), setting("fsdp", checkpointing=True))
+    inputs = 8 * 2 * TOKENS * 64
+    assert inputs <= again.peak["activations"] < plain.peak["activations"] / 4
+
+
+def test_nothing_is_left_of_the_fake_cluster():
+    before = torch.UntypedStorage.resize_
+    first, second = simulate(tiny(), setting("fsdp", 64)), simulate(tiny(), setting("fsdp", 64))
+    assert first == second
+    assert not dist.is_initialized() and torch.UntypedStorage.resize_ is before
+    model = AutoModelForCausalLM.from_config(tiny())
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    assert loss.item() > 0 and type(model.lm_head.weight.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    (Setting("fdsp", 2), "did you mean `fsdp`"), (Setting("fsdp", 0), "world_size 0"),
+    (Setting("fsdp", 2, rank=2), "rank 2 of 2"), (Setting("fsdp", 2, sequence_length=65), "takes 64"),
+    (Setting("hsdp", 6, shards=4, sequence_length=8), "4 ranks, not 6"),
+    (Setting("tp", 3, sequence_length=8), "does not divide|cannot|3"),
+], ids=lambda each: each if isinstance(each, str) else each.strategy)
+def test_mistakes_are_named(asked, says):
+    with pytest.raises(ConfigError, match=says):
+        simulate(tiny(), asked)
+    assert not dist.is_initialized()
+
+
+def test_the_formula_beside_it():
+    asked = Setting("fsdp", 8, sequence_length=256)
+    found = simulate("EleutherAI/pythia-160m", asked)
+    errors = {each.kind: each.error for each in compare("EleutherAI/pythia-160m", asked, found)}
+    assert abs(errors["model states"]) < 0.05 and abs(errors["activations"]) < 0.15
+    with pytest.raises(ConfigError, match="no formula"):
+        Setting("zero2", 8).plan()
+
+
+def test_command_prints_json(tmp_path, capsys):
+    tiny().save_pretrained(tmp_path)
+    assert cli.main(["simulate", "--model", str(tmp_path), "--world-size", "4", "--sequence-length", "16", "--json",
+                     "--compare-formula"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["peak"]) == list(KINDS) and found["exchanges"][0]["name"] == "all_gather"
+    assert [each["kind"] for each in found["formula"]][3] == "model states"
+    assert cli.main(["simulate", "--model", str(tmp_path), "--world-size", "4", "--sequence-length", "16"]) == 0
+    assert "model.layers.0" in capsys.readouterr().out

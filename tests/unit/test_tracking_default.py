@@ -1,0 +1,201 @@
+"""With nothing set up a run is kept by trackio, in its own folder; its dashboard shows the runs of many folders."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+
+from course_lib.cli import main
+from course_lib.commands import dashboard_server
+from course_lib.config import build
+from course_lib.errors import ConfigError
+from course_lib.tracking.base import Guarded, RunInfo, Tracker
+from course_lib.tracking.collect import read_runs
+from course_lib.tracking.trackio_tracker import TrackioTracker, trackio_in
+from course_lib.training.watching import BINS, histograms
+
+
+@pytest.fixture
+def runs_folder(tmp_path, monkeypatch):
+    """Two runs, each in a folder of its own, of which the second is not finished."""
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    trackers = []
+    for number, name in enumerate(("first", "second")):
+        tracker = TrackioTracker(RunInfo(f"id{number}", name, "project", "pair", tmp_path / "runs" / name / "tracking"))
+        tracker.start()
+        tracker.store_init_configuration({"learning_rate": 10.0 ** -number})
+        tracker.log({"train/loss": 1.0 + number}, 10)
+        tracker.table("test/wrong_predictions", ("row", "text"), [[4, "a text"], [5, "<b>another</b>"]], 10)
+        tracker.confusion("test/confusion_matrix", ("yes", "no"), [[3, 1], [2, 4]], 10)
+        if not number:
+            tracker.finish()
+        trackers.append(tracker)
+    yield tmp_path / "runs", trackers[1]
+    trackers[1].finish()
+
+
+def test_the_default_is_trackio_and_a_variable_sets_another():
+    def default(**environment):
+        program = "from course_lib.config import Config; print(Config().tracking.tracker)"
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                              env=rest | environment).stdout.strip()
+
+    rest = {name: value for name, value in os.environ.items() if name != "COURSE_TRACKER"}
+    assert default() == "trackio" and default(COURSE_TRACKER="jsonl") == "jsonl"
+    assert build({}).tracking.tracker == os.environ["COURSE_TRACKER"] == "none", "tests track what they name"
+
+
+def test_each_run_keeps_its_own_database_with_its_tables(runs_folder, monkeypatch):
+    folder, second = runs_folder
+    second.finish()
+    found = read_runs(folder)
+    assert [(run.name, run.state, run.group, run.id) for run in found] == [
+        ("first", "finished", "pair", "id0"), ("second", "finished", "pair", "id1")]
+    assert found[0].folder == folder / "first" / "tracking" / "trackio" != found[1].folder
+    assert found[1].config["learning_rate"] == 0.1
+    assert found[0].tables == {
+        "test/wrong_predictions": (["row", "text"], [[4, "a text"], [5, "<b>another</b>"]]),
+        "test/confusion_matrix": (["actual", "yes", "no"], [["yes", 3, 1], ["no", 2, 4]])}
+    monkeypatch.setenv("TRACKIO_DIR", str(folder / "shared"))
+    assert TrackioTracker(second.info).folder == folder / "shared"
+
+
+def test_the_hub_is_not_asked_for_the_users_name(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a1B2" * 8)
+    monkeypatch.setattr("huggingface_hub.whoami", lambda *_, **__: calls.append("asked") or {"name": "someone"})
+    trackio_in(tmp_path / "plain").init("project", name="plain", embed=False, auto_log_cpu=False).finish()
+    assert calls == ["asked"], "trackio by itself asks"
+    tracker = TrackioTracker(RunInfo("id", "name", "project", None, tmp_path))
+    tracker.start()
+    tracker.finish()
+    assert calls == ["asked"]
+
+
+def asked(port, path, host=None, **data):
+    headers = {"Content-Type": "application/json"} | ({"Host": host} if host else {})
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(data).encode() if data else None,
+                                     headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.headers, answer.read().decode()
+
+
+def until(found, wanted):
+    """What a look gives, once it is as wanted; the last look after half a minute."""
+    end = time.monotonic() + 30
+    while not wanted(value := found()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return value
+
+
+@pytest.fixture
+def served(runs_folder):
+    """The command as a process of its own, as trackio's folder is the process's; gives the port."""
+    process = subprocess.Popen([sys.executable, "-m", "course_lib", "dashboard", str(runs_folder[0]), "--no_browser",
+                                "--port", "0", "--refresh", "1"], stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("dashboard: http://127.0.0.1:") and "(trackio;" in line
+        yield int(line.split(":")[3].partition("/")[0])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.timeout(120)
+def test_trackios_dashboard_shows_the_runs_of_all_folders_as_they_come(runs_folder, served):
+    headers, page = asked(served, "")
+    assert "Trackio" in page and headers["Content-Security-Policy"].startswith("default-src 'self'")
+    assert "http" not in page, "the page names no other site"
+
+    def runs():
+        return json.loads(asked(served, "api/get_runs_for_project", project="project")[1])["data"]
+
+    def logs():
+        return json.loads(asked(served, "api/get_logs", project="project", run=second["name"], run_id=second["id"])[1])
+
+    _, second = until(runs, lambda found: len(found) == 2)
+    before = until(logs, lambda found: found["data"])["data"]
+    runs_folder[1].log({"train/loss": 0.25}, 20)
+    after = until(logs, lambda found: len(found["data"]) > len(before))["data"]
+    assert after[-1]["train/loss"] == 0.25 and len(after) == len(before) + 1
+    with pytest.raises(urllib.error.HTTPError) as error:
+        asked(served, "", host="evil.example")
+    assert error.value.code == 400
+
+
+def test_the_dashboard_listens_on_loopback_and_a_taken_port_is_one_line(runs_folder, capsys):
+    folder, second = runs_folder
+    second.finish()  # this process's trackio moves to the dashboard's copy
+    with dashboard_server.serve_trackio([str(folder)], 0, 0) as port, socket.socket() as other:
+        other.bind(("127.0.0.2", port))  # the wildcard address would hold this one too
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["dashboard", str(folder), "--no-browser", "--port", str(port)]) == ConfigError.exit_code
+    assert f"port {port} on 127.0.0.1 is taken" in capsys.readouterr().err
+    (folder / "none").mkdir()
+    assert main(["dashboard", str(folder / "none"), "--view", "trackio"]) == ConfigError.exit_code
+    assert "trackio has kept no run in" in capsys.readouterr().err
+
+
+class Waits(Tracker):
+    """Keeps nothing until it may."""
+
+    name = "waits"
+
+    def __init__(self, info):
+        super().__init__(info)
+        self.may, self.kept, self.threads = threading.Event(), [], set()
+
+    def log(self, values, step=None, **kwargs):
+        assert self.may.wait(30)
+        self.kept.append((step, values))
+        self.threads.add(threading.current_thread())
+
+    def finish(self, state="finished"):
+        self.kept.append(state)
+
+
+@pytest.mark.timeout(60)
+def test_a_step_does_not_wait_for_a_tracker_and_the_end_of_the_run_does(tmp_path):
+    tracker = Waits(RunInfo("id", "name", "project", None, tmp_path))
+    guarded = Guarded(tracker)
+    guarded.start()
+    values = {"loss": 1.0}
+    for step in range(3):
+        guarded.log(values, step)
+    values["loss"] = 2.0  # the caller's own again
+    assert tracker.kept == []
+    tracker.may.set()
+    guarded.finish()
+    guarded.finish()
+    guarded.log({"loss": 9.0}, 9)
+    assert tracker.kept == [(0, {"loss": 1.0}), (1, {"loss": 1.0}), (2, {"loss": 1.0}), "finished"]
+    assert tracker.threads.isdisjoint({threading.main_thread()})
+
+
+def test_histograms_of_many_tensors_are_those_of_each():
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"a": torch.randn(300, generator=generator), "b": torch.full((4,), 2.0), "empty": torch.empty(0),
+               "c": torch.tensor([1.0, float("nan"), float("inf"), 3.0]), "d": torch.tensor([float("nan")]),
+               "e": torch.randn(50, generator=generator).bfloat16()}
+    found = histograms(tensors)
+    assert list(found) == ["a", "b", "c", "d", "e"]
+    assert {name: sum(each.counts) for name, each in found.items()} == {"a": 300, "b": 4, "c": 2, "d": 0, "e": 50}
+    assert (found["b"].low, found["b"].high) == (1.5, 2.5) and (found["c"].low, found["c"].high) == (1.0, 3.0)
+    for name in ("a", "e"):
+        values = tensors[name].float()
+        assert found[name].counts == torch.histc(values, BINS).int().tolist()
+        assert (found[name].edges[0], found[name].edges[-1]) == (values.min().item(), values.max().item())
+    assert len(found["a"].edges) == BINS + 1 and histograms({"empty": torch.empty(0)}) == {}
