@@ -208,7 +208,7 @@ def test_cost_is_bounded_by_price_machines_and_hours():
     (lambda: sagemaker.hyperparameters(job(config=build({"run_name": "it's"}))), "run_name it's cannot travel"),
     (lambda: sagemaker.request(job(config=build({"resume_from_checkpoint": "latest"})), Account(ROLE)),
      "resume_from_checkpoint latest is on this machine"),
-], ids=str)
+], ids=lambda value: value if isinstance(value, str) else "job")
 def test_what_cannot_work_is_refused_with_the_reason(build_it, told):
     with pytest.raises((ConfigError, CloudError)) as refused:
         build_it()
