@@ -146,12 +146,13 @@ class Sandbox:
                        "--seccomp", str(rules.fileno())]
             for name, value in _environment(SCRATCH).items():
                 command += ["--setenv", name, value]
+            # First of all, as the course itself may lie below it.
+            command += ["--size", str(limits.disk), "--tmpfs", SCRATCH]
             command += [*_system(), "--ro-bind", str(PACKAGE), str(INSIDE / PACKAGE.name)]
             for i, folder in enumerate(folders):
                 command += ["--ro-bind", str(folder), str(INSIDE / f"more{i}")]
             command += ["--proc", "/proc", "--dev", "/dev", "--size", str(limits.disk), "--tmpfs", "/dev/shm",
-                        "--size", str(limits.disk), "--tmpfs", SCRATCH, "--remount-ro", "/dev", "--remount-ro", "/",
-                        "--chdir", SCRATCH, "--"]
+                        "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH, "--"]
             yield [*command, *program], (rules.fileno(),)
 
 
