@@ -71,7 +71,7 @@ def test_the_command_measures_and_leaves_table_and_figure(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    ((), "the following arguments are required: BENCHMARK"),
+    ((), "nothing to benchmark: give --model NAME, --list-models, or `course bench scaling`"),
     (("scaling", "--steps", "2"), "--steps 2: take at least 3"),
     (("scaling", "--num_processes", "2", "2"), "--num_processes 2 2: give each number once"),
     (("scaling", "--batch_sise", "2"), "unknown option `--batch_sise`: did you mean `--batch_size`"),
