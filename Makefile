@@ -20,8 +20,8 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 CALM := $(foreach lesson,04_distributed_evaluation 09_plan_and_simulate 11_wandb 12_sagemaker,tests/notebooks/test_$(lesson).py)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
-	OMP_WAIT_POLICY=passive $(BIN)/pytest $(CALM) tests/unit tests/cli tests/cloud tests/grading -n 2 --dist loadfile \
-	    --durations 15
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/cloud $(CALM) tests/grading tests/unit -n 2 --dist loadfile \
+	    --no-loadscope-reorder --durations 15
 	$(BIN)/pytest tests/distributed tests/notebooks $(CALM:%=--ignore=%) --durations 15
 
 quick: setup  ## what to run while working: ruff and the fast tests
