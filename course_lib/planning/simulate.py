@@ -14,9 +14,10 @@ values that several heads share are not repeated. All sequences are whole: nothi
 """
 
 import contextlib
+import gc
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
@@ -251,15 +252,29 @@ def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, 
     ledger.start()
     ledger.phase = "forward"
     whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
-    with whole, torch.autocast("cpu", torch.bfloat16, enabled=cast):  # looking for packed sequences needs their values
-        loss = engine(input_ids=tokens, labels=tokens).loss
-    ledger.phase = "backward"
-    loss.backward()
-    ledger.module = ""
-    ledger.find(model, optimizer)
-    ledger.phase = "step"
-    optimizer.step()
-    ledger.stop()
+    with _collected() as collect:
+        with whole, torch.autocast("cpu", torch.bfloat16, enabled=cast):  # to look for packed ones needs their values
+            loss = engine(input_ids=tokens, labels=tokens).loss
+        collect()
+        ledger.phase = "backward"
+        loss.backward()
+        ledger.module = ""
+        ledger.find(model, optimizer)
+        ledger.phase = "step"
+        optimizer.step()
+        ledger.stop()
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[Callable[[], int]]:
+    """Garbage in cycles, as the closures of transformers' masks leave it, goes when told and at no other time."""
+    automatic = gc.isenabled()
+    gc.disable()
+    try:
+        yield gc.collect
+    finally:
+        if automatic:
+            gc.enable()
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

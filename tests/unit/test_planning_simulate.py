@@ -1,5 +1,6 @@
 """The simulated rank: against PyTorch's own memory tracker, two real ranks, and the planner's formula."""
 
+import gc
 import json
 from unittest import mock
 
@@ -109,6 +110,17 @@ def test_checkpointing_keeps_a_block_s_input_alone():
     plain, again = simulate(tiny(8), setting("fsdp")), simulate(tiny(8), setting("fsdp", checkpointing=True))
     inputs = 8 * 2 * TOKENS * 64
     assert inputs <= again.peak["activations"] < plain.peak["activations"] / 4
+
+
+def test_garbage_that_waits_for_collection_changes_nothing():
+    often, seen = gc.get_threshold(), []
+    for threshold in (1, 10**9):
+        gc.set_threshold(threshold, 1, 1)
+        try:
+            seen.append(simulate(tiny(), setting("fsdp", 64)))
+        finally:
+            gc.set_threshold(*often)
+    assert seen[0] == seen[1] and gc.isenabled()
 
 
 def test_nothing_is_left_of_the_fake_cluster():
