@@ -199,12 +199,16 @@ class RunConfig(_Strict):
     """Rows a process in one evaluation batch."""
     gradient_accumulation_steps: Positive = 1
     """Micro-batches a process in one optimizer step."""
+    global_batch_size: Positive | None = None
+    """Rows of an optimizer step over all processes; gradient_accumulation_steps then follows from the ranks there."""
     split_batches: bool = False
     """Read batch_size as rows over all processes rather than a process."""
     loss_weighting: Literal["token", "micro_batch"] = "token"
     """Weigh micro-batches by their targets (the large batch's gradient) or equally (the naive way)."""
     seed: NotNegative = 42
     """Seed of initialisation, data order, masking and dropout."""
+    deterministic: bool = False
+    """Use operators that give the same bits in every run, and refuse those that cannot."""
     logging_steps: Positive = 10
     """Optimizer steps between two logged lines."""
     eval_steps: NotNegative | None = None
@@ -234,7 +238,8 @@ class OutputConfig(_Strict):
     save_total_limit: Positive | None = 2
     """Checkpoints to keep; the best one is kept besides."""
     resume_from_checkpoint: str | None = None
-    """Checkpoint folder to go on from, or `latest` for the newest whole one in output_dir."""
+    """Checkpoint folder to go on from, `latest` for the newest whole one in output_dir, or `auto`: that one where \
+there is one, else from the start."""
     async_save: bool = False
     """Go on training while a checkpoint is written (strategies that shard state)."""
     push_to_hub: str | None = None
@@ -304,6 +309,19 @@ class MonitorConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig(_Strict):
+    """What ends a run that cannot go well, and says which rank it was."""
+
+    watchdog: Annotated[float, Ge(0)] = 300.0
+    """Seconds without progress after which the ranks report who is behind, where, and end; 0: wait for ever."""
+    desync_check: Literal["off", "sampled", "full"] = "sampled"
+    """Compare the ranks' model, config, data and step, and a hash of parameters that are the same on all: of a sample \
+of their elements, or of all."""
+    desync_steps: Positive = 100
+    """Optimizer steps between two such comparisons; the first is before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config(_Strict):
     """One run, complete."""
 
@@ -316,6 +334,7 @@ class Config(_Strict):
     output: OutputConfig = field(default_factory=OutputConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
     @property
     def output_dir(self) -> Path:
@@ -435,6 +454,9 @@ def _check_together(config: Config) -> Config:
         _check_parallel(config)
     if run.device == "cpu" and run.mixed_precision == "fp16":
         raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
+    if run.global_batch_size and (run.gradient_accumulation_steps > 1 or run.training_type == "pipeline"):
+        raise ConfigError("global_batch_size decides gradient_accumulation_steps, and is not for pipelines",
+                          "give one of the two, or batch_size as rows a pipeline")
     if run.best_metric in ("accuracy", "macro_f1") and data.task != "classification":
         raise ConfigError(f"best_metric {run.best_metric} needs classes, and the task is {data.task}",
                           "use loss or perplexity")

@@ -9,6 +9,10 @@ from collections.abc import Iterable
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_RESUME = 75
+"""A checkpoint was written, and the same command with ``--resume_from_checkpoint auto`` goes on: sysexits' TEMPFAIL."""
+EXIT_HUNG = 76
+"""The watchdog ended the ranks; its report names the one they waited for."""
 
 
 class CourseError(Exception):
@@ -57,6 +61,10 @@ class LaunchError(CourseError):
 
 class TrainingDiverged(CourseError):
     """The loss or the gradient is no longer a finite number."""
+
+
+class DesyncError(CourseError):
+    """Ranks that should agree and do not."""
 
 
 class TrainingInterrupted(CourseError):

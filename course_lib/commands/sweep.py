@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep_dir", "--sweep-dir", type=Path, metavar="FOLDER",
                         help="where the runs go [runs/sweeps/NAME]")
     add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output", "tracking",
-                                "monitor"))
+                                "monitor", "guard"))
 
 
 def run(args: argparse.Namespace) -> int:

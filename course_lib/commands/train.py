@@ -13,7 +13,7 @@ HELP = "train a model on one process or many, and score it beside honest baselin
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output",
-                                "tracking", "monitor"))
+                                "tracking", "monitor", "guard"))
 
 
 def run(args: argparse.Namespace) -> int:

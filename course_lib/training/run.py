@@ -17,6 +17,7 @@ from course_lib.training import baselines, launchfiles, outputs
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks import Callback
+from course_lib.training.guards import guards
 from course_lib.training.monitoring import monitors
 from course_lib.training.pipelined import PipelineTrainer
 from course_lib.training.tracking_callback import TrackingCallback
@@ -49,7 +50,7 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
     if is_main:
         outputs.check(config)
     tracking = TrackingCallback(config)
-    trainer, text = build_trainer(config, [*callbacks, *monitors(config), tracking])
+    trainer, text = build_trainer(config, [*callbacks, *guards(config), *monitors(config), tracking])
     if is_main:
         outputs.claim(config)
         launchfiles.write(config, trainer.precision, trainer.num_processes, trainer.model)
