@@ -43,8 +43,8 @@ def push(folder: Path, repo: str, *, private: bool = False, message: str = "Trai
     """Send a model's folder as one commit; files that are there already are not sent again.
 
     Args:
-        folder: with ``config.json``, as :func:`course_lib.training.outputs.write_model` leaves it. In the card that
-            is sent, the folder's name is the repository's.
+        folder: with ``config.json``, as :func:`course_lib.training.model_folder.write_model` leaves it. In the card
+            that is sent, the folder's name is the repository's.
         repo: as for :func:`prepare`.
         private: as for :func:`prepare`.
         message: of the commit.

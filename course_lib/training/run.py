@@ -13,7 +13,7 @@ from course_lib.data.cache import progress_bars
 from course_lib.errors import DataError
 from course_lib.runtime import machine, ranks
 from course_lib.runtime.seeding import seed_everything
-from course_lib.training import baselines, launchfiles, outputs
+from course_lib.training import baselines, launchfiles, model_folder, outputs
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks import Callback
@@ -86,8 +86,9 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
     }
     weights = trainer.whole_weights()
     if is_main:
-        card = outputs.model_card(config, summary, trainer.source)
-        outputs.write_model(config.output_dir / outputs.MODEL, trainer.bare_model(), weights, trainer.tokenizer, card)
+        card = model_folder.model_card(config, summary, trainer.source)
+        model_folder.write_model(config.output_dir / outputs.MODEL, trainer.bare_model(), weights, trainer.tokenizer,
+                                 card)
         outputs.write_summary(config, summary)
     tracking.finish(trainer, scores, split, text.splits[split]["text"], config.output_dir / outputs.MODEL)
     trainer.close()
