@@ -19,13 +19,14 @@ setup:  ## create .venv and install the pinned packages
 train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options in ARGS="--num_epochs 1"
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
-# Lessons that measure no moments; the others and the tests of ranks have the machine to themselves.
-CALM := $(foreach lesson,04_distributed_evaluation 09_plan_and_simulate 11_wandb 12_sagemaker,tests/notebooks/test_$(lesson).py)
+# Tests and lessons that measure moments have the machine to themselves; two files of the others run at a time.
+ALONE := $(addprefix tests/distributed/test_,ddp.py launch.py meter.py monitoring.py watchdog.py) \
+    $(addprefix tests/notebooks/test_,00_start_here.py 01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
-	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/cloud $(CALM) tests/grading tests/unit -n 2 --dist loadfile \
-	    --no-loadscope-reorder --durations 15
-	$(BIN)/pytest tests/distributed tests/notebooks $(CALM:%=--ignore=%) --durations 15
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
+	    $(ALONE:%=--ignore=%) -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/pytest $(ALONE) --durations 15
 
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check
