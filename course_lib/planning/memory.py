@@ -242,7 +242,9 @@ def _rank(model: Model, plan: Plan, layers: int, embeds: bool, predicts: bool) -
     kept = layers * one * depth
     tokens = plan.micro_batch * sequence
     kept += tokens * model.hidden / t * ((depth if embeds and model.dropout else 0) + (2 * width if predicts else 0))
-    logits = tokens * model.vocab / t * (width + 8) if predicts and model.has_head else 0  # and fp32, and its softmax
+    # Compiled: as they come, in fp32, their softmax. In plain operations the gradient takes the place of the first.
+    each = width + 8 if plan.compiled else 12
+    logits = tokens * model.vocab / t * each if predicts and model.has_head else 0
 
     buffers = 0.0
     if plan.checkpointing == "full":
