@@ -165,13 +165,11 @@ def as_json(found: "Search", budget: float | None) -> dict[str, Any]:
 def _candidate(each: "Candidate", budget: float | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from course_lib.planning import strategy
-
     time: dict[str, float | None] = {"tokens_per_second": each.cost.tokens_per_second,
                                      "step_seconds": each.cost.step, "mfu": each.cost.mfu}
     if budget:
         time |= {"hours": each.cost.hours(budget), "dollars": each.cost.dollars(budget)}
-    return {"strategy": each.plan.strategy, "plan": asdict(each.plan), "memory_bytes": strategy.kinds(each.memory),
+    return {"strategy": each.plan.strategy, "plan": asdict(each.plan), "memory_bytes": each.memory.at_peak(),
             "host_bytes": each.memory.host, **time}
 
 
@@ -209,11 +207,10 @@ def _bar(console: Any, found: "Search") -> None:
     """Memory of one rank of the best plan as a bar over the GPU's whole memory."""
     from rich.text import Text
 
-    from course_lib.planning import strategy
     from course_lib.planning.memory import RUNTIME
 
     whole = found.cluster.accelerator.memory
-    parts = {**strategy.kinds(found.best.memory), "runtime": float(RUNTIME)}
+    parts = {**found.best.memory.at_peak(), "runtime": float(RUNTIME)}
     bar, filled, drawn = Text("a rank  ["), 0.0, 0
     for kind, size in parts.items():
         filled += size

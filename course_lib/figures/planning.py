@@ -13,7 +13,6 @@ from course_lib.planning.hardware import Accelerator
 from course_lib.planning.memory import RUNTIME, Memory, estimate
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Engine, Plan
-from course_lib.planning.strategy import kinds
 
 FAMILY_COLOURS = {"DDP": "#56B4E9", "ZeRO-1": "#B7E3D4", "ZeRO-2": "#66C2A5", "ZeRO-3": "#009E73", "FSDP": "#0072B2",
                   "3-D": "#CC79A7"}
@@ -95,7 +94,7 @@ def rank(held: Memory, chip: Accelerator, title: str) -> Figure:
     """What one rank holds, by formula, as a bar over the GPU's whole memory."""
     with canvas(title, height=1.7) as (figure, axes):
         left = 0.0
-        for kind, size in {**kinds(held), "CUDA": float(RUNTIME)}.items():
+        for kind, size in {**held.at_peak(), "CUDA": float(RUNTIME)}.items():
             colour = KIND_COLOURS.get(kind, COLOURS["neutral"])
             axes.barh(0, size / 2**30, left=left, height=0.6, **PREDICTED, edgecolor=colour)
             if size > 0.05 * chip.memory:

@@ -5,7 +5,7 @@ counted the same way for gated MLPs, grouped queries and fused attention, which 
 block they are its table 2 to the byte.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Checkpointing, Plan
@@ -33,6 +33,8 @@ class Memory:
     buffers: float
     """Gathered parameters, communication buckets, the block that is being recomputed."""
     host: float = 0.0
+    gradients_wait: bool = True
+    """Gradients stand while activations are kept; False: they come as those go, and only the larger counts."""
 
     @property
     def states(self) -> float:
@@ -41,8 +43,17 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Everything on the GPU."""
-        return self.states + self.activations + self.logits + self.buffers
+        """Everything on the GPU at the peak."""
+        return sum(self.at_peak().values())
+
+    def at_peak(self) -> dict[str, float]:
+        """The kinds that stand at the same time, in the order of a stacked bar; their sum is the peak."""
+        held = {kind: getattr(self, kind) for kind in
+                ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")}
+        if not self.gradients_wait:
+            before = self.gradients < self.activations + self.logits
+            held |= {"gradients": 0.0} if before else {"activations": 0.0, "logits": 0.0}
+        return held
 
     def fits(self, capacity: float, host: float = float("inf")) -> bool:
         """Whether a GPU with ``capacity`` bytes holds it, and ``host`` bytes of host memory what is offloaded."""
@@ -196,7 +207,8 @@ def estimate(model: Model, plan: Plan) -> Memory:
     """Peak memory of the GPU that needs most, and what it keeps in host memory.
 
     The peak is where the backward pass begins: all states, all activations in flight, the logits, and what the
-    engine gathers. Sharded gradients live whole only block by block. DDP's buckets are counted as views of the
+    engine gathers; or where it ends, with the gradients in the activations' place. Sharded gradients live whole only
+    block by block. DDP's buckets are counted as views of the
     gradients (``gradient_as_bucket_view=True``).
 
     Args:
@@ -250,17 +262,18 @@ def _rank(model: Model, plan: Plan, layers: int, embeds: bool, predicts: bool) -
     if plan.checkpointing == "full":
         buffers += activations(model, plan.micro_batch, sequence, tensor=t, flash=plan.flash, fused=plan.compiled,
                                sequence_parallel=plan.sequence_parallel) * width / 2
-    if plan.engine == "fsdp" and shards > 1:  # this block, the prefetched one, its whole gradient, the root's ends
-        buffers += width * (3 * block + ends)
+    if plan.engine == "fsdp" and shards > 1:
+        # At the loss the root's ends are gathered, and the last block, prefetched. Where that block's backward pass
+        # takes more than the logits that have gone by then: the block before it, its whole gradient, that gradient
+        # in fp32 to be reduced, and the head's, which waits for the embedding's.
+        head = model.vocab * model.hidden / t if predicts and model.has_head else 0
+        buffers += width * (ends + block) + max(0.0, (2 * width + 4) * block + width * head - logits)
     elif plan.engine == "deepspeed" and shards > 1:
         buffers += 2 * width * min(DEEPSPEED_BUCKET, local)
         if plan.stage >= 3:
             buffers += width * min(DEEPSPEED_LIVE, local)
     elif plan.engine == "ddp" and width == 2:
         buffers += width * local  # autocast keeps the 16-bit weights until the forward pass ends
-    return Memory(parameters, gradients, optimizer, kept, logits, buffers, host)
-
-
-def kinds() -> list[str]:
-    """Names of the kinds of memory on a GPU, in the order of a stacked bar."""
-    return [field.name for field in fields(Memory) if field.name != "host"]
+    # FSDP makes a gradient when it is reduced, and zero_grad() gives it back; the other engines keep buckets for them.
+    wait = plan.engine != "fsdp" or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
+    return Memory(parameters, gradients, optimizer, kept, logits, buffers, host, wait)

@@ -103,7 +103,7 @@ class HardwareSelector:
         model = _model(model_family, model_name)
         found = self._search(model, _cluster(self._named, gpu_count, max_memory_gb), batch_size)
         plan, held = found.best.plan, found.best.memory
-        gib = {name: size / 2**30 for name, size in strategy.kinds(held).items()}
+        gib = {name: size / 2**30 for name, size in held.at_peak().items()}
         config: dict[str, Any] = {
             "distributed_strategy": STRATEGIES[plan.engine], "gpu_count": gpu_count,
             "per_gpu_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation,

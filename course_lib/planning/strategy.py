@@ -6,7 +6,7 @@ pipeline. For one layout memory grows with the micro-batch, so the first one tha
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import log
 
 from course_lib.errors import ConfigError
@@ -274,8 +274,3 @@ def explain(found: Search) -> list[str]:
         lines.append(f"{each.family} does not fit: {each.plan.strategy} is {short / 2**30:.1f} GiB short; "
                      f"{each.remedy}.")
     return lines
-
-
-def kinds(held: Memory) -> dict[str, float]:
-    """Bytes of a GPU by kind, as :class:`Memory` names them."""
-    return {field.name: getattr(held, field.name) for field in fields(Memory) if field.name != "host"}

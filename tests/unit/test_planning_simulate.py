@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from course_lib import cli
 from course_lib.errors import ConfigError
 from course_lib.parallel.fsdp_torch import shard_with_torch
+from course_lib.planning import memory, models
 from course_lib.planning import simulate as simulated
 from course_lib.planning.simulate import STRATEGIES, Setting, compare, simulate
 from course_lib.runtime.launch import launch
@@ -152,8 +153,22 @@ def test_the_formula_beside_it():
     found = simulate("EleutherAI/pythia-160m", asked)
     errors = {each.kind: each.error for each in compare("EleutherAI/pythia-160m", asked, found)}
     assert abs(errors["model states"]) < 0.05 and abs(errors["activations"]) < 0.15
+    assert errors["logits"] == pytest.approx(0)
     with pytest.raises(ConfigError, match="no formula"):
         Setting("zero2", 8).plan()
+
+
+@pytest.mark.parametrize("longer", [1, 4], ids=["the peak is after the loss", "the peak is at the loss"])
+def test_the_formula_s_total_counts_what_stands_at_the_same_time(longer):
+    """The first holds more gradients than activations at its end, and the second has the most at the loss."""
+    config = LlamaConfig(vocab_size=1000 * longer, hidden_size=256, intermediate_size=512, num_hidden_layers=12,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512)
+    asked = Setting("fsdp", 4, sequence_length=128 * longer)
+    found = simulate(config, asked)
+    formula = memory.estimate(models.from_config(config.to_dict(), "llama"), asked.plan())
+    assert found.total == pytest.approx(formula.total, rel=0.1)
+    kinds = sum((formula.states, formula.activations, formula.logits, formula.buffers))
+    assert formula.total < 0.95 * kinds, "all kinds together stand at no time"
 
 
 def test_command_prints_json(tmp_path, capsys):
