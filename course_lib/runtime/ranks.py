@@ -22,12 +22,15 @@ class Ranks:
         rank: number of this process, from 0.
         world_size: processes there are.
         launched: True where torchrun or accelerate launch set the rank environment.
+        elastic: True where that launcher starts the ranks again, perhaps another number, after one has failed
+            (torchrun's --max-restarts).
         asked: processes that an ``accelerate launch`` above us was asked for; None without one.
     """
 
     rank: int = 0
     world_size: int = 1
     launched: bool = False
+    elastic: bool = False
     asked: int | None = None
 
 
@@ -35,7 +38,8 @@ def discover(environ: Mapping[str, str] | None = None) -> Ranks:
     """Read the rank environment, and the command line of an Accelerate launcher above this process."""
     environ = os.environ if environ is None else environ
     if "WORLD_SIZE" in environ and "RANK" in environ:
-        return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True)
+        return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True,
+                     elastic=int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
     return Ranks(asked=asked_of_accelerate())
 
 
@@ -80,10 +84,11 @@ def to_start(ranks: Ranks, num_processes: int | None) -> int:
         ranks: what was discovered.
         num_processes: what the config asks for; None for whatever is there.
     Raises:
-        LaunchError: the launcher started another number than the config asks for, or the two disagree.
+        LaunchError: the launcher started another number than the config asks for, or the two disagree. An elastic
+            launcher may start any number.
     """
     if ranks.launched:
-        if num_processes not in (None, ranks.world_size):
+        if num_processes not in (None, ranks.world_size) and not ranks.elastic:
             raise LaunchError(f"num_processes is {num_processes}, and the launcher started {ranks.world_size}",
                               "give both the same number, or leave num_processes out of the config")
         return 0

@@ -1,48 +1,41 @@
-"""Every collective that this process issues, whoever issues it, and what the ring model says that it sends.
-
-torch.distributed's Python functions, DDP's reducer (C++), FSDP2, DTensor and DeepSpeed all end in one place:
-the operators ``c10d::allreduce_`` and so on of PyTorch's dispatcher. Every call of an operator passes the
-dispatch key BackendSelect on its way to gloo's or NCCL's kernel, on any thread, with or without autograd. There
-the meter stands, notes the call, and lets it pass on.
-"""
+"""Every collective that this process issues, whoever issues it, and what the ring model says that it sends."""
 
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from course_lib.runtime import tap
 from course_lib.runtime.clock import Clock, Stamp
+from course_lib.runtime.tap import ARGUMENTS, OPERATORS
 
-BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-# Operator: the collective's standard name, and which argument is its whole payload: what is reduced, scattered
-# or broadcast, or the gathered result. For gather and scatter it is one rank's share of it.
-OPERATORS = {
-    "allreduce_": ("all_reduce", "tensors"),
-    "allreduce_coalesced_": ("all_reduce", "tensors"),
-    "_allgather_base_": ("all_gather", "output_tensor"),
-    "allgather_": ("all_gather", "output_tensors"),
-    "allgather_coalesced_": ("all_gather", "output_lists"),
-    "allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
-    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "alltoall_": ("all_to_all", "input_tensors"),
-    "alltoall_base_": ("all_to_all", "input"),
-    "broadcast_": ("broadcast", "tensors"),
-    "reduce_": ("reduce", "tensors"),
-    "gather_": ("gather", "input_tensors"),
-    "scatter_": ("scatter", "output_tensors"),
-    "send": ("send", "tensors"),
-    "recv_": ("recv", "tensors"),
-    "recv_any_source_": ("recv", "tensors"),
-    "barrier": ("barrier", ""),
-    "monitored_barrier_": ("barrier", ""),
+# Which argument of an operator is its whole payload: what is reduced, scattered or broadcast, or the gathered
+# result. For gather and scatter it is one rank's share of it.
+PAYLOAD = {
+    "allreduce_": "tensors",
+    "allreduce_coalesced_": "tensors",
+    "_allgather_base_": "output_tensor",
+    "allgather_": "output_tensors",
+    "allgather_coalesced_": "output_lists",
+    "allgather_into_tensor_coalesced_": "outputs",
+    "_reduce_scatter_base_": "input_tensor",
+    "reduce_scatter_": "input_tensors",
+    "reduce_scatter_tensor_coalesced_": "inputs",
+    "alltoall_": "input_tensors",
+    "alltoall_base_": "input",
+    "broadcast_": "tensors",
+    "reduce_": "tensors",
+    "gather_": "input_tensors",
+    "scatter_": "output_tensors",
+    "send": "tensors",
+    "recv_": "tensors",
+    "recv_any_source_": "tensors",
+    "barrier": "",
+    "monitored_barrier_": "",
 }
 
 
@@ -128,24 +121,16 @@ class Traffic:
 
     def __init__(self, clock: Clock, issued: Callable[[list[torch.Tensor]], None],
                  waited: Callable[[Stamp, Stamp], None]):
-        self.clock, self.issued, self.waited = clock, issued, waited
+        self.clock, self._handed_over, self._stood_still = clock, issued, waited
         self.transfers: list[Transfer] = []
         self._pending: dict[int, tuple[Transfer, dist.Work, set[int]]] = {}  # and the storages of its tensors
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        self._library = torch.library.Library("c10d", "IMPL")
-        for operator in OPERATORS:
-            self._library.impl(operator, self._passing(operator), "BackendSelect", with_keyset=True)
-        self._waits = torch.library.Library("_c10d_functional", "IMPL")
-        self._waits.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
-        self._patch = mock.patch.object(dist.Work, "wait", self._waiting(dist.Work.wait))
-        self._patch.start()
+        tap.listen(self)
 
     def stop(self) -> None:
-        self._patch.stop()
-        self._waits._destroy()
-        self._library._destroy()
+        tap.leave(self)
 
     def collectives(self) -> list[Collective]:
         """Those noted, in the order of issue."""
@@ -153,24 +138,18 @@ class Traffic:
         return [Collective(t.name, t.bytes, t.dtype, t.ranks, seconds(t.start),
                            math.nan if t.end is None else seconds(t.end), t.sent) for t in self.transfers]
 
-    def _passing(self, operator: str) -> Callable[..., Any]:
-        """The function that stands in front of an operator's kernel."""
-        overload = getattr(torch.ops.c10d, operator).default
-        names = [argument.name for argument in overload._schema.arguments]
+    def issuing(self, operator: str, args: Sequence[Any]) -> tuple[Transfer, dict[str, Any]]:
+        named = dict(zip(ARGUMENTS[operator], args, strict=False))
+        self._handed_over(list(_tensors(args)) if PAYLOAD[operator] else [])  # a barrier's is a dummy
+        transfer = self._describe(operator, named)
+        self.transfers.append(transfer)
+        return transfer, named
 
-        def note_and_pass(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-            named = dict(zip(names, args, strict=False))  # trailing arguments at their defaults are left out
-            self.issued(list(_tensors(args)) if OPERATORS[operator][1] else [])  # a barrier's is a dummy
-            transfer = self._describe(operator, named)
-            self.transfers.append(transfer)
-            result = overload.redispatch(keyset & BELOW, *args)
-            self._follow(transfer, result, named)
-            return result
-
-        return note_and_pass
+    def issued(self, note: tuple[Transfer, dict[str, Any]], result: Any) -> None:
+        self._follow(*note, result)
 
     def _describe(self, operator: str, named: dict[str, Any]) -> Transfer:
-        name, payload = OPERATORS[operator]
+        name, payload = OPERATORS[operator], PAYLOAD[operator]
         group = dist.ProcessGroup.unbox(named["process_group"])
         members = dist.get_process_group_ranks(group)
         position = group.rank()
@@ -187,7 +166,7 @@ class Traffic:
         blocking = named.get("async_op", True) is False
         return Transfer(name, size, dtype, ranks, sent, blocking, self.clock.stamp(_device(named)))
 
-    def _follow(self, transfer: Transfer, result: Any, named: dict[str, Any]) -> None:
+    def _follow(self, transfer: Transfer, named: dict[str, Any], result: Any) -> None:
         """Learn when a collective has ended."""
         boxed = result[-1] if isinstance(result, tuple) else result
         if boxed is None:  # monitored_barrier_ has been waited for
@@ -213,32 +192,20 @@ class Traffic:
             if transfer.end is None:
                 transfer.end = self.clock.stamp(device)
 
-    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``Work.wait``, noting how long the caller stood still."""
-        traffic = self
+    def waiting(self, waited_for: dist.Work | torch.Tensor) -> Stamp:
+        transfer, *_ = self._pending.get(id(waited_for), (None,))
+        return transfer.start if transfer and transfer.blocking else self.clock.stamp()
 
-        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            transfer, *_ = traffic._pending.get(id(work), (None,))
-            begin = transfer.start if transfer and transfer.blocking else traffic.clock.stamp()
-            result = original(work, *args, **kwargs)
-            if transfer:
-                traffic._end(transfer)
-                traffic._pending.pop(id(work), None)
-            traffic.waited(begin, traffic.clock.stamp())
-            return result
-
-        return wait
-
-    def _wait_tensor(self, keyset: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
-        """The same for the functional collectives, which DTensor uses."""
-        begin = self.clock.stamp()
-        result = torch.ops._c10d_functional.wait_tensor.default.redispatch(keyset & BELOW, tensor)
-        for key, (transfer, _, storages) in list(self._pending.items()):
-            if _storage(tensor) in storages:
-                self._end(transfer)
-                self._pending.pop(key, None)
-        self.waited(begin, self.clock.stamp())
-        return result
+    def waited(self, note: Stamp, waited_for: dist.Work | torch.Tensor) -> None:
+        if isinstance(waited_for, torch.Tensor):
+            storage = _storage(waited_for)
+            ended = [key for key, (_, _, storages) in list(self._pending.items()) if storage in storages]
+        else:
+            ended = [id(waited_for)]
+        for key in ended:
+            if pending := self._pending.pop(key, None):
+                self._end(pending[0])
+        self._stood_still(note, self.clock.stamp())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

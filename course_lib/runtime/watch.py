@@ -22,6 +22,7 @@ from course_lib.runtime.output import LabelledOutput
 from course_lib.runtime.worker import STACK_SIGNAL, Failure, RankEnds, Returned, Started
 
 GRACE_SECONDS = 0.5  # after a failure, for the others' to arrive: the first cause is the earliest
+DEATH_GRACE_SECONDS = 2.5  # after a death without a word, for the others' watchdogs to say what they saw
 STACK_SECONDS = 2.0  # for the ranks to write their stacks
 
 
@@ -130,7 +131,7 @@ class Watch(threading.Thread):
             return
         self.outcomes[rank] = message
         if isinstance(message, Failure) and self.grace is None:
-            self.grace = time.monotonic() + GRACE_SECONDS
+            self.grace = time.monotonic() + (GRACE_SECONDS if message.traceback else DEATH_GRACE_SECONDS)
         if len(self.outcomes) == len(self.own):
             if self.grace is None:
                 self.deadline = float("inf") if not self.hung else self.deadline

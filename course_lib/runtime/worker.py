@@ -33,7 +33,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from course_lib.errors import LaunchError
 
-STACK_SIGNAL = signal.SIGUSR1
+STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 asks a trainer for a checkpoint
 
 # What a rank says when it is not the culprit but the one that was talking to it (gloo, NCCL, TCPStore).
 _CONSEQUENCE = re.compile(
@@ -245,10 +245,15 @@ def _failure(error: BaseException) -> Failure:
     return Failure(
         summary="raised " + traceback.format_exception_only(error)[-1].strip(),
         at=at,
-        consequence=isinstance(error, (RuntimeError, OSError)) and bool(_CONSEQUENCE.search(str(error))),
+        consequence=is_consequence(error),
         traceback="".join(traceback.format_exception(type(error), error, frames or error.__traceback__)),
         cause=cause,
     )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an exception looks like another rank's failure seen from here."""
+    return isinstance(error, (RuntimeError, OSError)) and bool(_CONSEQUENCE.search(str(error)))
 
 
 def _send(control: Connection, message: Started | Returned | Failure) -> None:

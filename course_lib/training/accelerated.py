@@ -1,6 +1,5 @@
 """The same loop through Accelerate: CPU processes, one GPU, many GPUs, many machines."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -13,6 +12,8 @@ from torch import nn
 
 from course_lib.errors import LaunchError
 from course_lib.parallel.shards import Piece, scatter_whole
+from course_lib.runtime import ranks
+from course_lib.runtime.interrupts import exit_code
 from course_lib.training import sharded, stored, tensorfile
 from course_lib.training.background import BackgroundSaver
 from course_lib.training.basic import BasicTrainer, Batch
@@ -34,9 +35,10 @@ class AcceleratedTrainer(BasicTrainer):
         self.device = self.accelerator.device
         self.rank, self.is_main = self.accelerator.process_index, self.accelerator.is_main_process
         self.num_processes = self.accelerator.num_processes
-        launched = int(os.environ.get("WORLD_SIZE", 1))
-        if self.num_processes != (run.num_processes or launched):
-            raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {run.num_processes or launched}",
+        here = ranks.discover()
+        wanted = here.world_size if here.elastic else run.num_processes or here.world_size
+        if self.num_processes != wanted:
+            raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {wanted}",
                               "start with `course train --num_processes N`, which starts the ranks itself")
 
     def build_engine(self) -> Engine:
@@ -72,7 +74,7 @@ class AcceleratedTrainer(BasicTrainer):
     def count_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         mine = self.own_targets(micro_batches)
         # One reduction carries both: how many targets there are, and whether anyone was asked to stop.
-        votes = torch.tensor(int(bool(self.stop_request)), device=self.device)
+        votes = torch.tensor(self.stop_request.vote, device=self.device)
         targets, self.stop_votes = self.sum_over_processes(torch.stack([mine, votes]))
         return targets
 
@@ -80,8 +82,8 @@ class AcceleratedTrainer(BasicTrainer):
         """Targets in this process's rows."""
         return super().count_targets(micro_batches)
 
-    def asked_to_stop(self) -> bool:
-        return bool(self.stop_votes > 0)
+    def asked_to_stop(self) -> int:
+        return exit_code(int(self.stop_votes))
 
     def to_device(self, batch: Batch) -> Batch:
         return batch  # the prepared loader has moved it

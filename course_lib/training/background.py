@@ -1,6 +1,5 @@
 """Checkpoints written while training goes on."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -35,10 +34,14 @@ class BackgroundSaver:
         """Write the small files, copy the pieces, and go on while they are written."""
         self.wait()
         with checkpoint.saving(str(self.run_dir / checkpoint.name(step))):
-            if self.is_main:
-                checkpoint.begin(self.run_dir, step)
-            self.barrier()
-            write_files(checkpoint.beside(self.run_dir, step))
+            try:
+                if self.is_main:
+                    checkpoint.begin(self.run_dir, step)
+                self.barrier()
+                write_files(checkpoint.beside(self.run_dir, step))
+            except BaseException:
+                self._abandon(step)
+                raise
         copies = {name: replace(piece, data=piece.data.detach().to("cpu", copy=True)) for name, piece in pieces.items()}
         self.writing = self.thread.submit(self._write, step, copies)
 
@@ -51,9 +54,12 @@ class BackgroundSaver:
                     checkpoint.finish(self.run_dir, step)
                     checkpoint.prune(self.run_dir, self.keep)
             except BaseException:
-                if self.is_main:
-                    shutil.rmtree(folder, ignore_errors=True)
+                self._abandon(step)
                 raise
+
+    def _abandon(self, step: int) -> None:
+        if self.is_main:
+            checkpoint.abandon(self.run_dir, step)
 
     def wait(self) -> None:
         """Wait until the checkpoint begun last stands on every rank.

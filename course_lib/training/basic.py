@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from course_lib.runtime.interrupts import exit_code
 from course_lib.training.frame import TrainerFrame
 from course_lib.training.loss import count_targets, summed_loss
 from course_lib.training.precision import pick_device
@@ -35,7 +36,7 @@ class BasicTrainer(TrainerFrame):
         tick = time.perf_counter()
         while not state.finished and state.step_in_epoch < state.steps_per_epoch:
             with self.phases("data"):
-                micro_batches = list(itertools.islice(batches, self.config.run.gradient_accumulation_steps))
+                micro_batches = list(itertools.islice(batches, self.sampler.accumulation))
                 micro_batches = [self.to_device(batch) for batch in micro_batches]
             loss, gradient_norm = self.train_step(micro_batches)
             state.samples += len(self.sampler.batches[state.step_in_epoch])
@@ -115,7 +116,6 @@ class BasicTrainer(TrainerFrame):
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A plain value of every process, by rank."""
         return [value]
 
     def bare_model(self) -> nn.Module:
@@ -128,5 +128,5 @@ class BasicTrainer(TrainerFrame):
     def close(self) -> None:
         """Let the engine end its part of the run."""
 
-    def asked_to_stop(self) -> bool:
-        return bool(self.stop_request)
+    def asked_to_stop(self) -> int:
+        return exit_code(self.stop_request.vote)

@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from course_lib.config_files import write_text
+from course_lib.training import checkpoint
+
 if TYPE_CHECKING:
     from course_lib.training.basic import BasicTrainer
 
 
 class Callback:
     """Subclass it and override what you need."""
+
+    def on_connect(self, trainer: "BasicTrainer") -> None:
+        """Once the ranks have joined and the model stands, before an engine wraps it."""
 
     def on_train_begin(self, trainer: "BasicTrainer") -> None:
         """Before the first step; after a checkpoint has been read, if there was one."""
@@ -83,11 +89,12 @@ class JsonLinesLog(Callback):
         if trainer.is_main and self.path.exists():
             kept = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True)
                     if line.endswith("\n") and json.loads(line)["step"] <= trainer.state.step]
-            self.path.write_text("".join(kept), encoding="utf-8")
+            with checkpoint.saving(str(self.path)):
+                write_text(self.path, "".join(kept))
 
     def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
         if trainer.is_main:
-            with self.path.open("a", encoding="utf-8") as out:
+            with checkpoint.saving(f"a line of {self.path}"), self.path.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
 
 

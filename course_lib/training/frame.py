@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from course_lib.config import Config
-from course_lib.data.batching import GlobalBatchSampler, evaluation_loader, training_loader
+from course_lib.data.batching import GlobalBatchSampler, evaluation_loader, layout, training_loader
+from course_lib.data.cache import column
 from course_lib.data.processing import DataProcessor, ProcessedData
-from course_lib.errors import ConfigError, TrainingDiverged, TrainingInterrupted
+from course_lib.errors import EXIT_RESUME, ConfigError, TrainingDiverged, TrainingInterrupted
 from course_lib.modeling.loading import LoadedModel
+from course_lib.runtime import interrupts
 from course_lib.runtime.interrupts import StopRequest, stop_requests
 from course_lib.runtime.phases import Phases
 from course_lib.runtime.seeding import seed_everything
@@ -64,7 +66,7 @@ class TrainerFrame:
         self.sampler = self._sampler()
         pin = config.data.pin_memory and self.device.type == "cuda"
         self.train_loader = training_loader(data.splits["train"], self.sampler, processor.collator(),
-                                            config.data.num_workers, pin)
+                                            config.data.num_workers, pin, self.rank)
         self.eval_loaders = {
             split: evaluation_loader(rows, config.run.eval_batch_size, processor.collator(), config.run.seed,
                                      config.data.num_workers, pin)
@@ -77,6 +79,10 @@ class TrainerFrame:
             on_cpu.keep_freed_memory()
             on_cpu.cheaper_dropout(self.model)
         self.model = self.take_part(self.model).to(self.device)
+        patience = config.run.early_stopping_patience
+        self.callbacks: list[Callback] = [ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
+        self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
+        self.tell("on_connect")
         self.optimizer = make_optimizer(self.model, config.optim)
         self.wrapped: nn.Module = self.model
         self.prepare()
@@ -86,21 +92,19 @@ class TrainerFrame:
         self.phases, self.stop_request = Phases(), StopRequest()
         self.pending: list[torch.Tensor] = []
         self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
-        self.evaluated_at: int | None = None
-        patience = config.run.early_stopping_patience
-        self.callbacks: list[Callback] = [ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
-        self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
 
     def _sampler(self) -> GlobalBatchSampler:
         run = self.config.run
-        rows, rest = run.batch_size, 0
+        rows, accumulation, rest = run.batch_size, run.gradient_accumulation_steps, 0
         if run.split_batches:
             rows, rest = divmod(run.batch_size, self.data_ranks)
         if rest or not rows:
             raise ConfigError(f"batch_size {run.batch_size} cannot be split over {self.data_ranks} processes",
                               f"use a multiple of {self.data_ranks}")
-        return GlobalBatchSampler(self.data.splits["train"]["length"][:], rows, self.data_ranks,
-                                  run.gradient_accumulation_steps, run.seed, self.config.data.group_by_length)
+        if run.global_batch_size:
+            rows, accumulation = layout(run.global_batch_size, self.data_ranks, run.batch_size)
+        return GlobalBatchSampler(column(self.data.splits["train"], "length"), rows, self.data_ranks, accumulation,
+                                  run.seed, self.config.data.group_by_length, run.global_batch_size)
 
     # What each trainer says for itself.
 
@@ -138,6 +142,10 @@ class TrainerFrame:
 
     def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         """Element-wise sum over the processes."""
+        raise NotImplementedError
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A plain value of every process, by rank."""
         raise NotImplementedError
 
     def barrier(self) -> None:
@@ -188,8 +196,8 @@ class TrainerFrame:
         """Put :meth:`engine_state` back."""
         raise NotImplementedError
 
-    def asked_to_stop(self) -> bool:
-        """Whether a process was asked to stop; all processes give the same answer."""
+    def asked_to_stop(self) -> int:
+        """Exit code to end with where a process was asked to stop, else 0; all processes give the same answer."""
         raise NotImplementedError
 
     # The run.
@@ -199,21 +207,23 @@ class TrainerFrame:
 
         Raises:
             TrainingDiverged: a loss or gradient is not finite; the last good checkpoint is kept.
-            TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was written first.
+            TrainingInterrupted: Ctrl-C, SIGTERM or SIGUSR1; a checkpoint was written first.
         """
         if self.config.output.resume_from_checkpoint:
             resuming.resume(self)
-        self.tell("on_train_begin")
-        try:
-            with stop_requests() as self.stop_request:
+        if self.is_main:
+            interrupts.remove_note(self.output_dir)
+        with stop_requests() as self.stop_request:
+            self.tell("on_train_begin")
+            try:
                 while not self.state.finished:
                     self.train_epoch()
-            if "validation" in self.eval_loaders and self.evaluated_at != self.state.step:
-                self.validate()
-            self.load_best()
-        finally:
-            self.checkpoints_written()
-            self.tell("on_train_end")
+                if "validation" in self.eval_loaders and self.state.evaluated_at != self.state.step:
+                    self.validate()
+                self.load_best()
+            finally:
+                self.checkpoints_written()
+                self.tell("on_train_end")
         return self.state
 
     def after_step(self, loss: torch.Tensor, gradient_norm: torch.Tensor) -> None:
@@ -239,12 +249,15 @@ class TrainerFrame:
             self.log(gradient_norm)
         if evaluates:
             self.validate()
-        stops = self.asked_to_stop()
-        if saves or stops:
+        code = self.asked_to_stop()
+        if saves or code:
             self.save_checkpoint()
-        if stops:
+        if code:
+            self.checkpoints_written()
+            if self.is_main and code == EXIT_RESUME:
+                interrupts.leave_note(self.output_dir, state.step)
             raise TrainingInterrupted(f"interrupted at step {state.step}; a checkpoint is in {self.output_dir}",
-                                      "go on with --resume_from_checkpoint latest")
+                                      "go on with --resume_from_checkpoint auto", code)
 
     def is_due(self, every: int | None) -> bool:
         """Whether what is done every so many steps (None: each epoch; 0: never) is due after this step."""
@@ -288,7 +301,7 @@ class TrainerFrame:
     def validate(self) -> None:
         """Evaluate on the validation split, and keep the weights where they are the best so far."""
         metrics, state = self.evaluate("validation"), self.state
-        self.evaluated_at = state.step
+        state.evaluated_at = state.step
         value, sign = metrics[self.best_metric], 1 if larger_is_better(self.best_metric) else -1
         if state.best_value is None or sign * value > sign * state.best_value:
             state.best_value, state.best_step, state.evaluations_since_best = value, state.step, 0

@@ -1,9 +1,16 @@
 """The callbacks that end a run which cannot go well, as the config's section ``guard`` asks for them."""
 
 from course_lib.config import Config
+from course_lib.training.agreement import AgreementCheck
 from course_lib.training.callbacks import Callback
+from course_lib.training.watchdog_callback import WatchdogCallback
 
 
 def guards(config: Config) -> list[Callback]:
     """Those that the config names; called by every rank."""
-    return []
+    found: list[Callback] = []
+    if config.guard.watchdog:
+        found.append(WatchdogCallback(config))
+    if config.guard.desync_check != "off":
+        found.append(AgreementCheck(config))
+    return found

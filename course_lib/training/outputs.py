@@ -28,12 +28,14 @@ def check(config: Config) -> None:
     if not _writable(existing):
         raise ConfigError(f"output_dir {folder} cannot be written (no permission in {existing})",
                           "choose another --output_dir")
-    if not folder.exists() or not any(folder.iterdir()) or config.output.resume_from_checkpoint:
+    asked = config.output.resume_from_checkpoint
+    # A run that was killed before its config stood has left a hidden file at most.
+    if not folder.exists() or not any(folder.glob("[!.]*")) or asked not in (None, "auto"):
         return
-    if not (folder / CONFIG).exists():
+    if not (folder / CONFIG).exists() and not (asked and checkpoint.in_order(folder)):
         raise ConfigError(f"output_dir {folder} holds files that are no run of this course",
                           "choose another --output_dir")
-    if not config.output.overwrite_output_dir:
+    if not config.output.overwrite_output_dir and not asked:
         raise ConfigError(f"output_dir {folder} already holds a run",
                           "give --overwrite_output_dir, --resume_from_checkpoint latest, or another --output_dir")
 
@@ -57,8 +59,9 @@ def claim(config: Config) -> None:
         if config.output.overwrite_output_dir:
             for path in [*checkpoint.in_order(folder), folder / MODEL, folder / MONITOR]:
                 shutil.rmtree(path, ignore_errors=True)
-            for name in (CONFIG, SUMMARY, METRICS, BEST):
+            for name in (CONFIG, SUMMARY, METRICS, BEST, checkpoint.LATEST):
                 (folder / name).unlink(missing_ok=True)
+        checkpoint.tidy(folder)
         write_text(folder / CONFIG, to_yaml(config))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +25,25 @@ def write_files(trainer: TrainerFrame, folder: Path) -> None:
     if not trainer.is_main:
         return
     trainer.write_whole_tensors(folder)
+    if trainer.config.run.keep_best and trainer.state.best_step is not None:
+        share(trainer.best_file, folder / trainer.best_file.name)
     tensorfile.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state()},
                     folder / "engine.safetensors")
     progress = {"state": trainer.state.as_dict(), "run": identity(trainer), "engine": trainer.engine_name}
     write_text(folder / "state.json", json.dumps(progress, indent=1))
     write_text(folder / "config.yaml", to_yaml(trainer.config))
+
+
+def share(source: Path, target: Path) -> None:
+    """Give a file that is never written to again a second place; a copy where the disk has no links."""
+    beside = target.with_name(f".{target.name}.shared")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(source, beside)
+    except OSError:
+        shutil.copyfile(source, beside)
+    os.replace(beside, target)
+    beside.unlink(missing_ok=True)  # renaming one name of a file to another of its names does nothing
 
 
 def identity(trainer: TrainerFrame) -> dict[str, Any]:
@@ -37,19 +53,52 @@ def identity(trainer: TrainerFrame) -> dict[str, Any]:
             "task": trainer.task}
 
 
+def find(trainer: TrainerFrame) -> Path | None:
+    """The checkpoint that the config names, the same on every rank; None for a run that begins anew.
+
+    Raises:
+        CheckpointError: it is not whole on every rank, or the ranks see different ones.
+    """
+    asked = trainer.config.output.resume_from_checkpoint or ""
+    if trainer.is_main:
+        with checkpoint.saving(f"what a killed run left in {trainer.output_dir}"):
+            checkpoint.tidy(trainer.output_dir)
+    trainer.barrier()
+    mine: str | CheckpointError
+    try:
+        if asked in ("latest", "auto"):
+            mine = str(checkpoint.latest(trainer.output_dir, trainer.say))
+        else:
+            mine = str(Path(asked).expanduser())
+            checkpoint.verify(Path(mine))
+    except CheckpointError as error:
+        mine = error
+    found = trainer.gather_objects(mine)
+    failed = [rank for rank, each in enumerate(found) if isinstance(each, CheckpointError)]
+    if len(failed) == len(found):
+        if asked != "auto":
+            raise found[0]
+        trainer.say(f"{found[0].what}: beginning anew")
+        return None
+    if failed:
+        raise CheckpointError(f"rank {failed[0]}: {found[failed[0]].what}",
+                              "bring the whole checkpoint to every machine, or resume from another one")
+    if len(set(found)) > 1:
+        rank = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise CheckpointError(f"rank 0 would go on from {found[0]}, and rank {rank} from {found[rank]}",
+                              "name one checkpoint that every machine has whole")
+    return Path(found[0])
+
+
 def resume(trainer: TrainerFrame) -> None:
     """Put a trainer where the checkpoint that its config names stood.
 
     Raises:
         CheckpointError: no whole checkpoint, or one of another model, data set or global batch.
     """
-    asked = trainer.config.output.resume_from_checkpoint or ""
-    if asked == "latest":
-        folder = checkpoint.latest(trainer.output_dir, trainer.say)
-    else:
-        folder = Path(asked).expanduser()
-        checkpoint.verify(folder)
-    trainer.barrier()
+    folder = find(trainer)
+    if folder is None:
+        return
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     trainer.check_tensors(folder)
     for name, value in identity(trainer).items():
@@ -58,6 +107,25 @@ def resume(trainer: TrainerFrame) -> None:
                                   f"and this run has {value}",
                                   "make them equal, so that its data position means the same rows")
     trainer.read_tensors(folder)
+    read_engine(trainer, folder, saved["engine"])
+    planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
+    known = {f.name for f in dataclasses.fields(TrainState)}
+    trainer.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
+    if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
+        trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
+    read_best(trainer, folder)
+    random = folder / f"random-{trainer.rank}.safetensors"
+    if random.exists():
+        set_rng_state(tensorfile.load(random))
+    else:
+        # More ranks than saved it: a stream of its own, other than the one this rank began with.
+        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)
+    trainer.barrier()
+    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
+
+
+def read_engine(trainer: TrainerFrame, folder: Path, saved_by: str) -> None:
+    """Put the learning-rate schedule and the engine's own state back."""
     engine = tensorfile.load(folder / "engine.safetensors")
     trainer.scheduler.load_state_dict(engine["scheduler"])
     # By this run's plan, which may be longer than the one that was saved.
@@ -66,17 +134,19 @@ def resume(trainer: TrainerFrame) -> None:
     trainer.scheduler._last_lr = rates
     for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    if saved["engine"] == trainer.engine_name:
+    if saved_by == trainer.engine_name:
         trainer.load_engine_state(engine["engine"])
-    planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
-    known = {f.name for f in dataclasses.fields(TrainState)}
-    trainer.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
-    if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
-        trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
-    random = folder / f"random-{trainer.rank}.safetensors"
-    if random.exists():
-        set_rng_state(tensorfile.load(random))
-    else:
-        # More ranks than saved it: a stream of its own, other than the one this rank began with.
-        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)
-    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
+
+
+def read_best(trainer: TrainerFrame, folder: Path) -> None:
+    """Put the weights of the best evaluation back, as they were then; without them the search begins anew."""
+    state, kept = trainer.state, folder / trainer.best_file.name
+    if not trainer.config.run.keep_best or state.best_step is None:
+        return
+    if not kept.exists():
+        trainer.say(f"{folder} holds no weights of the best evaluation (step {state.best_step}): it does not count")
+        state.best_value = state.best_step = None
+        state.evaluations_since_best = 0
+    elif trainer.is_main:
+        with checkpoint.saving(str(trainer.best_file)):
+            share(kept, trainer.best_file)

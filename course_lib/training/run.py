@@ -12,6 +12,7 @@ from course_lib.data import DataConnector, DataProcessor, TextData
 from course_lib.data.cache import progress_bars
 from course_lib.errors import DataError
 from course_lib.runtime import machine, ranks
+from course_lib.runtime.determinism import PROMISE, deterministic
 from course_lib.runtime.seeding import seed_everything
 from course_lib.training import baselines, launchfiles, model_folder, outputs
 from course_lib.training.accelerated import AcceleratedTrainer
@@ -45,6 +46,11 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
     Raises:
         CourseError: whatever the user can mend.
     """
+    with deterministic(config.run.deterministic):
+        return _train(config, callbacks)
+
+
+def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
     started = time.perf_counter()
     is_main = ranks.discover().rank == 0
     if is_main:
@@ -54,6 +60,8 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
     if is_main:
         outputs.claim(config)
         launchfiles.write(config, trainer.precision, trainer.num_processes, trainer.model)
+    if config.run.deterministic:
+        trainer.say(PROMISE[trainer.device.type])
     trainer.barrier()
     ready = time.perf_counter()
     state = trainer.train()
@@ -122,6 +130,11 @@ def evaluate(config: Config, split: str) -> dict[str, Any]:
         DataError: the split is not there, or a class of the data is none of the model's.
         ModelError: the folder holds no trained model for the task.
     """
+    with deterministic(config.run.deterministic):
+        return _evaluate(config, split)
+
+
+def _evaluate(config: Config, split: str) -> dict[str, Any]:
     loaded = modeling.load_trained(Path(config.model.model), config.data.task)
     text = DataConnector(config.data, config.run.seed).load()
     if split not in text.splits:

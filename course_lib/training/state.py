@@ -20,6 +20,7 @@ class TrainState:
         best_value: best evaluation so far, of the metric that decides.
         best_step: step of that evaluation.
         evaluations_since_best: evaluations since then.
+        evaluated_at: step of the last evaluation.
         last_loss: the last logged loss.
         window: losses of the steps since the last logged line, as global means.
         stop: set by a callback to end the run after this step.
@@ -35,6 +36,7 @@ class TrainState:
     best_value: float | None = None
     best_step: int | None = None
     evaluations_since_best: int = 0
+    evaluated_at: int | None = None
     last_loss: float | None = None
     window: list[float] = field(default_factory=list)
     stop: bool = False

@@ -9,13 +9,13 @@ from tests.notebooks.conftest import NOTEBOOKS
 
 LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
            "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
-           "11_wandb", "12_sagemaker")
+           "10_faults_and_hangs", "11_wandb", "12_sagemaker", "13_capstone")
 SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "When it goes wrong", "Exercises",
             "Questions", "Read next")
 
 
 def test_every_notebook_is_in_the_list():
-    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 12
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 14
 
 
 @pytest.fixture(params=LESSONS)

@@ -1,0 +1,261 @@
+"""The flight recorder: which collectives this rank has issued, where in the user's code, and whether they have ended.
+
+It listens at the :mod:`~course_lib.runtime.tap`, so that it sees DDP's C++ reducer, FSDP2, DeepSpeed and pipelines
+too, and writes each call straight into the rank's page of the :mod:`~course_lib.runtime.board`: what it noted stays
+readable when this process is stopped or killed in the next instruction. A call costs some ten microseconds
+(``benchmarks/watchdog.py``).
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_lib.runtime import tap
+from course_lib.runtime.board import CALL_ROOM, ENDED, WAITED_FOR, Page, spans
+from course_lib.runtime.tap import ARGUMENTS, OPERATORS
+
+# What a rank hands in, which people recognise by its shape (the meter's payload is all ranks' together).
+HANDED_IN = {
+    "allreduce_": "tensors",
+    "allreduce_coalesced_": "tensors",
+    "_allgather_base_": "input_tensor",
+    "allgather_": "input_tensors",
+    "allgather_coalesced_": "input_list",
+    "allgather_into_tensor_coalesced_": "inputs",
+    "_reduce_scatter_base_": "input_tensor",
+    "reduce_scatter_": "input_tensors",
+    "reduce_scatter_tensor_coalesced_": "inputs",
+    "alltoall_": "input_tensors",
+    "alltoall_base_": "input",
+    "broadcast_": "tensors",
+    "reduce_": "tensors",
+    "gather_": "input_tensors",
+    "scatter_": "output_tensors",
+    "send": "tensors",
+    "recv_": "tensors",
+    "recv_any_source_": "tensors",
+}
+PENDING = 256
+PEER = {"send": "dst", "recv_": "src"}
+
+
+def _at(operator: str, names: Sequence[str]) -> int | None:
+    """Where in an operator's arguments one of these names stands."""
+    return next((i for i, name in enumerate(ARGUMENTS[operator]) if name in names), None)
+
+
+_SUBJECT = {operator: _at(operator, [HANDED_IN.get(operator, "")]) for operator in OPERATORS}
+_GROUP = {operator: ARGUMENTS[operator].index("process_group") for operator in OPERATORS}
+_PEER = {operator: _at(operator, [PEER.get(operator, "")]) for operator in OPERATORS}
+_ROOT = {operator: _at(operator, ["root_rank"]) for operator in OPERATORS}
+
+# Frames of these are not the user's.
+_FOREIGN = (*(os.path.dirname(spec.origin) + os.sep for name in ("torch", "accelerate", "deepspeed", "transformers")
+              if (spec := importlib.util.find_spec(name)) and spec.origin), str(tap.__file__), __file__,
+            os.path.join(os.path.dirname(__file__), "watchdog.py"), "<")
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
+
+Place = tuple[str | None, int | None]
+
+
+class FlightRecorder:
+    """Notes every collective between `start` and `stop`.
+
+    Args:
+        page: where.
+    """
+
+    def __init__(self, page: Page):
+        self.page = page
+        self.step = -1
+        self.serial = 0
+        self._sequences: dict[str, int] = {}
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._texts: dict[Any, tuple[bytes, str, CodeType | None]] = {}  # the code is kept: it is known by its id
+        self._pending: dict[int, dist.Work] = {}  # by serial: those that have not ended, and nobody waits for
+        self._waiting: set[int] = set()  # those that a thread waits for
+        self._lock = threading.Lock()
+        self._users: dict[str, bool] = {}
+        self._folder = os.getcwd() + os.sep
+
+    def start(self) -> None:
+        tap.listen(self)
+
+    def stop(self) -> None:
+        tap.leave(self)
+        self._pending.clear()
+
+    def issuing(self, operator: str, args: Sequence[Any]) -> int:
+        group = dist.ProcessGroup.unbox(args[_GROUP[operator]])
+        subject, peer, root = _SUBJECT[operator], _PEER[operator], _ROOT[operator]
+        shape, dtype, count = _described(args[subject]) if subject is not None else ((), None, 0)
+        frame = self._user_frame(sys._getframe(1)) or self._main_frame()
+        code, line = (frame.f_code, frame.f_lineno) if frame else (None, None)
+        # A code object hashes slowly, but is the same object as long as it runs.
+        key = (operator, shape, dtype, count, group.group_name, None if peer is None else args[peer],
+               None if root is None else args[root], id(code), line)
+        with self._lock:
+            text, stream, _ = self._texts.get(key) or self._text(key, group, code)
+            self.serial += 1
+            serial = self.serial
+            sequence = self._sequences[stream] = self._sequences.get(stream, 0) + 1
+            self.page.write_call(serial, sequence, time.monotonic(), self.step, stream, text)
+        return serial
+
+    def issued(self, note: int, result: Any) -> None:
+        boxed = result[-1] if isinstance(result, tuple) else result
+        if boxed is None:  # monitored_barrier_ has been waited for
+            self.page.mark(note, ENDED)
+            return
+        if self._pending:
+            self.look()
+        if len(self._pending) >= PENDING:
+            self._pending.pop(next(iter(self._pending)), None)  # nobody waits for a send that nobody kept
+        self._pending[note] = dist.Work.unbox(boxed)
+
+    def waiting(self, waited_for: dist.Work | torch.Tensor) -> int | None:
+        for serial, work in reversed(list(self._pending.items())):
+            if work is waited_for:
+                self._waiting.add(serial)
+                self._pending.pop(serial, None)  # from here on its end is that of the wait, which may raise instead
+                self.page.mark(serial, WAITED_FOR)
+                return serial
+        return None
+
+    def waited(self, note: int | None, waited_for: dist.Work | torch.Tensor) -> None:
+        if note is not None:
+            self._waiting.discard(note)
+            self.page.mark(note, ENDED)
+        else:
+            self.look()
+
+    def look(self) -> bool:
+        """Mark the calls that have ended in the meantime; whether there were any."""
+        # gloo's sends, receives and reduce-scatters end only when they are waited for.
+        ended = [serial for serial, work in list(self._pending.items()) if work.is_completed()]
+        for serial in ended:
+            self._pending.pop(serial, None)  # it holds the tensors, which are to be freed
+            self.page.mark(serial, ENDED)
+        return bool(ended)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread waits for a collective; waits inside C++, such as DDP's, don't tell."""
+        return bool(self._waiting)
+
+    def place(self) -> Place:
+        """File and line of the user's code that the main thread is in."""
+        frame = self._main_frame()
+        return (self._shown(frame.f_code.co_filename), frame.f_lineno) if frame else (None, None)
+
+    def place_of(self, trace: TracebackType | None) -> Place:
+        """File and line of the user's code that an exception went through last."""
+        found: Place = (None, None)
+        while trace is not None:
+            if self._is_users(trace.tb_frame.f_code.co_filename):
+                found = self._shown(trace.tb_frame.f_code.co_filename), trace.tb_lineno
+            trace = trace.tb_next
+        return found
+
+    def position(self) -> int:
+        """A number that changes when the main thread's Python code goes on."""
+        frame, position = _frame_of(threading.main_thread()), 0
+        while frame is not None:
+            position, frame = hash((position, id(frame.f_code), frame.f_lasti)), frame.f_back
+        return position
+
+    def stacks(self) -> str:
+        """The Python stack of every thread but the caller's, the main thread's first."""
+        frames, main = sys._current_frames(), threading.main_thread()
+        shown = []
+        for thread in sorted(threading.enumerate(), key=lambda each: each is not main):
+            frame = frames.get(thread.ident or 0)
+            if frame is not None and thread is not threading.current_thread():
+                shown.append(f"thread {thread.name}, most recent call last:\n{''.join(traceback.format_stack(frame))}")
+        return "\n".join(shown)
+
+    def _text(self, key: Any, group: dist.ProcessGroup, code: CodeType | None) -> tuple[bytes, str, CodeType | None]:
+        """What the page keeps of a call besides its numbers, and the name of the order that it is part of."""
+        operator, shape, dtype, count, name, peer, root, _, line = key
+        ranks = self._groups.get(name)
+        if ranks is None:
+            ranks = self._groups[name] = tuple(dist.get_process_group_ranks(group))
+        kind, own = OPERATORS[operator], ranks[group.rank()]
+        other = None if peer is None else ranks[peer]
+        stream = name
+        if kind == "send":
+            stream = f"{name}:{own}>{other}:send"
+        elif kind == "recv":
+            stream = f"{name}:{'any' if other is None else other}>{own}:recv"
+        described = {
+            "stream": stream, "name": kind, "shape": shape[:8], "tensors": count,
+            "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+            "peer": other, "root": None if root is None else ranks[root],
+            "file": self._shown(code.co_filename) if code else None, "line": line, "ranks": spans(ranks)}
+        text = json.dumps(described).encode()
+        if len(text) > CALL_ROOM:  # an odd group of hundreds of ranks, or a very long path
+            text = json.dumps(described | {"ranks": [], "file": str(described["file"])[-80:]}).encode()
+        self._texts[key] = text, stream, code
+        return self._texts[key]
+
+    def _user_frame(self, frame: FrameType | None) -> FrameType | None:
+        """The innermost frame of the user's."""
+        while frame is not None:
+            if self._is_users(frame.f_code.co_filename):
+                return frame
+            frame = frame.f_back
+        return None
+
+    def _is_users(self, file: str) -> bool:
+        found = self._users.get(file)
+        if found is None:
+            found = self._users[file] = not file.startswith(_FOREIGN) and (
+                file.startswith(_INSTALLED) or not file.startswith(_STANDARD))
+        return found
+
+    def _main_frame(self) -> FrameType | None:
+        """The main thread's; on a GPU the backward pass runs on a thread that has no user's frame."""
+        return self._user_frame(_frame_of(threading.main_thread()))
+
+    def _shown(self, file: str) -> str:
+        """Relative to the working directory where it lies below it."""
+        return file.removeprefix(self._folder)
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)
+
+
+def _described(value: Any) -> tuple[tuple[int, ...], torch.dtype | None, int]:
+    """Shape and dtype of the first tensor, and how many there are."""
+    count = 1
+    while not isinstance(value, torch.Tensor):
+        if not value:
+            return (), None, 0
+        count *= len(value)
+        value = value[0]
+    return tuple(value.shape), value.dtype, count
+
+
+def backend_records() -> Any:
+    """What the backend's own flight recorder holds, by ``torch._C``'s JSON; None where it records nothing.
+
+    NCCL's is on by default, gloo's where TORCH_FR_BUFFER_SIZE is set before the group is made (torch 2.13); gloo's
+    leaves out sends and receives.
+    """
+    from torch._C import _distributed_c10d
+
+    found = json.loads(_distributed_c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]
+    return found if found.get("entries") else None

@@ -1,0 +1,228 @@
+"""A rank that hangs, says why, and ends: the watchdog.
+
+A thread of each rank looks ten times a second. Progress is a collective issued or ended, a beat, or work: a main
+thread that evaluates, compiles or saves for minutes without a collective keeps this process, its children or the disk
+busy, where one that hangs leaves all three alone. Once the rank that all wait for has made none for long enough, or a
+rank has died, every rank that can still answer writes the same report (:mod:`~course_lib.runtime.hang_report`), with
+the ranks to blame (:mod:`~course_lib.runtime.verdicts`), and ends itself.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_lib.errors import EXIT_HUNG, CourseError
+from course_lib.runtime.board import FAILED, LEFT, RUNNING, Board, Sighting
+from course_lib.runtime.flight import FlightRecorder, backend_records
+from course_lib.runtime.hang_report import HangReport, RankState, read_reports
+from course_lib.runtime.liveness import Activity
+from course_lib.runtime.reprieve import Reprieve
+from course_lib.runtime.verdicts import BUSY_FACTOR, Verdict, is_hang, judge
+from course_lib.runtime.worker import is_consequence
+
+__all__ = ["HangReport", "RankState", "Verdict", "Watchdog", "read_reports"]
+
+LOOK_SECONDS = 0.1
+QUIET_SECONDS = 0.5  # without a collective, after which the thread asks whether the process works
+GAP_SECONDS = 2.0  # between two looks: this process was stopped, or had no core, and those seconds don't count
+ANSWER_SECONDS = 1.0  # for the other ranks to write their stacks, and again for their reports
+HELD_BACK_SECONDS = 3.0  # before a rank ends after another's exception, which is for the launcher to see first
+
+
+class Watchdog:
+    """Watches this rank and the others while its ``with`` is open; every rank has to enter it.
+
+    ```python
+    with Watchdog(300, "runs/hang") as dog:
+        for step, batch in enumerate(loader):
+            train(batch)
+            dog.beat(step)
+    ```
+
+    Args:
+        seconds: without progress until the ranks report and end.
+        folder: where ``hang-rank{R}.txt`` and ``.json`` are written.
+        ends: end this process with EXIT_HUNG once the report stands, and ranks of this machine that are stopped; else
+            the report is all, and no second one follows.
+        holds_sigterm: a launcher ends the other ranks as soon as one has died; hold its SIGTERM back until the report
+            stands. For callers that handle the signal themselves: False.
+    Raises:
+        CourseError: ``seconds`` is not positive.
+    """
+
+    _entered = 0
+
+    def __init__(self, seconds: float, folder: str | Path, ends: bool = True, holds_sigterm: bool = True):
+        if not seconds > 0:
+            raise CourseError(f"the watchdog's seconds are {seconds:g}", "give it more than 0")
+        self.seconds, self.folder, self.ends = seconds, Path(folder).absolute(), ends
+        self._beats = 0
+        self._leaving, self._lost_peer = threading.Event(), threading.Event()
+        self._state, self._declared = RUNNING, False
+        self._error: BaseException | None = None  # that ended the block
+        self._reprieve, self._holds_sigterm = Reprieve(), holds_sigterm
+
+    def __enter__(self) -> "Watchdog":
+        Watchdog._entered += 1  # alike on every rank
+        if dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            store: dist.Store = dist.distributed_c10d._get_default_store()
+        else:
+            rank, world_size, store = 0, 1, dist.HashStore()
+        self.rank = rank
+        self._board = Board(rank, world_size, dist.PrefixStore(f"course/watchdog/{Watchdog._entered}", store))
+        self._recorder = FlightRecorder(self._board.page)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._activity, self._entered_at = Activity((self._thread, self._board.thread)), time.time()
+        self._looked = self._measured = self._progressed = self._moved = time.monotonic()
+        self._mark: tuple[int, int] = (0, 0)
+        self._position = 0
+        self._look()
+        self._recorder.start()
+        if self._holds_sigterm:
+            self._reprieve.start()
+        self._board.open()
+        self._thread.start()
+        return self
+
+    def beat(self, step: int) -> None:
+        """Say that a step is done."""
+        self._recorder.step = step
+        self._board.page.write_step(step + 1)
+        self._beats += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._error = error
+        if error is not None and is_consequence(error):
+            self._lost_peer.set()  # the thread finds out whom, and reports
+            self._thread.join()
+        if error is not None and not self._declared:
+            self._state = FAILED
+            file, line = self._place()
+            self._say(error=f"{type(error).__name__}: {error}".splitlines()[0] + f" at {file}:{line}")
+        elif error is None:
+            self._state = LEFT
+        self._write_flags()
+        self._leaving.set()
+        self._thread.join()
+        self._board.close()
+        self._recorder.stop()
+        self._reprieve.stop()
+
+    # The thread.
+
+    def _watch(self) -> None:
+        deadline, judged_at = float("inf"), 0.0
+        while not self._leaving.wait(LOOK_SECONDS):
+            self._look()
+            now = time.monotonic()
+            if self._lost_peer.is_set() and deadline == float("inf"):
+                deadline = now + self._board.notice_seconds()
+            if now > deadline or self._board.is_alarming():
+                return self._act()
+            if self._reprieve.seconds() > ANSWER_SECONDS:  # nobody has died: it was meant for this rank
+                os._exit(128 + signal.SIGTERM)
+            if now - self._progressed >= self.seconds and now - judged_at > QUIET_SECONDS:
+                judged_at = now
+                if is_hang(self._board.sightings(), self.rank, self.seconds):
+                    return self._act()
+
+    def _look(self) -> None:
+        """Find out whether this rank makes progress, and note where it is."""
+        now = time.monotonic()
+        if now - self._looked > GAP_SECONDS:
+            self._progressed += now - self._looked
+            self._moved += now - self._looked
+        ended, mark = self._recorder.look(), (self._recorder.serial, self._beats)
+        if ended or mark != self._mark:
+            self._progressed = self._moved = now
+        elif now - self._moved > QUIET_SECONDS and now - self._measured > QUIET_SECONDS:
+            self._measured, position = now, self._recorder.position()
+            spins = torch.cuda.is_initialized() and position == self._position
+            if self._activity.is_busy(spins) and now - self._moved < BUSY_FACTOR * self.seconds \
+                    and not self._recorder.is_waiting:
+                self._progressed = now
+            self._position = position
+        self._looked, self._mark = now, mark
+        self._say()
+        self._board.page.write_look(now, self._progressed, now)
+
+    def _place(self) -> tuple[str | None, int | None]:
+        """File and line of the user's code that the main thread is in, or was in when it lost a peer."""
+        return self._recorder.place_of(self._error.__traceback__) if self._error else self._recorder.place()
+
+    def _stacks(self) -> str:
+        if self._error is None:
+            return self._recorder.stacks()
+        return "the main thread was here:\n" + "".join(traceback.format_exception(self._error))
+
+    def _say(self, **words: Any) -> None:
+        file, line = self._place()
+        self._board.page.write_words({"file": file, "line": line, **words})
+
+    def _write_flags(self, reported: bool = False) -> None:
+        self._board.page.write_flags(self._state, self._declared, reported)
+
+    def _act(self) -> None:
+        """Report, together with all ranks that answer, and end."""
+        self._declared = True
+        self._say(stacks=self._stacks(), dead=self._board.dead())
+        self._write_flags()
+        sightings = self._wait_for(lambda each: "stacks" in each.words)
+        answering = [each.rank for each in sightings if each.life == "running" and "stacks" in each.words]
+        stacks = "\n".join(f"--- rank {each.rank} ---\n{each.words.get('stacks') or f'none: it is {each.life}'}"
+                           for each in sightings)
+        report = HangReport(self.rank, sightings[self.rank].stalled, judge(sightings),
+                            tuple(map(RankState.of, sightings)), stacks)
+        self._remove_old_reports()
+        report.write(self.folder, sightings, backend_records())
+        self._write_flags(reported=True)
+        if self.rank == min(answering):
+            line = f"watchdog: {report.summary}. The ranks' reports: {self.folder}/hang-rank*.txt\n"
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
+        if self.ends:
+            self._end(answering, sightings)
+
+    def _wait_for(self, has_answered: Any) -> list[Sighting]:
+        """The sightings once every rank that runs has answered, or has had the time for it."""
+        until = time.monotonic() + ANSWER_SECONDS
+        while True:
+            sightings = self._board.sightings()
+            if all(has_answered(each) for each in sightings if each.life == "running") or time.monotonic() > until:
+                return sightings
+            time.sleep(LOOK_SECONDS / 4)
+
+    def _remove_old_reports(self) -> None:
+        """Those of an earlier hang, which may have had more ranks."""
+        for path in self.folder.glob("hang-rank*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < self._entered_at - 1:
+                    path.unlink()
+
+    def _end(self, answering: list[int], sightings: list[Sighting]) -> None:
+        """End this process at once, and what could not end itself: its children, and ranks that cannot answer."""
+        self._wait_for(lambda each: each.reported or each.rank not in answering)
+        if any(each.life == "failed" or "error" in each.words for each in sightings):
+            time.sleep(HELD_BACK_SECONDS)
+        for each in sightings:
+            if each.rank not in answering and each.life in ("running", "stopped") and self._board.is_local(each.rank):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each.pid, signal.SIGKILL)
+        for child in multiprocessing.active_children():
+            child.kill()
+        flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # the main thread may hold its lock
+        flush.start()
+        flush.join(ANSWER_SECONDS / 2)
+        os._exit(EXIT_HUNG)

@@ -1,0 +1,81 @@
+"""What lesson 10 claims, measured anew: who raises, who did it, which tool names the culprit, and that cures work."""
+
+import math
+import mmap
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from course_lib.training.fault_lab import SCENARIOS
+from tests.notebooks.conftest import NOTEBOOKS
+
+pytestmark = pytest.mark.timeout(300)
+
+BY_LUCK = ("mismatched collectives", "different shapes", "wrong port", "wrong address")
+"""Faults in which the culprit may be the first to speak: it depends on which message, or time-out, comes first."""
+
+
+@pytest.fixture(scope="module")
+def lesson(run_lesson):
+    return run_lesson("10_faults_and_hangs", world_size=3)
+
+
+def test_the_culprit_of_a_skipped_step_raises_nothing(lesson):
+    assert lesson["ranks_with_an_error"] == 2 and lesson["first_error_is_the_culprits"] == 0
+    assert lesson["last_sum_of_the_culprit"] == 7, "three in its own step 3, and the others' two of step 2 twice"
+    assert not lesson["an_error_names_a_rank"]
+    assert lesson["cured_sums"] == [0, 3, 4, 9]
+
+
+def test_the_watchdog_accuses_the_culprit_alone(lesson):
+    assert lesson["accused"] == 1 and lesson["accused_ranks"] == [1]
+    assert lesson["watchdog_named"] == {"skipped step": [1], "mismatched collectives": [1], "stopped rank": [1]}
+    assert lesson["recorders_differ_on"] == 0
+
+
+def test_contents_that_do_not_fit(lesson):
+    assert lesson["sum_of_tokens"] == pytest.approx(256, abs=0.01) and lesson["sum_of_tokens_cured"] == 384
+    assert 1 <= lesson["runs_with_an_error"] <= 2, "the one with dtypes raises none; the one with shapes need not"
+    assert lesson["detail_named"] == {name: [1] for name in
+                                      ("mismatched collectives", "different shapes", "different dtypes")}
+
+
+def test_ranks_that_are_gone(lesson):
+    assert lesson["culprits_first_to_speak"] <= 2, "a rank that knocks elsewhere may complain as early as the others"
+    assert len(lesson["tools_were_right"]) == 6 and all(lesson["tools_were_right"].values())
+    assert lesson["starts_of_the_cured_run"] == lesson["steps_of_the_last_start"] == 2
+
+
+def test_the_straggler_waits_least(lesson):
+    assert lesson["step_of_rank_1_over_rank_0"] == pytest.approx(1, rel=0.2), "not ten: the all-reduce makes them equal"
+    assert lesson["share_that_rank_0_waits"] > 0.5 and lesson["names_the_straggler"] == [1]
+
+
+def test_numbers_that_go_bad(lesson):
+    assert lesson["runs_that_say_nothing"] == 2
+    assert len(lesson["losses_cured"]) == 3 and all(map(math.isfinite, lesson["losses_cured"]))
+    assert lesson["loss_fell_with_two_models"] and lesson["weights_apart"] == pytest.approx(0.5)
+    assert lesson["named"] == {"NaN on one rank": [1], "diverging parameters": [1], "out of memory": [1],
+                               "full disk": [0]}
+
+
+def test_who_speaks_and_who_did_it(lesson):
+    assert lesson["tool_named_the_culprit"] == lesson["cured"] == len(SCENARIOS) == 15
+    assert len(lesson["spoke_first"]) == lesson["first_error_from_a_culprit"] <= 6
+    assert {"out of memory", "full disk"} <= set(lesson["spoke_first"]) <= {"out of memory", "full disk", *BY_LUCK}
+
+
+def test_what_goes_wrong_says_what_the_lesson_says():
+    """The errors that the lesson explains are what the installed torch can say."""
+    cells = nbformat.read(NOTEBOOKS / "10_faults_and_hangs.ipynb", as_version=4).cells
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    headings = re.findall(r"^\*\*`(.+?)`\*\*", prose.split("## When it goes wrong")[1], re.MULTILINE)
+    assert len(headings) == 3
+    with open(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so", "rb") as library, \
+            mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as built:
+        for heading in headings:
+            constant = re.split(r"\d", heading)[0]
+            assert len(constant) > 15 and built.find(constant.encode()) > 0

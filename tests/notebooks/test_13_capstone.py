@@ -1,0 +1,191 @@
+"""What lesson 13 claims, measured anew with its default decisions; and what its rubric says of bad ones."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from course_lib.cloud.job import Job, accelerators, estimate
+from course_lib.config import flatten
+from course_lib.errors import ConfigError
+from course_lib.tracking.base import RunInfo
+from course_lib.tracking.jsonl import JsonLinesTracker
+from course_lib.training import capstone, capstone_runs
+from course_lib.training import capstone_rubric as judged
+from course_lib.training.capstone_runs import Broken, Resumed, Tracked
+
+pytestmark = pytest.mark.timeout(400)
+
+DECISIONS = {
+    "dataset": "tweets", "recipe": {"task": "classification", "learning_rate": 5e-4, "max_length": 32},
+    "model": "tiny-bert", "strategy": "fsdp", "world_size": 2, "device": "cpu", "global_batch": 16, "steps": 16,
+    "save_steps": 5, "kill_step": 13, "other": {"strategy": "ddp"}, "seeds": [1, 2], "rows": 16_000,
+    "rented": {"model": "gpt2-xl", "dataset": "dair-ai/emotion", "max_length": 64, "learning_rate": 1e-5,
+               "save_steps": 50},
+    "instance_type": "ml.g5.12xlarge", "instance_count": 1, "hours": 0.6, "budget": 5.0}
+
+
+@pytest.fixture(scope="module")
+def lesson(run_lesson, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    return run_lesson("13_capstone", output_dir=str(folder)) | {"folder": folder}
+
+
+def test_the_plan_was_met_where_formulas_know_better_than_guesses(lesson):
+    parameters = lesson["states_MiB"] * 2**20 / 8  # 16 bytes by 2 ranks
+    assert lesson["sent_MB"] * 1e6 == pytest.approx(3 * 4 * parameters / 2, rel=judged.CLOSE)
+    assert lesson["fits"] and lesson["layout"] == "FSDP"
+    assert 0 < lesson["hours_planned"] < lesson["hours_at_worst"] <= 0.6
+    assert lesson["test_loss"] < lesson["loss_by_guessing"] == pytest.approx(math.log(3))
+
+
+def test_it_was_killed_and_came_back_to_the_bit(lesson):
+    assert lesson["how_it_ended"] == "rank 1 was killed by SIGKILL"
+    assert lesson["checkpoint_left"] == "checkpoint-000010" and lesson["steps_lost"] == 3
+    assert lesson["not_resumed_because"] == "" and lesson["steps_in_the_record"] == list(range(1, 17))
+    assert lesson["bytes_that_differ_with_another_seed"] > 1e6 and lesson["bytes_that_differ"] == 0
+
+
+def test_the_arms_differ_in_memory_and_not_in_what_they_learn(lesson):
+    assert sorted(lesson["fields_that_differ"]) == ["seed", "strategy"]
+    assert lesson["other_arm_states_MiB"] == pytest.approx(2 * lesson["states_MiB"], rel=0.01)
+    assert lesson["gap"] < 1e-4 < lesson["luck"]
+
+
+def test_the_page_says_what_the_notebook_recorded(lesson):
+    assert lesson["criteria_met"] == len(judged.CRITERIA) == 11 and lesson["not_met"] == {}
+    assert lesson["dollars_at_most"] == pytest.approx(7.09 * 0.6) and lesson["lines_of_the_job"] > 20
+    page = (lesson["folder"] / judged.REPORT).read_text(encoding="utf-8")
+    assert page.count("- [x] ") == 11 and "In my own words" in page and "rank 1 was killed by SIGKILL" in page
+    kept = json.loads((lesson["folder"] / judged.EVIDENCE).read_text(encoding="utf-8"))
+    assert kept["project"]["seeds"] == [1, 2] and len(kept["runs"]) == 4
+
+
+def record(first, last):
+    return [(step, 1.0) for step in range(first, last + 1)]
+
+
+def evidence(project, **changed):
+    """What a project like the lesson's leaves, with a real plan and an invented run; and what is changed of it."""
+    plan = capstone.plan_rented(project)
+    job = None
+    if plan.layout:
+        config = capstone.rented_config(project, plan)
+        gpus = accelerators(project.instance_type)
+        priced = estimate(Job(config, project.instance_type, project.instance_count, gpus, max_hours=project.hours))
+        job = judged.Submission("slurm", "job.sbatch", priced.job, config.output.save_steps)
+    runs = [Tracked(arm, seed, 256, 1 + seed / 100, 70.0, 16.0, 9.0) for seed in (1, 2) for arm in ("chosen", "other")]
+    whole = Resumed("", 1000, 0, record(1, 16))
+    killed = Broken("rank 1 was killed by SIGKILL", True, 13, "checkpoint-000010", 3, {1: 1.1})
+    return judged.Evidence(**{"rented": plan, "here": capstone.Here(16.0, 10.0, 300.0, math.log(3)), "runs": runs,
+                              "differing": ["strategy", "seed"], "broken": killed, "resumed": whole,
+                              "submitted": job} | changed)
+
+
+def runs_with(arm="both", **changed):
+    return [dataclasses.replace(run, **changed) if arm in ("both", run.arm) else run
+            for run in evidence(capstone.Project.of(DECISIONS)).runs]
+
+
+LOST = Broken("rank 1 was killed by SIGKILL", True, 3, None, 3, {1: 1.1})
+ALIVE = Broken("nothing: there is no step 99", False, 16, "checkpoint-000015", 1, {1: 1.1})
+NOTHING_TO_SEND = {"fits", "ends_in_time", "bounded", "interruption_is_cheap"}
+BAD = [  # decisions, what they leave, the criteria that fail, and a word of the reason
+    ({"strategy": "ddp"}, dict, NOTHING_TO_SEND, "gpt2-xl does not fit on 4 x A10G"),
+    ({"rented": DECISIONS["rented"] | {"model": "llama-70b"}}, dict, NOTHING_TO_SEND, "does not fit on 4 x A10G"),
+    ({"hours": 0.4}, dict, {"ends_in_time"}, "give it more hours"),
+    ({}, lambda: {"runs": runs_with("chosen", states=13.0)}, {"states_predicted"}, "off by +23.1%"),
+    ({}, lambda: {"runs": runs_with("chosen", sent=12.0)}, {"bytes_predicted"}, "off by -16.7%"),
+    ({}, lambda: {"runs": runs_with("chosen", loss=1.2)}, {"learned"}, "more steps"),
+    ({"kill_step": 3}, lambda: {"broken": LOST, "resumed": Resumed("no whole checkpoint in broken")},
+     {"survived", "exact"}, "before the first checkpoint at step 5"),
+    ({"kill_step": 99}, lambda: {"broken": ALIVE}, {"survived", "exact"}, "there is no step 99"),
+    ({}, lambda: {"resumed": Resumed("", 1000, 4, record(1, 16))}, {"exact"}, "deterministic"),
+    ({}, lambda: {"resumed": Resumed("", 1000, 0, record(2, 16))}, {"exact"}, "misses steps"),
+    ({}, lambda: {"resumed": Resumed("", 1000, 0, record(1, 13) + record(11, 16))}, {"exact"}, "or has one twice"),
+    ({}, lambda: {"runs": runs_with("other", seed=7)}, {"fair", "luck_known"}, "other seeds: [1, 2] and [7, 7]"),
+    ({}, lambda: {"runs": runs_with("other", samples=512)}, {"fair"}, "[256, 256] and [512, 512] rows"),
+    ({}, lambda: {"differing": ["strategy", "seed", "weight_decay"]}, {"fair"}, "differ in weight_decay too"),
+    ({}, lambda: {"runs": runs_with()[:2]}, {"luck_known"}, "two different seeds"),
+    ({"budget": 3.0}, dict, {"bounded"}, "lower the hours"),
+    ({"rented": DECISIONS["rented"] | {"save_steps": 0}}, dict, {"interruption_is_cheap"}, "save_steps is 0"),
+    ({"rented": DECISIONS["rented"] | {"save_steps": 5000}}, dict, {"interruption_is_cheap"}, "save more often"),
+]
+
+
+def failed(project, found):
+    lines = {check.__name__: line for check, line in zip(judged.CRITERIA, judged.rubric(project, found), strict=True)}
+    return {name: line for name, line in lines.items() if not line.passed}
+
+
+def test_good_evidence_passes():
+    project = capstone.Project.of(DECISIONS)
+    assert failed(project, evidence(project)) == {}
+
+
+def test_every_criterion_is_failed_by_some_bad_decision():
+    assert len(BAD) == 18 and set().union(*(names for _, _, names, _ in BAD)) == {c.__name__ for c in judged.CRITERIA}
+
+
+@pytest.mark.parametrize(("decisions", "left", "names", "reason"), BAD)
+def test_bad_decisions_fail_their_criteria_and_no_others(decisions, left, names, reason):
+    project = capstone.Project.of(DECISIONS | decisions)
+    found = evidence(project, **left())
+    lines = failed(project, found)
+    assert lines.keys() == names and any(reason in line.why for line in lines.values()), lines
+    page = judged.report(project, found)
+    assert page.count("- [ ] ") == len(names) and reason in page
+
+
+def test_seeds_that_were_changed_are_found_in_what_the_trackers_kept(tmp_path):
+    """The lesson's own way from tracked runs to the verdict, with the seed of one arm changed behind its back."""
+    project = capstone.Project.of(DECISIONS | {"other": {"strategy": "ddp", "seed": 7}})
+    configs = project.arms(tmp_path)
+    assert [config.run.seed for config in configs] == [1, 7, 2, 7]
+    for config in configs:
+        tracker = JsonLinesTracker(RunInfo(config.output_dir.name, config.output_dir.name, "project", None,
+                                           config.output_dir / "tracking"))
+        tracker.start()
+        tracker.store_init_configuration(flatten(config) | {"world_size": 2})
+        for step in range(1, 17):
+            tracker.log({"train/loss": 1.0, "train/seconds": step / 10, "train/samples_per_second": 160.0}, step)
+        tracker.log({"capstone/states": 16.0, "capstone/sent": 9.0, "test/loss": 1.0}, 16)
+        tracker.finish()
+    runs, differing = capstone_runs.read_back(tmp_path)
+    assert differing == ["strategy", "seed"] and [run.samples for run in runs] == [256] * 4
+    lines = failed(project, evidence(project, runs=runs, differing=differing))
+    assert lines.keys() == {"fair", "luck_known"} and "[1, 2] and [7, 7]" in lines["fair"].why
+
+
+def test_the_job_is_the_rehearsed_run_but_for_what_was_declared():
+    project = capstone.Project.of(DECISIONS)
+    there = capstone.rented_config(project, capstone.plan_rented(project))
+    here = flatten(project.config(there.output_dir))
+    changed = {name for name, value in flatten(there).items() if value != here[name]}
+    layout = {"batch_size", "torch_compile", "mixed_precision"}
+    scale = {"max_steps", "max_eval_samples", "logging_steps", "device", "overwrite_output_dir"}
+    assert changed == layout | scale | project.rented.keys()
+    assert there.run.batch_size * there.run.gradient_accumulation_steps * 4 == project.global_batch
+
+
+def test_an_arm_with_another_batch_sees_as_many_rows(tmp_path):
+    configs = capstone.Project.of(DECISIONS | {"other": {"batch_size": 4}}).arms(tmp_path)
+    assert [(config.run.batch_size, config.run.max_steps) for config in configs] == [(8, 16), (4, 32)] * 2
+    accumulating = DECISIONS["recipe"] | {"gradient_accumulation_steps": 2}
+    for config in capstone.Project.of(DECISIONS | {"recipe": accumulating}).arms(tmp_path):
+        assert capstone.rows_of_a_step(config, 2) == 16 and config.run.max_steps == 16
+
+
+@pytest.mark.parametrize(("decisions", "says"), [
+    ({"strategy": "fdsp"}, "fsdp"), ({"global_batch": 15}, "global_batch 15 on 2 ranks"),
+    ({"world_size": 1}, "two ranks or more"), ({"rented": {}}, "names no model"), ({"steps": 4}, "a run of 4 steps"),
+    ({"other": {"batch_size": 80}}, "a run of 2 steps"), ({"other": {"strategi": "ddp"}}, "strategy")])
+def test_impossible_decisions_are_refused_in_a_line(decisions, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        capstone.Project.of(DECISIONS | decisions).arms(tmp_path)
+
+
+def test_a_decision_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match="no decision about budget"):
+        capstone.Project.of({name: value for name, value in DECISIONS.items() if name != "budget"})
