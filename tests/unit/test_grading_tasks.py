@@ -24,7 +24,8 @@ pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
 LESSONS = ("01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation", "05_zero_stages",
-           "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid")
+           "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
+           "10_faults_and_hangs", "11_wandb", "12_sagemaker")
 JUNK = (None, True, 7, -1.5, float("nan"), 10**400, "", "all_reduce", "x" * 1000, [], [[]], [{}], [None], [["0F0"]],
         [["9" * 5000]], ["all_reduce " + "9" * 5000], ["all_reduce -1"], [" "], {}, {"a": []}, np.zeros(0),
         np.zeros((2, 3, 4)), np.full((3, 3), np.inf), np.array(["text"]), np.array(5), [[[0, 0, 10**9]]],
@@ -51,9 +52,9 @@ def same(left, right):
     return type(left) is type(right) and left == right
 
 
-def test_thirty_exercises_and_three_a_lesson():
+def test_forty_three_exercises_and_three_a_lesson():
     counted = Counter(task.lesson for task in TASKS.values())
-    assert set(counted) == set(LESSONS) and min(counted.values()) >= 3 and sum(counted.values()) == len(TASKS) >= 30
+    assert set(counted) == set(LESSONS) and min(counted.values()) >= 3 and sum(counted.values()) == len(TASKS) == 43
     assert len({task.function for task in TASKS.values()}) == len(TASKS), "a .py file names them by function"
     assert len({task.grade_id for task in TASKS.values()}) == len(TASKS)
     for task in TASKS.values():
@@ -156,7 +157,7 @@ def test_exercises_are_what_the_masters_make():
 
 def test_a_planted_answer_wants_a_text_that_is_there_once():
     wrong = planted(SOLUTIONS)
-    assert len(wrong) >= 90 and len({(each.task, each.name) for each in wrong}) == len(wrong)
+    assert len(wrong) >= 230 and len({(each.task, each.name) for each in wrong}) == len(wrong)
     with pytest.raises(DataError, match="stands 0 times"):
         wrong[0].source("nothing of it")
     with pytest.raises(DataError, match="stands 2 times"):

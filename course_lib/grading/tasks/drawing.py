@@ -40,3 +40,12 @@ def alone(inputs: Callable[[random.Random], dict], count: int = 4) -> Callable[.
         return [Case(1, inputs(rng)) for _ in range(count)]
 
     return draw
+
+
+def in_turn(inputs: Callable[[random.Random, int], dict], count: int = 4) -> Callable[..., list[Case]]:
+    """The same, where a case's place, from 0, decides which kind it is of."""
+
+    def draw(rng: random.Random, count: int = count) -> list[Case]:
+        return [Case(1, inputs(rng, place)) for place in range(count)]
+
+    return draw

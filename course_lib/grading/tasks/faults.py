@@ -1,0 +1,140 @@
+"""Lesson 10: the rank that a hang is due to, and ranks that no longer agree."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import Seen, items, made_by, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks.drawing import in_turn, numbers
+from course_lib.grading.tasks.resuming import LESSON
+
+# --- faults.hang ---
+
+CALLS = (("all_reduce", 4096), ("all_reduce", 1024), ("all_gather", 512), ("broadcast", 64))
+KINDS = ("behind", "mismatched", "dead", "skipped", "dead later", "nobody")
+
+
+def hang_case(rng: random.Random, place: int) -> dict:
+    """Each rank's notes: what it issued last, in order, as a flight recorder keeps it."""
+    kind, world = KINDS[place % len(KINDS)], rng.randrange(3, 7)
+    culprit, at, first = rng.randrange(world), rng.randrange(3, 7), rng.randrange(1, 50)
+    loop = [rng.choice(CALLS) for _ in range(at + 1)]
+    loop[at - 1] = next(each for each in CALLS if each != loop[at])  # so that leaving it out shows
+    name, elements = loop[at]
+    made = {"behind": loop[:at], "dead": loop[:at], "skipped": [*loop[: at - 1], loop[at]], "nobody": loop,
+            "mismatched": [*loop[:at], (name, elements + 8)], "dead later": [*loop[:at], ("barrier", 0)]}[kind]
+    stuck = {"skipped": at - 1, "nobody": at + 1}.get(kind, at)
+    ranks = []
+    for rank in range(world):
+        calls = [{"sequence": first + i, "collective": name, "elements": elements, "ended": i < stuck}
+                 for i, (name, elements) in enumerate(made if rank == culprit else loop)]
+        ranks.append({"alive": kind != "dead" or rank != culprit, "calls": calls[rng.randrange(2):]})
+    if kind == "dead later":  # it met the error first, and has left by no fault of its own
+        ranks[(culprit + 1) % world]["alive"] = False
+    return {"ranks": ranks}
+
+
+def verdict(ranks: list[dict]) -> list:
+    """The culprit, why, and at which number; -1 for nobody."""
+    made = [{call["sequence"]: (call["collective"], call["elements"]) for call in each["calls"]} for each in ranks]
+    last = [max(calls) for calls in made]
+    for sequence in range(min(map(min, made)), max(last) + 1):
+        there = [calls.get(sequence) for calls in made]
+        kinds = Counter(call for call in there if call)
+        if len(kinds) > 1:
+            odd = there.index(min(kinds, key=kinds.__getitem__))
+            return [odd, "mismatched", sequence]
+    if len(set(last)) == 1:
+        return [-1, "nobody", -1]
+    behind = last.index(min(last))
+    return [behind, "behind" if ranks[behind]["alive"] else "dead", last[behind] + 1]
+
+
+def observe_hang(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    found = function([{"alive": each["alive"], "calls": [dict(call) for call in each["calls"]]}
+                      for each in case.inputs["ranks"]])
+    return {"verdict": [-1, "nobody", -1] if found is None else plain(list(found))}
+
+
+def verdict_has(place: int, what: str) -> Rule:
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        found, right = items(seen, 0, "verdict"), verdict(case.inputs["ranks"])
+        if [type(each) for each in found] != [int, str, int]:
+            raise Malformed(Miss("a rank, a word and a sequence number, or None", short(found)))
+        return None if found[place] == right[place] else Miss(f"{what} {right[place]}, of {right}", short(found))
+
+    return rule
+
+
+HANG = Task(
+    name="faults.hang", lesson=LESSON, function="culprit", title="Whom does everybody wait for?", difficulty=3,
+    importance=5, minutes=30, draw=in_turn(hang_case, len(KINDS)), observe=observe_hang, needs_ranks=False,
+    properties={"who": Property(2, verdict_has(0, "rank")), "what": Property(2, verdict_has(1, "what")),
+                "where": Property(1, verdict_has(2, "sequence"))})
+
+
+# --- faults.agreement ---
+
+DIFFERENCES = ("one bit", "another sign", "none but a NaN", "swapped rows")
+
+
+def agreement_cases(rng: random.Random, worlds: Sequence[int] = (1, 3, 2, 3)) -> list[Case]:
+    """In turn, each difference; another sign on rank 0."""
+    cases = []
+    for place, world in enumerate(worlds):
+        kind, width = DIFFERENCES[place % len(DIFFERENCES)], rng.randrange(2, 5)
+        weights, biases = [numbers(rng, 3, width)] * world, [numbers(rng, width) + 8] * world
+        odd = 0 if kind == "another sign" else rng.randrange(world)
+        if kind == "one bit":
+            biases[odd] = (biases[odd].view(np.int32) ^ 1).view(np.float32)
+        elif kind == "another sign":
+            weights[odd] = -weights[odd]
+        elif kind == "swapped rows":
+            weights[odd] = weights[odd][[1, 0, 2]]
+        cases.append(Case(world, {"weights": weights, "biases": biases, "nan": kind == "none but a NaN"}))
+    return cases
+
+
+def observe_agreement(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    weight, bias = (torch.from_numpy(case.inputs[key][rank].copy()) for key in ("weights", "biases"))
+    if case.inputs["nan"]:
+        weight[0, 0] = float("nan")
+    with Recorder() as record:
+        found = function([weight, bias])
+    return {"ranks": plain(found), "events": record.events}
+
+
+def names_who_differs(case: Case, seen: Seen) -> Miss | None:
+    """Those that are not like most; of two that differ the lower rank counts as right."""
+    held = [weight.tobytes() + bias.tobytes() for weight, bias in zip(case.inputs["weights"], case.inputs["biases"],
+                                                                      strict=True)]
+    most = max(held, key=held.count)
+    right = [rank for rank, each in enumerate(held) if each != most]
+    for rank in range(case.world_size):
+        if (found := items(seen, rank, "ranks", int)) != right:
+            return Miss(f"ranks {right}", short(found), rank)
+    return None
+
+
+def one_small_collective(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        made = made_by(seen, rank)
+        carried = sum(int(each.split()[1]) for each in made)
+        if len(made) != 1 or carried > 32 * case.world_size:
+            return Miss(f"one collective of at most {32 * case.world_size} bytes", short(", ".join(made) or "none"),
+                        rank)
+    return None
+
+
+AGREEMENT = Task(
+    name="faults.agreement", lesson=LESSON, function="who_differs", title="Do all ranks still hold the same?",
+    difficulty=2, importance=4, minutes=20, draw=agreement_cases, observe=observe_agreement,
+    properties={"ranks": Property(3, names_who_differs), "one small collective": Property(2, one_small_collective)})
+
+ALL = (HANG, AGREEMENT)

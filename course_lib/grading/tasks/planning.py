@@ -1,0 +1,243 @@
+"""Lesson 09: what a model holds, what a message costs, and the search over layouts; no ranks, no torch."""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from course_lib.grading.rules import Seen, items, number, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks.drawing import in_turn
+
+LESSON = "09_plan_and_simulate"
+SEVEN_BILLION = {"layers": 32, "width": 4096, "intermediate": 11008, "vocabulary": 32000}
+"""LLaMA-7B's, arXiv 2302.13971 table 2 and its config.json."""
+
+
+def exactly(found: float, right: float) -> bool:
+    """Whether two numbers are the same but for rounding."""
+    return abs(found - right) <= 1e-9 * max(abs(right), 1e-12)
+
+
+# --- plan.memory ---
+
+def memory_case(rng: random.Random, place: int) -> dict:
+    drawn = {"layers": rng.randrange(4, 60), "width": 64 * rng.randrange(8, 100),
+             "intermediate": 64 * rng.randrange(16, 300), "vocabulary": 1000 * rng.randrange(8, 200)}
+    return {"sizes": drawn if place else SEVEN_BILLION, "gpus": 2 ** rng.randrange(1, 8), "stage": 3 - place % 4,
+            "micro_batch": rng.randrange(1, 9), "sequence": 512 * rng.randrange(1, 17),
+            "checkpointing": place % 4 in (1, 2)}
+
+
+def observe_memory(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    held = function(**{**case.inputs, "sizes": dict(case.inputs["sizes"])})
+    return {key: plain(held[key]) for key in ("count", "parameters", "gradients", "optimizer", "activations")}
+
+
+def memory(case: Case) -> dict[str, float]:
+    given, sizes = case.inputs, case.inputs["sizes"]
+    width, layers, words = sizes["width"], sizes["layers"], sizes["vocabulary"]
+    count = layers * (4 * width**2 + 3 * width * sizes["intermediate"] + 2 * width) + (2 * words + 1) * width
+    shared = [given["gpus"] if given["stage"] >= stage else 1 for stage in (3, 2, 1)]
+    states = {key: count * each / by for key, each, by in zip(("parameters", "gradients", "optimizer"), (2, 2, 12),
+                                                              shared, strict=True)}
+    tokens = given["micro_batch"] * given["sequence"]
+    blocks = 2 * layers + 34 if given["checkpointing"] else 34 * layers
+    return {"count": count, **states, "activations": tokens * (blocks * width + 4 * words)}
+
+
+def memory_is(*keys: str) -> Rule:
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        right = memory(case)
+        for key in keys:
+            if not exactly(found := number(seen, 0, key), right[key]):
+                return Miss(f"{key} {right[key]:,.0f}", f"{found:,.0f} for {case.inputs}")
+        return None
+
+    return rule
+
+
+MEMORY = Task(
+    name="plan.memory", lesson=LESSON, function="memory_of", title="The memory of a 7B", difficulty=2, importance=5,
+    minutes=25, draw=in_turn(memory_case), observe=observe_memory, needs_ranks=False,
+    properties={"count": Property(1, memory_is("count")),
+                "model states": Property(2, memory_is("parameters", "gradients", "optimizer")),
+                "activations": Property(2, memory_is("activations"))})
+
+
+# --- plan.all_reduce ---
+
+def links_case(rng: random.Random, place: int) -> dict:
+    machines, gpus = [(rng.randrange(2, 9), rng.randrange(2, 9)), (1, rng.randrange(2, 9)),
+                      (rng.randrange(2, 9), 1)][place % 3]
+    return {"size": rng.randrange(1, 4000) * 1_000_000, "machines": machines, "gpus": gpus,
+            "inside": [rng.randrange(2, 6) * 1e-6, rng.randrange(100, 450) * 1e9],
+            "between": [rng.randrange(8, 30) * 1e-6, rng.randrange(5, 50) * 1e9]}
+
+
+def observe_seconds(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given = {key: tuple(each) if isinstance(each, list) else each for key, each in case.inputs.items()}
+    ring, by_level = function(**given)
+    return {"ring": plain(ring), "by level": plain(by_level)}
+
+
+def all_reduce_seconds(case: Case) -> dict[str, float]:
+    size, machines, gpus = (case.inputs[key] for key in ("size", "machines", "gpus"))
+
+    def steps(count: int, part: float, link: list[float]) -> float:
+        return count * (link[0] + part / link[1])
+
+    ranks, inside, between = machines * gpus, case.inputs["inside"], case.inputs["between"]
+    return {"ring": steps(2 * (ranks - 1), size / ranks, between if machines > 1 else inside),
+            "by level": (steps(2 * (gpus - 1), size / gpus, inside)
+                         + steps(2 * (machines - 1), size / ranks, between))}
+
+
+def seconds_are(key: str) -> Rule:
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        right, found = all_reduce_seconds(case)[key], number(seen, 0, key)
+        return None if exactly(found, right) else Miss(f"{right:.6g} s {key}", f"{found:.6g} s for {case.inputs}")
+
+    return rule
+
+
+ALL_REDUCE = Task(
+    name="plan.all_reduce", lesson=LESSON, function="all_reduce_seconds", title="What an all-reduce takes",
+    difficulty=3, importance=4, minutes=25, draw=in_turn(links_case, 6), observe=observe_seconds, needs_ranks=False,
+    properties={"one ring": Property(2, seconds_are("ring")), "by level": Property(2, seconds_are("by level"))})
+
+
+# --- plan.search ---
+
+Layout = tuple[int, int, int]
+
+
+def layouts(gpus: int) -> list[Layout]:
+    """All (data, tensors, stages) whose product is the number of GPUs."""
+    return [(gpus // tensors // stages, tensors, stages) for tensors in range(1, gpus + 1)
+            for stages in range(1, gpus + 1) if gpus % (tensors * stages) == 0]
+
+
+def legal(given: dict) -> list[Layout]:
+    """Those that the model and the machines allow."""
+    return [each for each in layouts(given["gpus"]) if each[1] <= given["gpus_a_machine"]
+            and given["heads"] % each[1] == 0 and given["layers"] % each[2] == 0]
+
+
+def name_of(layout: Sequence[int]) -> str:
+    return "x".join(map(str, layout))
+
+
+def search_case(rng: random.Random, place: int) -> dict:
+    """In turn: one layout is the fastest, two are as fast, nothing fits."""
+    gpus = 2 ** rng.randrange(3, 6)
+    given = {"gpus": gpus, "gpus_a_machine": 4, "layers": 4 * rng.choice((3, 6, 10)),
+             "heads": rng.choice((24, 40)) if place % 3 == 0 else 6}
+    allowed = legal(given)
+    chosen = rng.sample(allowed, 4)
+    given["memory_GiB"] = {name_of(each): rng.randrange(90, 200) for each in layouts(gpus)}
+    given["step_seconds"] = {name_of(each): rng.randrange(40, 400) / 16 for each in layouts(gpus)}
+    given["capacity_GiB"] = 80
+    if place % 3 < 2:
+        for each in chosen:
+            given["memory_GiB"][name_of(each)] = rng.randrange(20, 81)
+        given["memory_GiB"][name_of(chosen[0])] = 80  # what just fits, fits
+        best = min(given["step_seconds"].values())
+        for each in chosen[: 1 + place % 3]:
+            given["step_seconds"][name_of(each)] = best
+        for each in set(layouts(gpus)) - set(allowed):  # tempting, were they allowed
+            given["memory_GiB"][name_of(each)], given["step_seconds"][name_of(each)] = 10, best / 2
+    return given
+
+
+def observe_search(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given, asked = case.inputs, []
+
+    def look_up(table: str, layout: Layout) -> float:
+        name = name_of(layout)
+        if name not in given[table]:
+            raise LookupError(f"{layout} is no layout of {given['gpus']} GPUs")
+        return given[table][name]
+
+    def seconds(layout: Layout) -> float:
+        asked.append(name_of(layout))
+        return look_up("step_seconds", layout)
+
+    try:
+        found = function(given["gpus"], given["gpus_a_machine"], given["layers"], given["heads"],
+                         lambda layout: look_up("memory_GiB", layout), seconds, given["capacity_GiB"])
+    except ValueError as refusal:
+        return {"layout": [], "refusal": str(refusal)[:200], "asked": asked}
+    return {"layout": plain(found), "refusal": "", "asked": asked}
+
+
+def fitting(case: Case) -> list[Layout]:
+    """The legal layouts that fit, from the one to be returned to the slowest."""
+    given = case.inputs
+    able = [each for each in legal(given) if given["memory_GiB"][name_of(each)] <= given["capacity_GiB"]]
+    return sorted(able, key=lambda each: (given["step_seconds"][name_of(each)], each[1], each[2]))
+
+
+def one_that_fits(case: Case, seen: Seen) -> Layout | None:
+    """The layout found; None in a case in which nothing fits.
+
+    Raises:
+        Malformed: it is none that fits.
+    """
+    if not (able := fitting(case)):
+        return None
+    found = tuple(items(seen, 0, "layout", int))
+    if found not in able:
+        why = short(seen[0].get("refusal")) if not found else f"{found} on {case.inputs['gpus']} GPUs"
+        raise Malformed(Miss("a layout (data, tensors, stages) that is allowed and fits", why))
+    return found  # type: ignore[return-value]  # it is one of able
+
+
+def fits(case: Case, seen: Seen) -> Miss | None:
+    one_that_fits(case, seen)
+    return None
+
+
+def is_fastest(case: Case, seen: Seen) -> Miss | None:
+    if (found := one_that_fits(case, seen)) is None:
+        return None
+    best, seconds = fitting(case)[0], case.inputs["step_seconds"]
+    if seconds[name_of(found)] > seconds[name_of(best)]:
+        return Miss(f"{best} with {seconds[name_of(best)]} s", f"{found} with {seconds[name_of(found)]} s")
+    return None
+
+
+def is_simplest(case: Case, seen: Seen) -> Miss | None:
+    if (miss := is_fastest(case, seen)) is not None:
+        return miss
+    found = one_that_fits(case, seen)
+    return None if found is None or found == fitting(case)[0] else Miss(f"{fitting(case)[0]}, as fast and simpler",
+                                                                         f"{found}")
+
+
+def refuses(case: Case, seen: Seen) -> Miss | None:
+    if one_that_fits(case, seen) is not None:
+        return None
+    least = min(case.inputs["memory_GiB"][name_of(each)] for each in legal(case.inputs))
+    said = str(seen[0].get("refusal") or "")
+    return None if re.search(rf"\b{least}\b", said) else Miss(f"a ValueError that says {least} GiB",
+                                                             short(said) or f"{seen[0].get('layout')}")
+
+
+def asks_only_what_fits(case: Case, seen: Seen) -> Miss | None:
+    one_that_fits(case, seen)
+    right, found = {name_of(each) for each in fitting(case)}, set(items(seen, 0, "asked", str))
+    if found == right:
+        return None
+    odd = sorted(found - right)
+    return Miss("the seconds of each layout that fits, and of no other",
+                f"{odd[0]} asked" if odd else f"{sorted(right - found)[0]} not asked")
+
+
+SEARCH = Task(
+    name="plan.search", lesson=LESSON, function="fastest", title="Search the layouts", difficulty=3, importance=5,
+    minutes=30, draw=in_turn(search_case, 6), observe=observe_search, needs_ranks=False,
+    properties={"fits": Property(2, fits), "fastest": Property(2, is_fastest), "ties": Property(1, is_simplest),
+                "refuses": Property(1, refuses), "asks little": Property(1, asks_only_what_fits)})
+
+ALL = (MEMORY, ALL_REDUCE, SEARCH)

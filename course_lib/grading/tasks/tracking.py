@@ -1,0 +1,286 @@
+"""Lesson 11: which runs a rank keeps, what must not be kept, and the steps of a run that was resumed."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import Seen, items, kind, made_by, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks.drawing import in_turn
+
+LESSON = "11_wandb"
+
+
+# --- tracking.groups ---
+
+def groups_cases(rng: random.Random, kinds: tuple[tuple[int, bool], ...] = ((1, False), (2, True), (3, False))
+                 ) -> list[Case]:
+    """A case for each world size, with a run of each rank or without."""
+    return [Case(world, {"name": f"run-{rng.randrange(1000)}", "every_rank": every_rank, "every": rng.randrange(2, 4),
+                         "losses": [[rng.randrange(64) / 8 for _ in range(8)] for _ in range(world)]})
+            for world, every_rank in kinds]
+
+
+class Kept:
+    """A run that keeps what it is given, for the grader."""
+
+    def __init__(self, name: str, group: str | None):
+        self.name, self.group = name, group
+        self.rows: list[list[float]] = []
+        self.finished = 0
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        """Keep a row of a step."""
+        if set(row) != {"train/loss"}:
+            raise ValueError(f"a row is {{'train/loss': number}}, not {short(row)}")
+        self.rows.append([plain(step), float(row["train/loss"])])
+
+    def finish(self) -> None:
+        """Close the run."""
+        self.finished += 1
+
+
+def observe_groups(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given, opened = case.inputs, []
+
+    def start(name: str, group: str | None = None) -> Kept:
+        opened.append(Kept(name, group))
+        return opened[-1]
+
+    with Recorder() as record:
+        function(start, given["name"], given["losses"][rank], given["every"], given["every_rank"])
+    return {"runs": [[run.name, run.group] for run in opened], "rows": [run.rows for run in opened],
+            "finished": [run.finished for run in opened], "events": record.events}
+
+
+def runs_due(case: Case, rank: int) -> list[list[str | None]]:
+    """Name and group of each run that a rank has."""
+    name = case.inputs["name"]
+    if case.inputs["every_rank"]:
+        return [[f"{name}-rank{rank}", name]]
+    return [[name, None]] if rank == 0 else []
+
+
+def rows_due(case: Case, rank: int) -> list[list[float]]:
+    """Step and loss of each row of a rank's run."""
+    losses = case.inputs["losses"]
+    means = [sum(each) / len(each) for each in zip(*losses, strict=True)]
+    kept = losses[rank] if case.inputs["every_rank"] else means
+    return [[step, kept[step]] for step in range(0, len(kept), case.inputs["every"])]
+
+
+def runs_are(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        if (found := items(seen, rank, "runs", list)) != (right := runs_due(case, rank)):
+            return Miss(f"runs [name, group] {right}", short(found), rank)
+    return None
+
+
+def rows_are(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        right = [rows_due(case, rank) for _ in runs_due(case, rank)]
+        found = items(seen, rank, "rows", list)
+        if len(found) != len(right):
+            return Miss(f"rows of {len(right)} runs", f"of {len(found)}", rank)
+        for mine, due in zip(found, right, strict=True):
+            good = len(mine) == len(due) and all(
+                isinstance(each, list) and len(each) == 2 and all(type(one) in (int, float) for one in each)
+                and each[0] == one[0] and abs(each[1] - one[1]) < 1e-5 for each, one in zip(mine, due, strict=True))
+            if not good:
+                return Miss(f"[step, loss] {short(due)}", short(mine), rank)
+    return None
+
+
+def each_is_finished(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        right, found = [1] * len(runs_due(case, rank)), items(seen, rank, "finished", int)
+        if found != right:
+            return Miss(f"each of {len(right)} runs finished once", short(found), rank)
+    return None
+
+
+def as_few_as_needed(case: Case, seen: Seen) -> Miss | None:
+    """A small collective for each row of a mean, and none where each rank keeps its own."""
+    given = case.inputs
+    most = 0 if given["every_rank"] else len(range(0, len(given["losses"][0]), given["every"]))
+    least = 1 if most and case.world_size > 1 else 0
+    for rank in range(case.world_size):
+        made = made_by(seen, rank)
+        carried = sum(int(each.split()[1]) for each in made)
+        if not least <= len(made) <= most or carried > 64 * case.world_size:
+            return Miss(f"{least} to {most} collectives of a number each", short(", ".join(made) or "none"), rank)
+    return None
+
+
+GROUPS = Task(
+    name="tracking.groups", lesson=LESSON, function="track", title="Which rank keeps which run", difficulty=2,
+    importance=4, minutes=25, draw=groups_cases, observe=observe_groups,
+    properties={"runs": Property(2, runs_are), "rows": Property(2, rows_are), "finished": Property(1, each_is_finished),
+                "collectives": Property(1, as_few_as_needed)})
+
+
+# --- tracking.redact ---
+
+SECRET_NAMES = ("hf_token", "WANDB_API_KEY", "password", "aws_secret", "AUTH_TOKEN", "apikey")
+HARMLESS = ("tokenizer", "pad_token_id", "max_tokens", "keep_best", "monkey", "secretary", "tokens_per_step")
+MASK = "***"
+DEEPEST = 8
+
+
+def redact_case(rng: random.Random, place: int) -> dict:
+    """A nested config with secrets by name, secrets within texts, and names that only look like it."""
+    secrets = ["".join(rng.choices("abcdefghjkmnp23456789", k=12)) for _ in range(2)]
+    harmless = rng.sample(HARMLESS, 4)
+    return {"secrets": secrets, "config": {
+        rng.choice(SECRET_NAMES): secrets[0], "learning_rate": rng.randrange(1, 9) / 1000,
+        harmless[0]: f"bert-{rng.randrange(99)}", harmless[1]: rng.randrange(512), "resume": None, "fp16": True,
+        "data": {"source": f"https://someone:{secrets[1]}@host/rows.csv", harmless[2]: [1, 2.5, "text"],
+                 "mirrors": [{"url": "s3://rows", rng.choice(SECRET_NAMES): f"drawn{rng.randrange(10**6)}"}]},
+        "argv": ["train", f"--key={secrets[0]}", f"--{harmless[3]}", f"{secrets[1]}{secrets[0]}"],
+        rng.choice(("inner", "nested")): {rng.choice(SECRET_NAMES): "", "use_auth_token": True}}}
+
+
+def copied(value: Any) -> Any:
+    """Its dicts and lists anew."""
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return [copied(each) for each in value] if isinstance(value, list) else value
+
+
+def observe_redact(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given, secrets = copied(case.inputs["config"]), list(case.inputs["secrets"])
+    return {"config": plain(function(given, secrets)), "given": given}
+
+
+def redacted(config: dict, secrets: list[str]) -> Any:
+    def by_name(name: str) -> bool:
+        return name.lower().endswith(("token", "secret", "password", "api_key", "apikey"))
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: MASK if by_name(name) and isinstance(each, str) and each else walk(each)
+                    for name, each in value.items()}
+        if isinstance(value, list):
+            return [walk(each) for each in value]
+        for secret in secrets if isinstance(value, str) else ():
+            value = value.replace(secret, MASK)
+        return value
+
+    return walk(config)
+
+
+def leaves(value: Any, at: str = "config") -> dict[str, Any]:
+    """The values of a nested config by their place; an empty dict or list is one, and what is nested too deeply."""
+    if isinstance(value, (dict, list)) and value and at.count(".") < DEEPEST:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {place: leaf for key, each in pairs for place, leaf in leaves(each, f"{at}.{key}").items()}
+    return {at: value}
+
+
+def config_of(seen: Seen) -> dict[str, Any]:
+    """The leaves of the config that a learner returned.
+
+    Raises:
+        Malformed: it is none.
+    """
+    value = seen[0].get("config")
+    if not isinstance(value, dict):
+        raise Malformed(Miss("a config, a dict", kind(value)))
+    return leaves(value)
+
+
+def leaves_are(chosen: Callable[[str, Any, Any], bool]) -> Rule:
+    """A rule on those leaves for which ``chosen(place, before, after)`` says so."""
+
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        before, right = leaves(case.inputs["config"]), leaves(redacted(case.inputs["config"], case.inputs["secrets"]))
+        found = config_of(seen)
+        for place, value in right.items():
+            if chosen(place, before[place], value):
+                mine = found.get(place, "nothing")
+                if type(mine) is not type(value) or mine != value:
+                    return Miss(f"{place} {value!r}", short(repr(mine)))
+        return None
+
+    return rule
+
+
+def keeps_its_form(case: Case, seen: Seen) -> Miss | None:
+    miss = leaves_are(lambda place, before, after: before == after)(case, seen)
+    odd = set(config_of(seen)) - set(leaves(case.inputs["config"]))
+    return miss or (Miss("no other names", short(sorted(odd))) if odd else None)
+
+
+def untouched(case: Case, seen: Seen) -> Miss | None:
+    config_of(seen)
+    changed = seen[0].get("given") != case.inputs["config"]
+    return Miss("the given config as it was", "it has changed") if changed else None
+
+
+REDACT = Task(
+    name="tracking.redact", lesson=LESSON, function="without_secrets", title="Nothing that opens a door", difficulty=2,
+    importance=5, minutes=25, draw=in_turn(redact_case), observe=observe_redact, needs_ranks=False,
+    properties={"by name": Property(2, leaves_are(lambda place, before, after: after == MASK != before)),
+                "within texts": Property(2, leaves_are(lambda place, before, after: after not in (before, MASK))),
+                "the rest": Property(1, keeps_its_form), "a copy": Property(1, untouched)})
+
+
+# --- tracking.resumed ---
+
+def attempts_case(rng: random.Random, place: int) -> dict:
+    """Attempts at one run as lines of JSON; each but the last was killed, some in the middle of a line."""
+    attempts, resumed_at = [], 0
+    count = 1 if place % 4 == 3 else rng.randrange(2, 4)
+    for number in range(count):
+        # Every other run's last attempt has not come as far as the one before.
+        last = resumed_at + (1 if number and number == count - 1 and place % 2 == 0 else rng.randrange(4, 8))
+        lines = [{"step": step, metric: rng.randrange(1, 999) / 8} for step in range(resumed_at + 1, last + 1)
+                 for metric in ("train/loss", "eval/loss") if metric == "train/loss" or step % 3 == 0]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if number < count - 1 and (number + place) % 2 == 0:
+            text += json.dumps({"step": last + 1, "train/loss": 1.5})[: rng.randrange(3, 20)]
+        attempts.append({"resumed_at": resumed_at, "text": text})
+        resumed_at = last - rng.randrange(2, 4)  # the last checkpoint
+    return {"attempts": attempts}
+
+
+def metric_by_step(case: Case, metric: str) -> list[list[float]]:
+    """[step, value] of what counts: of each step the lines of the last attempt that did it and was not undone."""
+    attempts = case.inputs["attempts"]
+    undone = [each["resumed_at"] for each in attempts[1:]] + [float("inf")]
+    found = {}
+    for number, each in enumerate(attempts):
+        for row in map(json.loads, each["text"].split("\n")[:-1]):
+            if metric in row and row["step"] <= min(undone[number:]):
+                found[row["step"]] = row[metric]
+    return [[step, found[step]] for step in sorted(found)]
+
+
+def observe_attempts(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    return {"rows": plain(function([dict(each) for each in case.inputs["attempts"]]))}
+
+
+def steps_once(case: Case, seen: Seen) -> Miss | None:
+    right = [step for step, _ in metric_by_step(case, "train/loss")]
+    found = [row.get("step") for row in items(seen, 0, "rows", dict)]
+    return None if found == right else Miss(f"steps {short(right)}", short(found))
+
+
+def values_of(metric: str) -> Rule:
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        right = metric_by_step(case, metric)
+        found = [[row.get("step"), row[metric]] for row in items(seen, 0, "rows", dict) if metric in row]
+        return None if found == right else Miss(f"{metric} {short(right)}", short(found))
+
+    return rule
+
+
+RESUMED = Task(
+    name="tracking.resumed", lesson=LESSON, function="one_curve", title="One curve of a run that was resumed",
+    difficulty=3, importance=4, minutes=25, draw=in_turn(attempts_case), observe=observe_attempts, needs_ranks=False,
+    properties={"steps": Property(2, steps_once), "losses": Property(2, values_of("train/loss")),
+                "scores": Property(1, values_of("eval/loss"))})
+
+ALL = (GROUPS, REDACT, RESUMED)

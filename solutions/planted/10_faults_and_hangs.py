@@ -1,0 +1,51 @@
+"""Planted wrong answers of lesson 10: the solution with one thing wrong, and the property that shows it."""
+
+from course_lib.grading.selftest import Planted
+
+PLANTED = (
+    Planted("faults.resume", "the weights alone", "rates",
+            "        run.optimizer.load_state_dict(state[\"optimizer\"])\n"
+            "        run.schedule.load_state_dict(state[\"schedule\"])\n", ""),
+    Planted("faults.resume", "the momentum begins anew", "losses",
+            "        run.optimizer.load_state_dict(state[\"optimizer\"])\n",
+            "        run.optimizer.rate = state[\"optimizer\"][\"rate\"]\n"),
+    Planted("faults.resume", "the epoch begins anew", "rows", "run.place, run.step = state[\"place\"], state[\"step\"]",
+            "run.place, run.step = 0, state[\"step\"]"),
+    Planted("faults.resume", "the next epoch's order is another", "rows",
+            "        run.shuffle.set_state(state[\"shuffle\"])\n", ""),
+    Planted("faults.resume", "other dropout masks", "losses", "        torch.set_rng_state(state[\"torch\"])\n", ""),
+    Planted("faults.resume", "other noise", "losses", "        np.random.set_state(state[\"numpy\"])\n", ""),
+    Planted("faults.resume", "other augmentation", "losses", "        random.setstate(state[\"python\"])\n", ""),
+    Planted("faults.resume", "a reference for a copy", "losses", "copy.deepcopy(run.model.state_dict())",
+            "run.model.state_dict()"),
+    Planted("faults.resume", "a reference for the momentum", "losses", "copy.deepcopy(run.optimizer.state_dict())",
+            "run.optimizer.state_dict()"),
+    Planted("faults.resume", "counts from 0", "steps", "state[\"place\"], state[\"step\"]", "state[\"place\"], 0"),
+    Planted("faults.hang", "the first that is dead", "who", "    for sequence in sorted(",
+            "    for rank, each in enumerate(ranks):\n        if not each[\"alive\"]:\n"
+            "            return rank, \"dead\", each[\"calls\"][-1][\"sequence\"] + 1\n    for sequence in sorted("),
+    Planted("faults.hang", "whoever still waits", "who", "    for sequence in sorted(",
+            "    for rank, each in enumerate(ranks):\n        if not each[\"calls\"][-1][\"ended\"]:\n"
+            "            return rank, \"behind\", each[\"calls\"][-1][\"sequence\"]\n    for sequence in sorted("),
+    Planted("faults.hang", "the dead are behind", "what", "\"behind\" if ranks[rank][\"alive\"] else \"dead\"",
+            "\"behind\""),
+    Planted("faults.hang", "names alone, without sizes", "what", "(call[\"collective\"], call[\"elements\"])",
+            "call[\"collective\"]"),
+    Planted("faults.hang", "the last call that it made", "where", "what, last[rank] + 1", "what, last[rank]"),
+    Planted("faults.hang", "places for sequence numbers", "who", "call[\"sequence\"]: (call",
+            "number: (call"),
+    Planted("faults.hang", "somebody must be guilty", "who",
+            "    if min(last) == max(last):\n        return None\n", ""),
+    Planted("faults.agreement", "sums", "ranks", "hashlib.sha256(data).digest()[:8]",
+            "sum(data).to_bytes(8, \"big\")"),
+    Planted("faults.agreement", "whoever differs from this rank", "ranks", "Counter(digests).most_common(1)[0][0]",
+            "digests[dist.get_rank()]"),
+    Planted("faults.agreement", "the norm", "ranks", "hashlib.sha256(data).digest()[:8]",
+            "sum(each.double().square().sum() for each in tensors).numpy().tobytes()"),
+    Planted("faults.agreement", "rank 0 is always right", "ranks", "Counter(digests).most_common(1)[0][0]",
+            "digests[0]"),
+    Planted("faults.agreement", "sends everything", "one small collective", "    dist.all_gather(gathered, own)",
+            "    for each in tensors:\n        dist.broadcast(each.clone(), 0)\n    dist.all_gather(gathered, own)"),
+    Planted("faults.agreement", "pickles", "one small collective", "    dist.all_gather(gathered, own)",
+            "    dist.all_gather_object(gathered, own)"),
+)

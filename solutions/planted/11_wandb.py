@@ -1,0 +1,48 @@
+"""Planted wrong answers of lesson 11: the solution with one thing wrong, and the property that shows it."""
+
+from course_lib.grading.selftest import Planted
+
+PLANTED = (
+    Planted("tracking.groups", "every rank keeps the mean", "runs", "    elif rank == 0:\n", "    else:\n"),
+    Planted("tracking.groups", "all ranks under one name", "runs", "f\"{name}-rank{rank}\"", "name"),
+    Planted("tracking.groups", "runs without a group", "runs", ", group=name)", ")"),
+    Planted("tracking.groups", "rank 0's own loss", "rows",
+            "            loss = total.item() / dist.get_world_size()\n", ""),
+    Planted("tracking.groups", "the sum", "rows", "total.item() / dist.get_world_size()", "total.item()"),
+    Planted("tracking.groups", "counts rows, not steps", "rows", "step=step)", "step=step // every)"),
+    Planted("tracking.groups", "left open", "finished", "        run.finish()", "        pass"),
+    Planted("tracking.groups", "a mean that nobody keeps", "collectives", "        if not every_rank:\n",
+            "        if every_rank:\n            dist.all_reduce(torch.tensor(loss))\n        if not every_rank:\n"),
+    Planted("tracking.groups", "a mean in every step", "collectives", "    for step in range(0, len(losses), every):\n",
+            "    for loss in losses:\n        dist.all_reduce(torch.tensor(loss))\n"
+            "    for step in range(0, len(losses), every):\n"),
+    Planted("tracking.redact", "any name with token in it", "the rest", "name.lower().endswith(ENDINGS)",
+            "any(each in name.lower() for each in ENDINGS)"),
+    Planted("tracking.redact", "names in lower case alone", "by name", "name.lower().endswith", "name.endswith"),
+    Planted("tracking.redact", "the first level alone", "by name", "else mask(each)", "else each"),
+    Planted("tracking.redact", "not in lists", "within texts", "return [mask(each) for each in value]", "return value"),
+    Planted("tracking.redact", "whole texts alone", "within texts", "value = value.replace(secret, MASK)",
+            "value = MASK if value == secret else value"),
+    Planted("tracking.redact", "the first of the secrets", "within texts", "for secret in secrets:",
+            "for secret in secrets[:1]:"),
+    Planted("tracking.redact", "an empty text is masked too", "the rest", "isinstance(each, str) and each and",
+            "isinstance(each, str) and"),
+    Planted("tracking.redact", "in place", "a copy", "    return mask(config)",
+            "    made = mask(config)\n    config.clear()\n    config.update(made)\n    return config"),
+    Planted("tracking.redact", "everything becomes text", "the rest", "            return [mask(each)",
+            "            return [str(mask(each))"),
+    Planted("tracking.resumed", "one after the other", "steps", "    return [rows[step] for step in sorted(rows)]",
+            "    return [json.loads(line) for each in attempts for line in each[\"text\"].splitlines()\n"
+            "            if line.endswith(\"}\")]"),
+    Planted("tracking.resumed", "keeps what was lost", "steps",
+            "        rows = {step: row for step, row in rows.items() if step <= attempt[\"resumed_at\"]}\n", ""),
+    Planted("tracking.resumed", "loses the checkpoint's own step", "steps", "if step <= attempt", "if step < attempt"),
+    Planted("tracking.resumed", "stumbles over a line cut short", "steps",
+            "attempt[\"text\"].rpartition(\"\\n\")[0].splitlines()", "attempt[\"text\"].splitlines()"),
+    Planted("tracking.resumed", "drops each last line", "scores",
+            "attempt[\"text\"].rpartition(\"\\n\")[0].splitlines()", "attempt[\"text\"].splitlines()[:-1]"),
+    Planted("tracking.resumed", "a later line replaces a row", "losses",
+            "rows.setdefault(row[\"step\"], {}).update(row)", "rows[row[\"step\"]] = row"),
+    Planted("tracking.resumed", "the last attempt alone", "steps", "if step <= attempt[\"resumed_at\"]", "if False"),
+    Planted("tracking.resumed", "sorted as text", "steps", "sorted(rows)]", "sorted(rows, key=str)]"),
+)
