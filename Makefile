@@ -19,13 +19,13 @@ setup:  ## create .venv and install the pinned packages
 train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options in ARGS="--num_epochs 1"
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
-# Tests and lessons that measure moments have the machine to themselves; two files of the others run at a time.
+# Tests and lessons that measure moments have the machine to themselves; three files of the others, which wait a lot, at a time.
 ALONE := $(addprefix tests/distributed/test_,ddp.py launch.py meter.py monitoring.py watchdog.py) \
     $(addprefix tests/notebooks/test_,00_start_here.py 01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
 	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
-	    $(ALONE:%=--ignore=%) -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+	    $(ALONE:%=--ignore=%) -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 	$(BIN)/pytest $(ALONE) --durations 15
 
 quick: setup  ## what to run while working: ruff and the fast tests

@@ -200,7 +200,8 @@ class RunConfig(_Strict):
     gradient_accumulation_steps: Positive = 1
     """Micro-batches a process in one optimizer step."""
     global_batch_size: Positive | None = None
-    """Rows of an optimizer step over all processes; gradient_accumulation_steps then follows from the ranks there."""
+    """Rows of an optimizer step over all processes, however many there are: gradient_accumulation_steps follows, and \
+batch_size is the most that a micro-batch may have."""
     split_batches: bool = False
     """Read batch_size as rows over all processes rather than a process."""
     loss_weighting: Literal["token", "micro_batch"] = "token"
@@ -457,6 +458,9 @@ def _check_together(config: Config) -> Config:
     if run.global_batch_size and (run.gradient_accumulation_steps > 1 or run.training_type == "pipeline"):
         raise ConfigError("global_batch_size decides gradient_accumulation_steps, and is not for pipelines",
                           "give one of the two, or batch_size as rows a pipeline")
+    if run.global_batch_size and (run.split_batches or run.loss_weighting == "micro_batch"):
+        raise ConfigError("global_batch_size is for any number of processes, and split_batches and loss_weighting "
+                          "micro_batch make the step depend on it", "leave them out")
     if run.best_metric in ("accuracy", "macro_f1") and data.task != "classification":
         raise ConfigError(f"best_metric {run.best_metric} needs classes, and the task is {data.task}",
                           "use loss or perplexity")

@@ -68,9 +68,14 @@ class DesyncError(CourseError):
 
 
 class TrainingInterrupted(CourseError):
-    """Ctrl-C or SIGTERM; a checkpoint has been written."""
+    """Ctrl-C (EXIT_INTERRUPTED), SIGTERM or SIGUSR1 (EXIT_RESUME); a checkpoint has been written."""
 
-    exit_code = EXIT_INTERRUPTED
+    def __init__(self, what: str, instead: str = "", exit_code: int = EXIT_INTERRUPTED):
+        super().__init__(what, instead)
+        self.exit_code = exit_code
+
+    def __reduce__(self):
+        return type(self), (self.what, self.instead, self.exit_code)
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

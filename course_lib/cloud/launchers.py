@@ -10,6 +10,7 @@ import yaml
 
 from course_lib.cloud.job import Job
 from course_lib.planning import hardware
+from course_lib.runtime.interrupts import NOTE
 
 PORT = 29500
 TRAIN = "course_lib/cli.py train"
@@ -42,9 +43,10 @@ exec torchrun --nnodes {job.instance_count} --nproc_per_node {job.processes} {me
 def slurm(job: Job) -> str:
     """A script for ``sbatch``: one task a node, which starts that node's ranks.
 
-    Two minutes before the time is up, or when the job is preempted, the ranks get SIGTERM, write a checkpoint and
-    end; the job is then put back into the queue and goes on from there.
+    Two minutes before the time is up, or when the job is preempted, torchrun gets SIGTERM and passes it on; the ranks
+    write a checkpoint and end, and the job is put back into the queue and goes on from there.
     """
+    note = shlex.quote(f"{job.config.output_dir}/{NOTE}")
     gpus = f"#SBATCH --gpus-per-node={job.processes}\n" if _has_gpus(job) else ""
     hours, minutes = divmod(round(job.max_hours * 60), 60)
     return f"""#!/bin/bash
@@ -60,13 +62,14 @@ def slurm(job: Job) -> str:
 # output_dir has to be on a disk that all nodes share.
 set -uo pipefail
 {resume(job)}
+rm -f {note}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc_per_node {job.processes} \\
-    --rdzv_backend c10d --rdzv_endpoint "$head:{PORT}" --rdzv_id "$SLURM_JOB_ID" \\
+    --shutdown-timeout 100 --rdzv_backend c10d --rdzv_endpoint "$head:{PORT}" --rdzv_id "$SLURM_JOB_ID" \\
     {TRAIN} {options(job)} "${{resume[@]}}"
 code=$?
-# 143: srun's own end by SIGTERM; 130: the trainer's word for "a checkpoint is written".
-if [ $code -eq 143 ] || [ $code -eq 130 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# torchrun ends with 1 whatever its ranks end with; this is the trainer's word for "asked to stop, and saved".
+if [ $code -ne 0 ] && [ -e {note} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
 

@@ -19,7 +19,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; start the ranks first where they were asked for and are not there."""
     config = config_from(args)
-    from course_lib.runtime import ranks
+    from course_lib.runtime import interrupts, ranks
 
     here = ranks.discover()
     if config.output.push_to_hub and here.rank == 0:
@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
         if here.asked:
             print(f"accelerate launch was asked for {missing} processes and started one: starting the {missing} here",
                   flush=True)
-        return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu")
+        return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu", output_dir=config.output_dir)
+    if here.launched:
+        interrupts.end_with_launcher()
     from course_lib.commands.report import print_summary
     from course_lib.training import run as runs
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from course_lib.data.cache import column
+from course_lib.data.ordering import EpochBatches, lengths_of
 from course_lib.data.processing import Collator
-
-# A window of so many global batches is sorted by length; wider pads less, narrower shuffles better.
-WINDOW = 50
+from course_lib.runtime.seeding import seed_worker
 
 
 class RowKey(NamedTuple):
@@ -26,6 +27,21 @@ class RowKey(NamedTuple):
     is_filler: bool = False
 
 
+def layout(global_batch_size: int, num_processes: int, largest: int) -> tuple[int, int]:
+    """How a global batch is dealt out evenly: rows a process in a micro-batch, and micro-batches a process.
+
+    The fewest micro-batches that keep to ``largest``, and then the fewest rows: with 32 rows on 3 processes and at
+    most 8 in a micro-batch, that is 2 micro-batches of 6, of whose 36 places 4 are filler.
+
+    Args:
+        global_batch_size: rows in one optimizer step.
+        num_processes: processes that share them; any number.
+        largest: rows a process that a micro-batch may have at most.
+    """
+    accumulation = -(-global_batch_size // (num_processes * largest))
+    return -(-global_batch_size // (num_processes * accumulation)), accumulation
+
+
 class GlobalBatchSampler(Sampler[list[RowKey]]):
     """Micro-batches in the order in which Accelerate deals them to processes.
 
@@ -33,32 +49,32 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
     takes every N-th, starting at r. Iterated by one process, it is the plain loop.
 
     Args:
-        lengths: tokens of each row.
+        lengths: tokens of each row; an Arrow column is read as it is needed.
         batch_size: rows a process in one micro-batch.
         num_processes: processes that share a global batch.
         accumulation: micro-batches a process in one global batch.
         seed: decides the order, together with the epoch.
         group_by_length: sort windows of the shuffled order by length, then shuffle the batches.
+        global_batch_size: rows in one optimizer step; default: all that the three above hold. Where it is
+            less, filler makes up for the rest.
 
     Attributes:
-        batches: row numbers of each global batch of the epoch chosen.
+        batches: row numbers of each global batch of the epoch chosen, see :class:`EpochBatches`.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, num_processes: int = 1, accumulation: int = 1,
-                 seed: int = 0, group_by_length: bool = True):
-        self.lengths = np.asarray(lengths)
+    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, batch_size: int, num_processes: int = 1,
+                 accumulation: int = 1, seed: int = 0, group_by_length: bool = True,
+                 global_batch_size: int | None = None):
+        self.lengths = lengths
         self.batch_size = batch_size
         self.num_processes = num_processes
         self.accumulation = accumulation
         self.seed = seed
         self.group_by_length = group_by_length
+        self.places = batch_size * num_processes * accumulation
+        self.global_batch_size = global_batch_size or self.places
         self.drop_last = False  # Accelerate asks
         self.start_at(0)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows in one optimizer step."""
-        return self.batch_size * self.num_processes * self.accumulation
 
     @property
     def steps_per_epoch(self) -> int:
@@ -73,35 +89,25 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         self.epoch, self.first_step = epoch, first_step
         self.batches = self.global_batches(epoch)
 
-    def global_batches(self, epoch: int) -> list[np.ndarray]:
+    def global_batches(self, epoch: int) -> Sequence[np.ndarray]:
         """Row numbers of each global batch, longest row first where grouped by length."""
-        random = np.random.default_rng([self.seed, epoch])
-        order = random.permutation(len(self.lengths))
-        size = self.global_batch_size
-        if not self.group_by_length:
-            return [order[i : i + size] for i in range(0, len(order), size)]
-        batches = []
-        for start in range(0, len(order), WINDOW * size):
-            window = order[start : start + WINDOW * size]
-            # Longest first: the short batch at the end, with its filler, holds the shortest rows.
-            window = window[np.argsort(-self.lengths[window], kind="stable")]
-            batches += [window[i : i + size] for i in range(0, len(window), size)]
-        return [batches[i] for i in random.permutation(len(batches))]
+        return EpochBatches(self.lengths, self.global_batch_size, [self.seed, epoch], self.group_by_length)
 
     def deal(self, batch: np.ndarray, epoch: int) -> Iterator[list[RowKey]]:
         """Micro-batches of one global batch, in order of accumulation step, then process."""
         per_step = self.batch_size * self.num_processes
-        shortest = int(batch[np.argmin(self.lengths[batch])])
         keys = [RowKey(epoch, int(row)) for row in batch]
-        keys += [RowKey(epoch, shortest, True)] * (self.global_batch_size - len(keys))
+        if missing := self.places - len(keys):
+            shortest = min(keys, key=lambda key: lengths_of(self.lengths, key.row, key.row + 1)[0])
+            keys += [shortest._replace(is_filler=True)] * missing
         for start in range(0, len(keys), per_step):
             # Every N-th row rather than a block: processes get rows of like lengths, and fillers evenly.
             for process in range(self.num_processes):
                 yield keys[start + process : start + per_step : self.num_processes]
 
     def __iter__(self) -> Iterator[list[RowKey]]:
-        for batch in self.batches[self.first_step :]:
-            yield from self.deal(batch, self.epoch)
+        for step in range(self.first_step, len(self.batches)):
+            yield from self.deal(self.batches[step], self.epoch)
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.first_step) * self.accumulation * self.num_processes
@@ -110,7 +116,7 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
 class SequentialKeys(Sampler[RowKey]):
     """Every row once, longest first, so that evaluation batches need little padding."""
 
-    def __init__(self, lengths: Sequence[int]):
+    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray):
         self.order = np.argsort(-np.asarray(lengths), kind="stable")
 
     def __iter__(self) -> Iterator[RowKey]:
@@ -121,16 +127,26 @@ class SequentialKeys(Sampler[RowKey]):
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """Rows of a processed data set, fetched by :class:`RowKey`, with what the collator has to know."""
+    """Rows of a processed data set, fetched by :class:`RowKey`, with what the collator has to know.
 
-    def __init__(self, dataset: datasets.Dataset, seed: int):
-        self.dataset = dataset
-        self.seed = seed
+    Args:
+        dataset: the rows.
+        seed: of the run.
+        rank: whose worker processes get a random stream each for every epoch; None leaves theirs alone.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, seed: int, rank: int | None = None):
+        self.dataset, self.seed, self.rank = dataset, seed, rank
+        self.seeded: int | None = None  # the epoch that this worker's streams were seeded for
 
     def __getitem__(self, key: RowKey) -> dict[str, Any]:
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[RowKey]) -> list[dict[str, Any]]:
+        worker, epoch = get_worker_info(), keys[0].epoch
+        if worker is not None and self.rank is not None and self.seeded != epoch:
+            seed_worker(self.seed, self.rank, worker.id, epoch)
+            self.seeded = epoch
         columns = self.dataset[[key.row for key in keys]]
         return [
             {name: values[i] for name, values in columns.items()}
@@ -143,16 +159,16 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 def training_loader(dataset: datasets.Dataset, sampler: GlobalBatchSampler, collator: Collator,
-                    num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
-    """A loader of micro-batches in the sampler's order."""
-    return DataLoader(Rows(dataset, sampler.seed), batch_sampler=sampler, collate_fn=collator,
+                    num_workers: int = 0, pin_memory: bool = False, rank: int = 0) -> DataLoader:
+    """A loader of micro-batches in the sampler's order; the rank decides its workers' random streams."""
+    return DataLoader(Rows(dataset, sampler.seed, rank), batch_sampler=sampler, collate_fn=collator,
                       num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator())
 
 
 def evaluation_loader(dataset: datasets.Dataset, batch_size: int, collator: Collator, seed: int,
                       num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
     """A loader that gives every row once; masks for masked language modelling are those of epoch 0."""
-    return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(dataset["length"][:]),
+    return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(column(dataset, "length")),
                       collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator())
 
 

@@ -28,17 +28,25 @@ def digest(*parts: Any) -> str:
 
 
 def column_digest(rows: datasets.Dataset, name: str) -> str:
-    """What `digest` is to values, for a column of strings or integers; how it is stored makes no difference."""
+    """What `digest` is to values, for a column of strings or integers; how it is stored makes no difference.
+
+    No string counts as an empty one.
+    """
     lengths, content = hashlib.sha256(), hashlib.sha256()
-    for batch in rows.select_columns(name).with_format("arrow").iter(batch_size=10_000):
-        values = batch[name].combine_chunks().to_pylist()
-        if isinstance(values[0], str):
-            encoded = [value.encode() for value in values]
+    for values in batches(rows, name):
+        if not pa.types.is_integer(values.type):
+            encoded = [(value or "").encode() for value in values.to_pylist()]
             lengths.update(np.fromiter(map(len, encoded), "<i8", len(encoded)).tobytes())
             content.update(b"".join(encoded))
         else:
-            content.update(np.asarray(values, "<i8").tobytes())
+            content.update(values.to_numpy(zero_copy_only=False).astype("<i8").tobytes())
     return digest(lengths.hexdigest(), content.hexdigest())
+
+
+def batches(rows: datasets.Dataset, name: str) -> Iterator[pa.Array]:
+    """One column, 10,000 rows at a time, so that a file of any size takes the same memory."""
+    for batch in rows.select_columns(name).with_format("arrow").iter(batch_size=10_000):
+        yield batch[name].combine_chunks()
 
 
 def column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:

@@ -1,13 +1,16 @@
 """Columns of any data set made into `text` and `label`: which they are, and whether every row has them."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from course_lib.data.cache import column, digest
+from course_lib.data.cache import FORMAT, batches, cached_map, column, column_digest, digest
 from course_lib.errors import DataError, nearest
 
 TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
@@ -52,44 +55,62 @@ def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
         raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not text",
                         "name another with --text_column")
-    texts = pc.fill_null(values.cast(pa.string()), "")
-    return datasets.Dataset(pa.table({"text": texts}), fingerprint=digest(rows._fingerprint, name))
+    rows = rows.select_columns(name).rename_column(name, "text") if name != "text" else rows.select_columns(name)
+    if pa.types.is_string(kind) and not values.null_count:
+        return rows
+    return cached_map(rows, lambda batch: {"text": [text or "" for text in batch["text"]]},
+                      key=digest(FORMAT, "text", column_digest(rows, "text")),
+                      features=datasets.Features({"text": datasets.Value("string")}), describe=f"Reading {split}")
 
 
-def has_text(rows: datasets.Dataset) -> np.ndarray:
-    """True for each row whose `text` is more than white space."""
-    return pc.not_equal(pc.utf8_trim_whitespace(column(rows, "text")), "").to_numpy()
+def blank_rows(rows: datasets.Dataset) -> np.ndarray:
+    """Numbers of the rows, ascending, whose `text` is no more than white space."""
+    found, first = [], 0
+    for texts in batches(rows, "text"):
+        found.append(first + np.flatnonzero(pc.equal(pc.utf8_trim_whitespace(texts), "").to_numpy(False)))
+        first += len(texts)
+    return np.concatenate(found)
 
 
-def label_column(rows: datasets.Dataset, name: str, split: str) -> pa.Array:
-    """The class of each row by its name; for numbers without names, the number's digits.
+def label_names(rows: datasets.Dataset, name: str, split: str) -> Iterator[pa.Array]:
+    """The class of each row by its name, batch by batch; for numbers without names, the number's digits.
 
     Raises:
         DataError: a row has none, or the column holds no classes.
     """
-    values = column(rows, name).combine_chunks()
-    feature = rows.features[name]
+    first, feature = 0, rows.features[name]
+    for values in batches(rows, name):
+        yield _named(values, feature, name, split, first)
+        first += len(values)
+
+
+def _named(values: pa.Array, feature: object, name: str, split: str, first: int) -> pa.Array:
+    """A batch of classes by their names.
+
+    Args:
+        first: the row that the batch begins at, for the error.
+    """
     if isinstance(feature, datasets.ClassLabel) and feature.names:
         hidden = pc.equal(values, -1)
         names = pa.array(feature.names, pa.string()).take(pc.if_else(hidden, None, values))
     else:
-        names = _as_names(values, name, split)
+        names = _as_names(values, name, split, first)
     missing = pc.or_kleene(pc.is_null(names), pc.is_in(pc.utf8_trim_whitespace(names), pa.array(MISSING_LABELS)))
     if (row := pc.index(missing, True).as_py()) >= 0:
         elsewhere = "" if split == "train" else f", or name another split with --{split}_split"
-        raise DataError(f"row {row} (from 0) of the {split} split has no label in column `{name}`",
+        raise DataError(f"row {first + row} (from 0) of the {split} split has no label in column `{name}`",
                         f"give every row a class{elsewhere}")
     return names
 
 
-def _as_names(values: pa.Array, name: str, split: str) -> pa.Array:
+def _as_names(values: pa.Array, name: str, split: str, first: int) -> pa.Array:
     kind = values.type
     if pa.types.is_floating(kind):  # what readers make of whole numbers where some are missing
         values = pc.if_else(pc.is_nan(values), None, values)
         fractional = pc.not_equal(pc.floor(values), values)
         if (row := pc.index(fractional, True).as_py()) >= 0:
-            raise DataError(f"column `{name}` of the {split} split holds {values[row].as_py()} in row {row} (from 0), "
-                            "which is no class", "use whole numbers or names")
+            raise DataError(f"column `{name}` of the {split} split holds {values[row].as_py()} in row {first + row} "
+                            "(from 0), which is no class", "use whole numbers or names")
         values = values.cast(pa.int64())
     elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
               or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
@@ -108,25 +129,70 @@ def name_classes(names: pa.Array, feature: object) -> tuple[str, ...]:
     if isinstance(feature, datasets.ClassLabel) and feature.names:
         return tuple(feature.names)
     distinct = pc.unique(names).to_pylist()
-    are_numbers = all(name.lstrip("-").isdecimal() for name in distinct)
+    are_numbers = all(re.fullmatch(r"-?\d{1,18}", name) for name in distinct)
     return tuple(sorted(distinct, key=int if are_numbers else None))
 
 
-def number_classes(names: pa.Array, label_names: Sequence[str], known: pa.Array, split: str) -> pa.Array:
-    """The number of each row's class, int64.
+def number_classes(texts: datasets.Dataset, labels: "Labels", classes: Sequence[str], known: pa.Array,
+                   split: str) -> datasets.Dataset:
+    """The texts with the number of each row's class in a column `label`, int64.
 
     Args:
-        names: class of each row by name.
-        label_names: all classes in order.
-        known: classes that the training split has.
+        texts: as many rows as there are labels.
+        labels: class of each row.
+        classes: all of them by name, in order.
+        known: those that the training split has.
         split: for the error.
     Raises:
         DataError: a class does not occur in the training split.
     """
-    if (row := pc.index(pc.is_in(names, known), False).as_py()) >= 0:
-        raise DataError(f"label `{names[row].as_py()}` in row {row} (from 0) of the {split} split does not occur in "
-                        "the training split", "add training rows of that class, or leave such rows out")
-    return pc.index_in(names, pa.array(label_names, pa.string())).cast(pa.int64())
+    if pc.index(pc.is_in(labels.distinct, known), False).as_py() >= 0:
+        first = 0
+        for names in labels.by_name(split):
+            if (row := pc.index(pc.is_in(names, known), False).as_py()) >= 0:
+                raise DataError(f"label `{names[row].as_py()}` in row {first + row} (from 0) of the {split} split does "
+                                "not occur in the training split",
+                                "add training rows of that class, or leave such rows out")
+            first += len(names)
+    kind, numbered = labels.rows.data.schema.field(labels.name).type, pa.array(classes, pa.string())
+
+    def numbers(batch: dict[str, list]) -> dict[str, list[int]]:
+        names = _named(pa.array(batch[labels.name], kind), labels.feature, labels.name, split, 0)
+        return {"label": pc.index_in(names, numbered).to_pylist()}
+
+    found = cached_map(labels.rows, numbers, key=digest(FORMAT, "label", list(classes), labels.digest),
+                       features=datasets.Features({"label": datasets.Value("int64")}), describe=f"Labels of {split}")
+    return datasets.concatenate_datasets([texts, found], axis=1)
+
+
+class Labels:
+    """The column of classes of one split, checked; its values stay on disk.
+
+    Args:
+        rows: the split.
+        name: of the column.
+        split: for an error.
+    Attributes:
+        rows: that column alone.
+        feature: how the data set describes it.
+        distinct: the classes by name, in the order in which they first occur.
+        digest: names every row's class.
+    Raises:
+        DataError: a row has none, or the column holds no classes.
+    """
+
+    def __init__(self, rows: datasets.Dataset, name: str, split: str):
+        self.rows, self.name, self.feature = rows.select_columns(name), name, rows.features[name]
+        seen, content = list[pa.Array](), hashlib.sha256()
+        for names in self.by_name(split):
+            seen.append(names.unique())
+            content.update(json.dumps(names.to_pylist()).encode())
+        self.distinct = pa.chunked_array(seen, pa.string()).unique()
+        self.digest = content.hexdigest()
+
+    def by_name(self, split: str) -> Iterator[pa.Array]:
+        """The class of each row, batch by batch."""
+        return label_names(self.rows, self.name, split)
 
 
 def cut(size: int, fraction: float, seed: int, labels: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -151,8 +217,3 @@ def cut(size: int, fraction: float, seed: int, labels: np.ndarray | None = None)
     drawn = [random.permutation(np.flatnonzero(labels == label))[:count] for label, count in enumerate(seats)]
     held_out = np.sort(np.concatenate(drawn))
     return np.setdiff1d(np.arange(size), held_out), held_out
-
-
-def with_labels(texts: datasets.Dataset, labels: pa.Array) -> datasets.Dataset:
-    """The same rows with a column `label`, int64."""
-    return texts.add_column("label", labels.to_numpy(), new_fingerprint=digest(texts._fingerprint, labels.to_pylist()))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import datasets
 import numpy as np
-import pyarrow as pa
 
 from course_lib.config import DataConfig
 from course_lib.data import columns, sources
@@ -40,9 +39,8 @@ class _Rows:
     """One split on its way: clean texts, and the classes by name."""
 
     texts: datasets.Dataset
-    names: pa.StringArray
-    """Empty for language modelling."""
-    feature: object = None
+    labels: columns.Labels | None = None
+    """None for language modelling."""
 
 
 class DataConnector:
@@ -112,14 +110,14 @@ class DataConnector:
         text = columns.choose_column(self.config.text_column or source.text_column, columns.TEXT_NAMES,
                                      raw.column_names, "text_column", what)
         texts = self._clean(columns.only_text(raw, text, split), split)
-        blank = np.flatnonzero(~columns.has_text(texts))
+        blank = columns.blank_rows(texts)
         if not self._classifies:
             if len(blank) == len(texts):
                 raise DataError(f"{what} has no text in column `{text}`", "name another with --text_column")
             if len(blank):
                 notes.append(f"{len(blank)} rows of the {split} split without text are left out")
                 texts = texts.select(np.setdiff1d(np.arange(len(texts)), blank))
-            return _Rows(texts, pa.array([], pa.string()))
+            return _Rows(texts)
         if len(blank):
             raise DataError(f"row {blank[0]} (from 0) of the {split} split has no text in column `{text}`",
                             "give every row a text, or leave such rows out")
@@ -128,7 +126,7 @@ class DataConnector:
                             "use --task causal_lm or masked_lm, or data with labels")
         label = columns.choose_column(self.config.label_column or source.label_column, columns.LABEL_NAMES,
                                       raw.column_names, "label_column", what)
-        return _Rows(texts, columns.label_column(raw, label, split), raw.features[label])
+        return _Rows(texts, columns.Labels(raw, label, split))
 
     def _clean(self, rows: datasets.Dataset, split: str) -> datasets.Dataset:
         """The texts cleaned as the config says."""
@@ -146,13 +144,14 @@ class DataConnector:
         """Each split with its classes as numbers, and the names of the classes."""
         if not self._classifies:
             return {split: each.texts for split, each in rows.items()}, None
-        train = rows["train"]
-        known, label_names = train.names.unique(), columns.name_classes(train.names, train.feature)
+        labels = {split: each.labels for split, each in rows.items() if each.labels}
+        known = labels["train"].distinct
+        label_names = columns.name_classes(known, labels["train"].feature)
         if len(label_names) < 2:
             raise DataError(f"every row of the training split has the label `{label_names[0]}`",
                             "a classifier needs two classes: check --label_column")
-        return {split: columns.with_labels(each.texts, columns.number_classes(each.names, label_names, known, split))
-                for split, each in rows.items()}, label_names
+        return {split: columns.number_classes(rows[split].texts, each, label_names, known, split)
+                for split, each in labels.items()}, label_names
 
     def _cut_validation(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
         """Hold out a part of the training split as the validation split."""

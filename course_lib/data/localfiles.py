@@ -1,6 +1,8 @@
 """Data sets in local files: CSV, TSV, JSON, JSON lines, Parquet, plain text, and folders of them."""
 
+import codecs
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ KINDS = {".csv": "csv", ".tsv": "tsv", ".json": "json", ".jsonl": "json", ".ndjs
 
 BAR_BYTES = 10_000_000
 """Size above which reading is long enough for a progress bar."""
+
+NULL_IN_A_LIST = re.compile(rb"[\[,]\s*null\s*[,\]]")
 
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -67,6 +71,8 @@ def read_split(files: Sequence[Path]) -> datasets.Dataset:
         has_blank_line = [check_text(file) for file in files]
         paths = list(map(str, files))
         if kind == "json":
+            for file in files:
+                check_rows(file)
             return datasets.Dataset.from_json(paths)
         if kind == "text":
             return datasets.Dataset.from_text(paths, encoding="utf-8-sig",
@@ -125,6 +131,30 @@ def check_text(path: Path) -> bool:
     if not offset:
         raise DataError(f"{path} is empty", "give a file with at least one row")
     return between
+
+
+def check_rows(path: Path) -> None:
+    """Refuse a row that is ``null``, on which pyarrow's reader of JSON may end the process with a segmentation fault.
+
+    Raises:
+        DataError: there is one; the first is named.
+    """
+    with path.open("rb") as file:
+        lines = ((number, line.removeprefix(codecs.BOM_UTF8).strip()) for number, line in enumerate(file))
+        first = next((line for _, line in lines if line), b"")
+        if first.startswith(b"["):
+            file.seek(0)
+            content = file.read().removeprefix(codecs.BOM_UTF8)
+            rows = json.loads(content) if NULL_IN_A_LIST.search(content) else []
+            found = next((f"row {number}" for number, row in enumerate(rows) if row is None), "")
+        elif first.startswith(b"null"):
+            found = "row 0"
+        elif first.endswith(b"}"):  # else an object over several lines, where `null` may stand in a list
+            found = next((f"line {number}" for number, line in lines if line.startswith(b"null")), "")
+        else:
+            found = ""
+    if found:
+        raise DataError(f"{found} (from 0) of {path} is null, not an object", "leave such rows out")
 
 
 def first_line(error: BaseException) -> str:

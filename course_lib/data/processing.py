@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
 from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest
@@ -95,11 +97,14 @@ class DataProcessor:
 
         tokens = cached_map(rows.select_columns("text"), truncated, key=key, features=FEATURES,
                             describe=f"Tokenizing {split}")
-        if not (lengths := column(tokens, "length").to_numpy()).all():
-            raise DataError(f"row {lengths.argmin()} (from 0) of the {split} split gives no tokens",
+        if (row := pc.index(column(tokens, "length"), pa.scalar(0, pa.int32())).as_py()) >= 0:
+            raise DataError(f"row {row} (from 0) of the {split} split gives no tokens",
                             "leave such rows out, or use another model")
-        labels = column(rows, "label").to_numpy()
-        return tokens.add_column("labels", labels, new_fingerprint=digest(key, labels.tolist()))
+        labels = cached_map(rows.select_columns("label"), lambda batch: {"labels": batch["label"]},
+                            key=digest(FORMAT, "labels", column_digest(rows, "label")),
+                            features=datasets.Features({"labels": datasets.Value("int64")}),
+                            describe=f"Labels of {split}")
+        return datasets.concatenate_datasets([tokens, labels], axis=1)
 
     def _cut_split(self, rows: datasets.Dataset, split: str, key: str) -> datasets.Dataset:
         """All texts as blocks of max_length tokens."""

@@ -74,8 +74,9 @@ class Replicas(Topic):
         right = [rank for rank in odd if digests[rank] == usual]
         wrong = [rank for rank in odd if digests[rank] != usual]
         differing = sum(len({facts[rank][other] for rank in odd}) > 1 for other in facts[right[0]])
-        apart = max(self._distances(ranks, name, right[0])[rank] for rank in wrong)
-        return (f"`{name}` of {ranks.named(wrong)} is not that of {ranks.named(right)}, by up to {apart:.3g} "
+        apart = self._distances(ranks, name, right[0])
+        return (f"`{name}` of {ranks.named(wrong)} is not that of {ranks.named(right)}, "
+                f"by up to {max(apart[rank] for rank in wrong):.3g} "
                 f"({differing} of {len(facts[right[0]])} tensors differ)")
 
     def _distances(self, ranks: "Ranks", name: str, reference: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 It listens at the :mod:`~course_lib.runtime.tap`, so that it sees DDP's C++ reducer, FSDP2, DeepSpeed and pipelines
 too, and writes each call straight into the rank's page of the :mod:`~course_lib.runtime.board`: what it noted stays
-readable when this process is stopped or killed in the next instruction. A call costs some ten microseconds
+readable when this process is stopped or killed in the next instruction. A call costs some tens of microseconds
 (``benchmarks/watchdog.py``).
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.runtime import tap
-from course_lib.runtime.board import CALL_ROOM, ENDED, WAITED_FOR, Page, spans
+from course_lib.runtime.page import CALL_ROOM, ENDED, WAITED_FOR, Page, spans
 from course_lib.runtime.tap import ARGUMENTS, OPERATORS
 
 # What a rank hands in, which people recognise by its shape (the meter's payload is all ranks' together).

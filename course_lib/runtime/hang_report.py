@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.config_files import write_text
-from course_lib.runtime.board import Sighting
+from course_lib.runtime.page import Sighting
 from course_lib.runtime.verdicts import Verdict, describe, place
 
 HANG_FOLDER = "hang"

@@ -19,8 +19,10 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from course_lib.errors import LaunchError
@@ -170,9 +172,11 @@ def torchrun(function: Callable[..., Any], *args: Any, nodes: tuple[int, int], r
     config = LaunchConfig(*nodes, ranks, run_id="hosts", rdzv_backend="c10d", rdzv_endpoint=endpoint,
                           rdzv_configs=meeting, max_restarts=max_restarts, monitor_interval=0.1, start_method="fork",
                           local_addr=address, log_line_prefix_template="")
-    # Shared, the ranks' store is announced in the first round alone (torch 2.13): who joins later waits for it for ever.
+    # Shared, the ranks' store is announced in the first round alone (torch 2.13): who joins later waits until it fails.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return elastic_launch(config, _as_rank)(function, args)
+    # For its event log the rendezvous names its callers, and reads the source of each: seconds, where there are many.
+    with mock.patch.object(dynamic_rendezvous, "get_method_name", return_value=""):
+        return elastic_launch(config, _as_rank)(function, args)
 
 
 def _as_rank(function: Callable[..., Any], args: tuple) -> Any:
@@ -197,7 +201,7 @@ def _kept(enter: Callable[[], None]) -> Iterator[subprocess.Popen]:
     with open(reader, "rb", closefd=True) as said:
         try:
             # It ends with its input, so also with this process.
-            keeper = subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=entering)
+            keeper = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn=entering)
         except subprocess.SubprocessError:
             os.close(writer)
             raise LaunchError(f"no host can be made here: {said.read().decode()}",

@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,12 @@ BUSY_SHARE = 0.05
 """Of the time, that a process has to run, or wait for a core, to count as busy."""
 BUSY_BYTES = 1 << 20
 """A second, that a process has to read and write to count as busy."""
+QUEUE_FACTOR = 10
+"""A thread that works gets a turn of this part of its time in the queue, however full the machine."""
 SCHEDSTAT = Path("/proc/self/schedstat")  # Linux: the only account of the time in which a thread waits for a core
+
+Times = dict[int, tuple[float, float]]
+"""Seconds on a core and in the queue for one, by thread."""
 
 
 def start_ticks(pid: int) -> int:
@@ -66,37 +71,49 @@ class Activity:
         Args:
             spins: leave out this process's own time on a core: a thread that waits for a GPU spins.
         """
-        now = self._measure()
-        seconds, own, others, moved = (after - before for after, before in zip(now, self._before, strict=True))
-        self._before = now
-        worked = max(0.0, others) + (0.0 if spins else own)
-        return worked > BUSY_SHARE * seconds or moved > BUSY_BYTES * seconds or _in_disk_sleep()
+        (at, own, others, moved), self._before = self._before, self._measure()
+        now, own_now, others_now, moved_now = self._before
+        worked = _worked(others, others_now) + (0.0 if spins else _worked(own, own_now))
+        return worked > BUSY_SHARE * (now - at) or moved_now - moved > BUSY_BYTES * (now - at) or _in_disk_sleep()
 
-    def _measure(self) -> tuple[float, float, float, float]:
-        """Seconds now, seconds of this process and of its children on a core or waiting for one, bytes moved."""
+    def _measure(self) -> tuple[float, Times, Times, int]:
+        """Seconds now, the times of this process's threads and of its children's, bytes moved."""
         process = psutil.Process()
-        children = []
+        others: Times = {}
         with contextlib.suppress(psutil.Error):
-            children = [child.pid for child in process.children(recursive=True)]
-        own = _runnable(os.getpid(), {thread.native_id for thread in self._watchers})
+            for child in process.children(recursive=True):
+                others |= _times(child.pid)
+        watching = {thread.native_id for thread in self._watchers}
+        own = {task: times for task, times in _times(os.getpid()).items() if task not in watching}
         moved = 0
         if hasattr(process, "io_counters"):
             counters = process.io_counters()
             moved = counters.read_chars + counters.write_chars
-        return time.monotonic(), own, sum(map(_runnable, children)), moved
+        return time.monotonic(), own, others, moved
 
 
-def _runnable(pid: int, left_out: Collection[int | None] = ()) -> float:
-    """Seconds that a process's living threads ran or waited for a core; 0 where it has just ended."""
-    total = 0.0
+def _times(pid: int) -> Times:
+    """Of each living thread of a process; empty where it has just ended."""
+    found: Times = {}
     with contextlib.suppress(psutil.Error, OSError):
         if not SCHEDSTAT.exists():
-            return sum(psutil.Process(pid).cpu_times()[:2])
+            return {pid: (sum(psutil.Process(pid).cpu_times()[:2]), 0.0)}
         for task in os.listdir(f"/proc/{pid}/task"):
-            if int(task) not in left_out:
-                with contextlib.suppress(OSError):  # the thread has just ended
-                    ran, waited, _ = Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()
-                    total += (int(ran) + int(waited)) / 1e9
+            with contextlib.suppress(OSError):  # the thread has just ended
+                ran, waited, _ = Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()
+                found[int(task)] = int(ran) / 1e9, int(waited) / 1e9
+    return found
+
+
+def _worked(before: Times, after: Times) -> float:
+    """Seconds that threads ran or waited for a core.
+
+    One that only looks whether there is something to do, as gloo's does, waits long for each of its short turns.
+    """
+    total = 0.0
+    for task, (ran, waited) in after.items():
+        ran_before, waited_before = before.get(task, (0.0, 0.0))
+        total += ran - ran_before + min(waited - waited_before, QUEUE_FACTOR * (ran - ran_before))
     return total
 
 

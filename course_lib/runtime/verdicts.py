@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from course_lib.runtime.board import WAITED_FOR, Call, Sighting
+from course_lib.runtime.page import WAITED_FOR, Call, Sighting
 
 What = Literal["dead", "stopped", "behind", "mismatched", "elsewhere"]
 

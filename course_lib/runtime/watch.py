@@ -199,9 +199,11 @@ class Watch(threading.Thread):
         else:
             codes = {error.error_index: getattr(error, "exit_code", 1)}  # type: ignore[attr-defined]
         for rank, code in codes.items():
-            outcome = self.outcomes.get(rank)
+            died = Failure("died", time.monotonic(), consequence=False)  # perhaps seen here before its pipe ended
+            outcome = self.outcomes.setdefault(rank, died)
             if isinstance(outcome, Failure) and outcome.summary == "died":
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
+                    f"exited with code {code} before the function returned"
                 self.outcomes[rank] = replace(outcome, summary=how)
 
     def end(self) -> None:

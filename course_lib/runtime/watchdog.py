@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 from course_lib.errors import EXIT_HUNG, CourseError
-from course_lib.runtime.board import FAILED, LEFT, RUNNING, Board, Sighting
+from course_lib.runtime.board import Board
 from course_lib.runtime.flight import FlightRecorder, backend_records
 from course_lib.runtime.hang_report import HangReport, RankState, read_reports
 from course_lib.runtime.liveness import Activity
+from course_lib.runtime.page import FAILED, LEFT, RUNNING, Sighting
 from course_lib.runtime.reprieve import Reprieve
 from course_lib.runtime.verdicts import BUSY_FACTOR, Verdict, is_hang, judge
 from course_lib.runtime.worker import is_consequence
@@ -34,7 +35,8 @@ from course_lib.runtime.worker import is_consequence
 __all__ = ["HangReport", "RankState", "Verdict", "Watchdog", "read_reports"]
 
 LOOK_SECONDS = 0.1
-QUIET_SECONDS = 0.5  # without a collective, after which the thread asks whether the process works
+JUDGE_SECONDS = 0.5  # between two looks at all ranks, while this one makes no progress
+MEASURE_SECONDS = 1.0  # between two looks at how busy the process is, while it issues no collective
 GAP_SECONDS = 2.0  # between two looks: this process was stopped, or had no core, and those seconds don't count
 ANSWER_SECONDS = 1.0  # for the other ranks to write their stacks, and again for their reports
 HELD_BACK_SECONDS = 3.0  # before a rank ends after another's exception, which is for the launcher to see first
@@ -68,7 +70,7 @@ class Watchdog:
             raise CourseError(f"the watchdog's seconds are {seconds:g}", "give it more than 0")
         self.seconds, self.folder, self.ends = seconds, Path(folder).absolute(), ends
         self._beats = 0
-        self._leaving, self._lost_peer = threading.Event(), threading.Event()
+        self._leaving, self._lost_peer, self._reported = threading.Event(), threading.Event(), threading.Event()
         self._state, self._declared = RUNNING, False
         self._error: BaseException | None = None  # that ended the block
         self._reprieve, self._holds_sigterm = Reprieve(), holds_sigterm
@@ -107,16 +109,17 @@ class Watchdog:
         self._error = error
         if error is not None and is_consequence(error):
             self._lost_peer.set()  # the thread finds out whom, and reports
-            self._thread.join()
-        if error is not None and not self._declared:
+            while self._thread.is_alive() and not self._reported.wait(LOOK_SECONDS):
+                pass
+        self._leaving.set()
+        self._thread.join()
+        if error is None:
+            self._state = LEFT
+        elif not self._declared:
             self._state = FAILED
             file, line = self._place()
             self._say(error=f"{type(error).__name__}: {error}".splitlines()[0] + f" at {file}:{line}")
-        elif error is None:
-            self._state = LEFT
         self._write_flags()
-        self._leaving.set()
-        self._thread.join()
         self._board.close()
         self._recorder.stop()
         self._reprieve.stop()
@@ -126,18 +129,19 @@ class Watchdog:
     def _watch(self) -> None:
         deadline, judged_at = float("inf"), 0.0
         while not self._leaving.wait(LOOK_SECONDS):
+            if self._reprieve.seconds() > ANSWER_SECONDS:  # nobody has died: it was meant for this rank
+                os._exit(128 + signal.SIGTERM)
+            if self._declared:
+                continue
             self._look()
             now = time.monotonic()
             if self._lost_peer.is_set() and deadline == float("inf"):
                 deadline = now + self._board.notice_seconds()
-            if now > deadline or self._board.is_alarming():
-                return self._act()
-            if self._reprieve.seconds() > ANSWER_SECONDS:  # nobody has died: it was meant for this rank
-                os._exit(128 + signal.SIGTERM)
-            if now - self._progressed >= self.seconds and now - judged_at > QUIET_SECONDS:
-                judged_at = now
-                if is_hang(self._board.sightings(), self.rank, self.seconds):
-                    return self._act()
+            is_hanging = now > deadline or self._board.is_alarming()
+            if not is_hanging and now - self._progressed >= self.seconds and now - judged_at > JUDGE_SECONDS:
+                judged_at, is_hanging = now, is_hang(self._board.sightings(), self.rank, self.seconds)
+            if is_hanging:
+                self._report()
 
     def _look(self) -> None:
         """Find out whether this rank makes progress, and note where it is."""
@@ -148,16 +152,22 @@ class Watchdog:
         ended, mark = self._recorder.look(), (self._recorder.serial, self._beats)
         if ended or mark != self._mark:
             self._progressed = self._moved = now
-        elif now - self._moved > QUIET_SECONDS and now - self._measured > QUIET_SECONDS:
-            self._measured, position = now, self._recorder.position()
-            spins = torch.cuda.is_initialized() and position == self._position
-            if self._activity.is_busy(spins) and now - self._moved < BUSY_FACTOR * self.seconds \
-                    and not self._recorder.is_waiting:
-                self._progressed = now
-            self._position = position
+        elif now - max(self._moved, self._measured) > min(MEASURE_SECONDS, self.seconds / 10):
+            self._look_at_work(now)
         self._looked, self._mark = now, mark
         self._say()
         self._board.page.write_look(now, self._progressed, now)
+
+    def _look_at_work(self, now: float) -> None:
+        """Count what is no collective as progress, too: work, for as long as that may take."""
+        position = self._recorder.position()
+        # In CUDA's hands a thread spins, whether the GPU works or waits for another.
+        spins = torch.cuda.is_initialized() and position == self._position
+        is_busy, is_first = self._activity.is_busy(spins), self._measured < self._moved
+        is_in_time = now - self._moved < BUSY_FACTOR * self.seconds
+        if is_busy and is_in_time and not is_first and not self._recorder.is_waiting:
+            self._progressed = now
+        self._position, self._measured = position, now
 
     def _place(self) -> tuple[str | None, int | None]:
         """File and line of the user's code that the main thread is in, or was in when it lost a peer."""
@@ -175,7 +185,7 @@ class Watchdog:
     def _write_flags(self, reported: bool = False) -> None:
         self._board.page.write_flags(self._state, self._declared, reported)
 
-    def _act(self) -> None:
+    def _report(self) -> None:
         """Report, together with all ranks that answer, and end."""
         self._declared = True
         self._say(stacks=self._stacks(), dead=self._board.dead())
@@ -186,14 +196,19 @@ class Watchdog:
                            for each in sightings)
         report = HangReport(self.rank, sightings[self.rank].stalled, judge(sightings),
                             tuple(map(RankState.of, sightings)), stacks)
-        self._remove_old_reports()
-        report.write(self.folder, sightings, backend_records())
+        line = f"watchdog: {report.summary}. The ranks' reports: {self.folder}/hang-rank*.txt\n"
+        try:
+            self._remove_old_reports()
+            report.write(self.folder, sightings, backend_records())
+        except OSError as error:  # such as a full disk, which may be why they hang
+            line = f"watchdog: {report.summary}. No report in {self.folder}: {error.strerror}\n"
         self._write_flags(reported=True)
         if self.rank == min(answering):
-            line = f"watchdog: {report.summary}. The ranks' reports: {self.folder}/hang-rank*.txt\n"
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
+            below_a_bar = "\n" if os.isatty(2) else ""
+            os.write(2, (below_a_bar + line).encode())
         if self.ends:
             self._end(answering, sightings)
+        self._reported.set()
 
     def _wait_for(self, has_answered: Any) -> list[Sighting]:
         """The sightings once every rank that runs has answered, or has had the time for it."""

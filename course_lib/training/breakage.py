@@ -23,7 +23,7 @@ import torch
 from course_lib.config import build
 from course_lib.errors import CourseError
 from course_lib.runtime.launch import RankError, RanksHung, launch
-from course_lib.training import checkpoint
+from course_lib.training import checkpoint, sharded, stored
 from course_lib.training import run as runs
 from course_lib.training.callbacks import Callback
 
@@ -238,8 +238,11 @@ def digest(folder: Path) -> str:
     """SHA-256 of the trained model, and of the weights, optimizer states and random streams of the last step."""
     last = checkpoint.latest(folder)
     found = hashlib.sha256(last.name.encode())
-    for path in [folder / "model" / "model.safetensors", *sorted(last.rglob("*.safetensors"))]:
+    for path in [folder / "model" / "model.safetensors", *sorted(last.glob("*.safetensors"))]:
         found.update(path.name.encode() + path.read_bytes())
+    if stored.is_sharded(last):  # a file of pieces has them in the order in which they were made
+        for name, tensor in sorted(sharded.whole(last, "").items()):
+            found.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

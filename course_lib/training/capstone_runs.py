@@ -48,14 +48,14 @@ class StepMeter(Callback):
 
     def on_train_begin(self, trainer: "BasicTrainer") -> None:
         engine, train_step = trainer.engine, trainer.train_step  # type: ignore[attr-defined]
-        update = engine.step
-        resident = getattr(trainer.wrapped, "resident", None) or (engine.resident if engine.resident() else None)
+        wrapped, update = trainer.wrapped, engine.step
+        optimizer = getattr(wrapped, "optimizer", trainer.optimizer)  # DeepSpeed's own knows its gradients and copies
 
         def metered(micro_batches: Any) -> Any:
             number = trainer.state.step + 1 - self.step
             if number not in (0, 1):
                 return train_step(micro_batches)
-            meter = Meter(trainer.wrapped, trainer.optimizer, resident)
+            meter = Meter(wrapped, optimizer, getattr(wrapped, "resident", None))
             with ExitStack() as stack:
                 stack.enter_context(meter)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +101,24 @@ def resume(trainer: TrainerFrame) -> None:
     folder = find(trainer)
     if folder is None:
         return
+    with _contents_of(folder):
+        _go_on_from(trainer, folder)
+    trainer.barrier()
+    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
+
+
+@contextlib.contextmanager
+def _contents_of(folder: Path) -> Iterator[None]:
+    """What a whole checkpoint makes of its reader, who expects what this version writes, as one line."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        told = str(error).partition("\n")[0][:200]
+        raise CheckpointError(f"checkpoint {folder} is whole, but holds something else than this version writes "
+                              f"({type(error).__name__}: {told})", "resume from another checkpoint") from error
+
+
+def _go_on_from(trainer: TrainerFrame, folder: Path) -> None:
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     trainer.check_tensors(folder)
     for name, value in identity(trainer).items():
@@ -120,8 +140,6 @@ def resume(trainer: TrainerFrame) -> None:
     else:
         # More ranks than saved it: a stream of its own, other than the one this rank began with.
         seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)
-    trainer.barrier()
-    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
 
 
 def read_engine(trainer: TrainerFrame, folder: Path, saved_by: str) -> None:

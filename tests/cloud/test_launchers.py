@@ -19,6 +19,7 @@ from course_lib.cloud.job import Job
 from course_lib.cloud.launchers import LAUNCHERS
 from course_lib.commands.options import config_from
 from course_lib.config import build
+from course_lib.runtime.interrupts import NOTE
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = build({"model": "tiny-bert", "run_name": "it's a run", "max_steps": 4, "output_dir": "runs/my job",
@@ -78,6 +79,20 @@ def test_the_directives_of_slurm():
     assert "gpus-per-node" not in written("slurm", ALONE)
     text = written("slurm")
     assert text.startswith("#!/bin/bash\n#SBATCH"), "sbatch reads directives up to the first command"
+
+
+@pytest.mark.parametrize(("ranks", "told", "code"), [
+    ("true", "", 0), ("false", "", 1), ("touch 'runs/my job/interrupted.json'; false", "requeue", 1)],
+    ids=["finished", "failed", "asked-to-stop"])
+def test_slurm_puts_the_job_back_where_the_ranks_were_asked_to_stop(tmp_path, ranks, told, code):
+    (tmp_path / "runs" / "my job").mkdir(parents=True)
+    (tmp_path / "runs" / "my job" / NOTE).touch()  # of the time before
+    lines = written("slurm").splitlines()
+    [forget] = [line for line in lines if line.startswith("rm -f")]
+    script = ["scontrol() { echo $1; }", forget, ranks, *lines[lines.index("code=$?"):]]
+    done = subprocess.run(["bash", "-uc", "\n".join(script)], cwd=tmp_path, text=True, capture_output=True,
+                          env={"SLURM_JOB_ID": "7"})
+    assert (done.stdout.strip(), done.returncode, done.stderr) == (told, code, "")
 
 
 def test_accelerate_loads_its_file_and_its_line(tmp_path):

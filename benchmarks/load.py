@@ -1,0 +1,271 @@
+"""Long runs: what 10,000 steps leave behind, what 10 million rows need, and what comparing the ranks costs.
+
+    python benchmarks/load.py
+
+Writes benchmarks/load.md; about an hour on two cores, most of it for tokenizing.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from course_lib.config import build
+from course_lib.config_files import write_text
+from course_lib.runtime import machine
+from course_lib.runtime.launch import launch
+from course_lib.training.callbacks import Callback
+from course_lib.training.guards import guards
+from course_lib.training.run import build_trainer
+
+HERE = Path(__file__).resolve().parent
+MIB = 2**20
+TINY = {"model": "tiny-bert", "training_type": "accelerated", "device": "cpu", "max_train_samples": 96,
+        "max_eval_samples": 8, "max_length": 8, "batch_size": 2, "logging_steps": 50, "progress_bar": False,
+        "eval_steps": 250, "save_steps": 250, "save_total_limit": 1, "keep_best": False, "tracker": "none"}
+
+
+def smallest_model(folder: Path) -> str:
+    """A folder with a BERT of one layer and 32 features and its tokenizer: a step is mostly what stands around it."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from course_lib.modeling import presets
+
+    tokenizer = presets.build("tiny-bert", ["a few words to make a vocabulary of"], 64)[1]
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=64, max_position_embeddings=64, num_labels=3)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+# --- what many steps leave behind -------------------------------------------------------------------------------------
+
+
+def held() -> tuple[int, int, int, int]:
+    """What this process holds now: bytes of memory that no file backs, file descriptors, threads, processes."""
+    process = psutil.Process()
+    return anonymous_bytes(), process.num_fds(), process.num_threads(), len(process.children(recursive=True))
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is not a cached page of a file."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+class Holdings(Callback):
+    """Notes every so many steps what the process holds."""
+
+    def __init__(self, every: int):
+        self.every, self.seen = every, list[tuple[int, ...]]()
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.state.step % self.every == 0:
+            self.seen.append((trainer.state.step, *held()))
+
+
+def train(folder: str, steps: int, every: int, options: dict[str, Any], plant: Callable[[], object] | None = None
+          ) -> list[tuple[int, ...]]:
+    """Many steps of a tiny model on this rank, evaluations and checkpoints among them; what was held when."""
+    torch.set_num_threads(1)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    config = build(TINY | {"output_dir": folder, "max_steps": steps} | options)
+    notes = Holdings(every)
+    trainer = build_trainer(config, [*([Planted(plant)] if plant else []), *guards(config), notes])[0]
+    trainer.train()
+    trainer.close()
+    return notes.seen
+
+
+class Planted(Callback):
+    """Does something after each step, for example leak."""
+
+    def __init__(self, deed: Callable[[], object]):
+        self.deed = deed
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.deed()
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """What a step leaves behind on one rank, by least squares over the steps after warm-up."""
+
+    memory: float
+    """Bytes a step."""
+    files: float
+    """File descriptors a step."""
+    threads: float
+    processes: float
+
+
+def slopes(seen: list[tuple[int, ...]], warm_up: int) -> Slopes:
+    """A straight line through what was held after each of the steps beyond ``warm_up``."""
+    later = np.array([each for each in seen if each[0] > warm_up], float)
+    return Slopes(*np.polyfit(later[:, 0], later[:, 1:], 1)[0])
+
+
+# --- what many rows need ----------------------------------------------------------------------------------------------
+
+
+def write_rows(folder: Path, rows: int) -> int:
+    """Parquet files of a training split of so many rows, and a small validation split; gives their bytes as text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    schema, size = pa.schema({"text": pa.string(), "label": pa.string()}), 0
+    for split, count in (("train", rows), ("validation", 1000)):
+        with pq.ParquetWriter(folder / f"{split}.parquet", schema) as out:
+            for start in range(0, count, 5_000):
+                numbers = range(start, min(start + 5_000, count))
+                texts = [f"row {i} says that word {i * 7919 % 10007} is like word {i % 977}" for i in numbers]
+                size += sum(map(len, texts))
+                out.write_table(pa.table({"text": texts, "label": [f"class {i % 3}" for i in numbers]}, schema))
+    return size
+
+
+def stream(folder: Path, task: str, batches: int) -> dict[str, float]:
+    """Load, tokenize, order and read so many batches; the peak of memory of each phase above that at the start.
+
+    Memory counts that no file backs: pages of a memory-mapped file are the system's to drop.
+    """
+    import datasets
+
+    from course_lib.data import DataConnector, DataProcessor
+    from course_lib.data.batching import GlobalBatchSampler, training_loader
+    from course_lib.data.cache import column
+    from course_lib.modeling import presets
+
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    config = build({"dataset": str(folder), "task": task, "max_length": 16}).data
+    tokenizer = presets.build("tiny-bert", ["row 1 says that word 2 is like word 3"], 64)[1]
+    with Peak() as peak:
+        text = DataConnector(config).load()
+        peak.mark("load")
+        processor = DataProcessor(config, tokenizer)
+        processed = processor.process(text)
+        peak.mark("tokenize")
+        rows = processed.splits["train"]
+        sampler = GlobalBatchSampler(column(rows, "length"), 32)
+        loader = iter(training_loader(rows, sampler, processor.collator()))
+        for _ in range(batches):
+            next(loader)
+        peak.mark("train")
+    return peak.found
+
+
+class Peak:
+    """The peak of this process's anonymous memory, phase by phase, in MiB above that at the start."""
+
+    def __enter__(self) -> "Peak":
+        self.start = self.highest = anonymous_bytes()
+        self.found: dict[str, float] = {}
+        self.done = threading.Event()
+        self.watcher = threading.Thread(target=self._watch, daemon=True)
+        self.watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        self.watcher.join()
+
+    def _watch(self) -> None:
+        while not self.done.wait(0.005):
+            self.highest = max(self.highest, anonymous_bytes())
+
+    def mark(self, phase: str) -> None:
+        """A phase has ended."""
+        self.found[phase] = (max(self.highest, anonymous_bytes()) - self.start) / MIB
+        self.highest = anonymous_bytes()
+
+
+def streamed(rows: int, task: str, batches: int = 2000) -> tuple[float, dict[str, float]]:
+    """MiB of text, and :func:`stream`'s peaks, in a process of its own with an empty cache, deleted afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        size = write_rows(Path(folder, "data"), rows)
+        code = (f"from pathlib import Path; from benchmarks.load import stream; "
+                f"import json; print(json.dumps(stream(Path({folder!r}, 'data'), {task!r}, {batches})))")
+        done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parent, check=True, capture_output=True, text=True,
+                              env=os.environ | {"HF_HOME": str(Path(folder, "cache")), "HF_HUB_OFFLINE": "1"})
+        return size / MIB, json.loads(done.stdout.splitlines()[-1])
+
+
+# --- what comparing the ranks costs -----------------------------------------------------------------------------------
+
+
+def comparison_seconds(check: str, steps: int) -> tuple[float, float]:
+    """On this rank, medians: seconds of a step without a comparison, and of a comparison, of a 6-layer MiniLM."""
+    from course_lib.training.agreement import AgreementCheck
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = build(TINY | {"model": "minilm", "output_dir": folder, "max_steps": steps, "desync_check": check,
+                               "max_length": 64, "batch_size": 8, "eval_steps": 0, "save_steps": 0})
+        taken: list[float] = []
+
+        class Timed(AgreementCheck):
+            def _compare(self, trainer: Any, when: str) -> None:
+                start = time.perf_counter()
+                super()._compare(trainer, when)
+                taken.append(time.perf_counter() - start)
+
+        guard = Timed(config)
+        guard.every = 1
+        trainer = build_trainer(config, [guard])[0]
+        trainer.train()
+        phases = sum(trainer.phases.seconds.values()) / steps
+        trainer.close()
+        return phases, statistics.median(taken[1:])
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    args = parser.parse_args()
+    lines = ["## Many steps", "", f"{args.steps:,} steps of a BERT of one layer on 2 ranks, an evaluation and a "
+             "checkpoint every 250; least squares over the second half.", "",
+             "| rank | bytes a step | files | threads | processes |", "|---|---|---|---|---|"]
+    folder = tempfile.mkdtemp()
+    options = {"model": smallest_model(Path(folder, "model"))}
+    seen = launch(train, str(Path(folder, "run")), args.steps, 50, options, num_processes=2, timeout=7200, stream=False)
+    shutil.rmtree(folder)
+    for rank, each in enumerate(seen):
+        found = slopes(each, args.steps // 2)
+        lines.append(f"| {rank} | {found.memory:.0f} | {found.files:.4f} | {found.threads:.4f} | "
+                     f"{found.processes:.4f} |")
+    lines += ["", "## Many rows", "", "Peak of memory that no file backs, above that of a process which has imported "
+              "everything, in MiB, by phase; each in a process of its own with an empty cache.", "",
+              "| task | rows | text | load | tokenize | 2,000 batches |", "|---|---|---|---|---|---|"]
+    for task in ("classification", "causal_lm"):
+        for rows in (args.rows // 10, args.rows):
+            size, peaks = streamed(rows, task)
+            lines.append(f"| {task} | {rows:,} | {size:.0f} | " + " | ".join(f"{p:.0f}" for p in peaks.values()) + " |")
+    lines += ["", "## Comparing the ranks", "", "MiniLM on 2 ranks, 8 rows of at most 64 tokens each.", "",
+              "| hash | step, ms | comparison, ms | share at every 100 steps |", "|---|---|---|---|"]
+    for check in ("sampled", "full"):
+        step, comparison = launch(comparison_seconds, check, 30, num_processes=2, timeout=600, stream=False)[0]
+        lines.append(f"| {check} | {step * 1000:.1f} | {comparison * 1000:.2f} | {comparison / step:.3f} % |")
+    text = f"# Load\n\n{machine.measured_on('torch', 'datasets')}\n\n" + "\n".join(lines) + "\n"
+    write_text(HERE / "load.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""What breaking training on purpose costs: checkpoints under kills and damage, broken runs, and goodput.
+
+    python benchmarks/reliability.py storage runs goodput     # hours
+    python benchmarks/reliability.py storage runs goodput --quick
+    python benchmarks/reliability.py runs --trainers fsdp pipeline --seeds 2
+
+`storage` kills a process that saves for ever at random moments, and flips and cuts the bits of a checkpoint; beside it,
+torch.distributed.checkpoint saving into one folder. `runs` is every fault in every phase of every trainer's runs
+(:mod:`course_lib.training.breakage`). `goodput` trains under kills at random moments, 120 an hour on average, each
+followed by a new start from the newest checkpoint. Each writes its table, benchmarks/reliability-PART.md; `--quick`
+shows one of a handful of cases instead.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from course_lib.config_files import write_text
+from course_lib.parallel.shards import Piece
+from course_lib.runtime import machine
+from course_lib.training import breakage, checkpoint, sharded, tensorfile
+from course_lib.training.breakage import FAULTS, PHASES, TRAINERS, Case, Result
+
+HERE = Path(__file__).parent
+ELEMENTS = 200_000
+KILLS_AN_HOUR = 120
+
+
+def publish(args: argparse.Namespace, part: str, *paragraphs: str) -> None:
+    """Write one part's table; a quick one is shown and not kept."""
+    about = machine.measured_on("torch", "transformers", "deepspeed")
+    text = "\n\n".join([f"# Reliability: {part}", about, *paragraphs])
+    if args.quick:
+        print(text, flush=True)
+    else:
+        write_text(HERE / f"reliability-{part}.md", f"{text}\n")
+
+
+@dataclass(frozen=True)
+class System:
+    """A way of keeping checkpoints.
+
+    Attributes:
+        save: writes the checkpoint of a step, whose every number is that step.
+        load: the different numbers that the newest one holds; raises where it refuses it.
+    """
+
+    name: str
+    save: Callable[[Path, int], None]
+    load: Callable[[Path], set[float]]
+
+    def loads(self, run: Path) -> set[float]:
+        """What it holds, or nothing where it is refused."""
+        try:
+            return self.load(run)
+        except (Exception, CheckpointException):  # a torn file leads torch's reader to errors of any kind
+            return set()
+
+
+def save_ours(run: Path, step: int) -> None:
+    """As the trainers do: whole tensors, pieces, numbers."""
+    weights = torch.full((ELEMENTS,), float(step))
+
+    def files(folder: Path) -> None:
+        tensorfile.save({"step": step, "weights": weights}, folder / "model.safetensors")
+        sharded.save({"model/w": Piece(weights.shape, 0, weights)}, folder)
+        (folder / "state.json").write_text(str(step))
+
+    checkpoint.write(run, step, files)
+    checkpoint.prune(run, 2)
+
+
+def load_ours(run: Path) -> set[float]:
+    """As the next run does."""
+    checkpoint.tidy(run)
+    folder = checkpoint.latest(run)
+    found, pieces = tensorfile.load(folder / "model.safetensors"), sharded.whole(folder, "model/")
+    return {found["step"], float((folder / "state.json").read_text()), *found["weights"].unique().tolist(),
+            *pieces["w"].unique().tolist()}
+
+
+def save_one_folder(run: Path, step: int) -> None:
+    """Into the same folder again and again."""
+    dcp.save({"w": torch.full((ELEMENTS,), float(step)), "step": torch.tensor(step)}, checkpoint_id=run / "one")
+
+
+def load_one_folder(run: Path) -> set[float]:
+    """From that folder."""
+    found = {"w": torch.zeros(ELEMENTS), "step": torch.tensor(0)}
+    dcp.load(found, checkpoint_id=run / "one")
+    return {float(found["step"]), *found["w"].unique().tolist()}
+
+
+OURS = System("this course's", save_ours, load_ours)
+ONE_FOLDER = System("torch.distributed.checkpoint, one folder", save_one_folder, load_one_folder)
+
+
+def unloadable(system: System, kills: int) -> int:
+    """How many of so many SIGKILLs, at random moments of saving, left nothing that loads and is of one step."""
+    draw, lost = random.Random(0), 0
+    for _ in range(kills):
+        with TemporaryDirectory() as place:
+            run = Path(place)
+            system.save(run, 1)
+            begin = time.perf_counter()
+            system.save(run, 2)
+            period = time.perf_counter() - begin
+            pid = os.fork()
+            if not pid:
+                for step in itertools.count(3):
+                    system.save(run, step)
+            time.sleep(draw.uniform(0, 4 * period))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            lost += len(system.loads(run)) != 1
+    return lost
+
+
+def unnoticed(system: System, damage: Callable[[random.Random, bytes], bytes], times: int) -> int:
+    """How many times a checkpoint loaded although one of its files was damaged, at a random byte of them all."""
+    draw, loaded = random.Random(0), 0
+    with TemporaryDirectory() as place:
+        run = Path(place)
+        system.save(run, 1)
+        files = [path for path in run.rglob("*") if path.is_file() and path.name != checkpoint.LATEST]
+        sizes = [path.stat().st_size for path in files]
+        for _ in range(times):
+            path = draw.choices(files, sizes)[0]
+            whole = path.read_bytes()
+            path.write_bytes(damage(draw, whole))
+            loaded += bool(system.loads(run))
+            path.write_bytes(whole)
+    return loaded
+
+
+def flipped(draw: random.Random, whole: bytes) -> bytes:
+    """One bit is the other."""
+    bit = draw.randrange(8 * len(whole))
+    return whole[: bit // 8] + bytes([whole[bit // 8] ^ (1 << bit % 8)]) + whole[bit // 8 + 1 :]
+
+
+def cut(draw: random.Random, whole: bytes) -> bytes:
+    """The end is missing."""
+    return whole[: draw.randrange(len(whole))]
+
+
+def storage(args: argparse.Namespace) -> None:
+    """Kills, flips and truncations."""
+    for known in ("torch.distributed is disabled", "Detected an existing checkpoint"):  # both are meant
+        warnings.filterwarnings("ignore", message=known)
+    lines = ["| checkpoints | unloadable after SIGKILL | flipped bits not noticed | truncations not noticed |",
+             "|---|---|---|---|"]
+    for system, counts in ((OURS, (30, 50, 20) if args.quick else (1000, 1000, 200)),
+                           (ONE_FOLDER, (20, 20, 10) if args.quick else (60, 200, 60))):
+        kills, flips, cuts = counts
+        lines.append(f"| {system.name} | {unloadable(system, kills)} of {kills} | "
+                     f"{unnoticed(system, flipped, flips)} of {flips} | {unnoticed(system, cut, cuts)} of {cuts} |")
+        print(lines[-1], flush=True)
+    size = 4 * ELEMENTS / 2**20
+    publish(args, "storage", f"{size:.1f} MiB saved in a loop, each kill at a random moment of four savings.",
+            "\n".join(lines))
+
+
+def runs(args: argparse.Namespace) -> None:
+    """Every case, in one table by trainer and fault."""
+    faults, phases, seeds = list(FAULTS), list(PHASES), range(args.seeds)
+    if args.quick:
+        faults, phases, seeds = ["SIGKILL", "full disk"], ["backward", "saving"], range(1)
+    found: list[Result] = []
+    for result in breakage.matrix(args.trainers, faults, phases, seeds):
+        found.append(result)
+        print(result, flush=True)
+        publish(args, "runs", f"{breakage.STEPS} steps, a checkpoint every {breakage.SAVE_STEPS}, an evaluation every "
+                f"{breakage.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. A run that a single process "
+                "trains has nobody to notice that it is stopped.", table(found))
+
+
+def table(found: list[Result]) -> str:
+    """Counts by trainer and fault, and their sum."""
+    lines = ["| trainer | fault | runs broken | gone on | hangs | steps lost beyond the last checkpoint | wrong "
+             "resumes | most steps made twice | the broken runs ended by |", "|---|---|---|---|---|---|---|---|---|"]
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in found:
+        groups.setdefault((result.case.trainer, result.case.fault), []).append(result)
+    for (trainer, fault), results in [*groups.items(), (("all", "all"), found)]:
+        endings = Counter(result.ending for result in results).most_common()
+        lines.append(f"| {trainer} | {fault} | {sum(r.struck for r in results)} of {len(results)} | "
+                     f"{sum(r.finished for r in results)} | {sum(r.hung for r in results)} | "
+                     f"{sum(r.lost for r in results)} | {sum(r.finished and not r.equal for r in results)} | "
+                     f"{max(r.redone for r in results)} | {', '.join(f'{name} {count}' for name, count in endings)} |")
+    return "\n".join(lines)
+
+
+class Killer(threading.Thread):
+    """Kills a process of this one's at random moments, as many an hour as asked for, until told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.kills, self.over = 0, threading.Event()
+
+    def run(self) -> None:
+        draw = random.Random(3)
+        while not self.over.wait(draw.expovariate(KILLS_AN_HOUR / 3600)):
+            here = psutil.Process()
+            with contextlib.suppress(psutil.NoSuchProcess):  # a rank that has just ended
+                if ranks := [child for child in here.children() if child.cmdline() == here.cmdline()]:
+                    draw.choice(ranks).kill()
+                    self.kills += 1
+
+
+def goodput(args: argparse.Namespace) -> None:
+    """The same run with and without kills."""
+    steps = 100 if args.quick else args.steps
+    more = {"max_steps": steps, "num_epochs": 10**6, "save_steps": 40, "eval_steps": 0, "logging_steps": 40}
+    lines = ["| trainer | steps | undisturbed | with kills | kills | starts | goodput | final weights |",
+             "|---|---|---|---|---|---|---|---|"]
+    for trainer in args.trainers[-1:] if args.quick else args.trainers:
+        case = Case(trainer, "none", "none", 0)
+        with TemporaryDirectory() as place:
+            calm, killed = Path(place, "calm"), Path(place, "killed")
+            begin = time.perf_counter()
+            if error := breakage.attempt(case, calm, [], 7200, **more):
+                raise error
+            undisturbed = time.perf_counter() - begin
+            killer, starts, begin = Killer(), 1, time.perf_counter()
+            killer.start()
+            while error := breakage.attempt(case, killed, [], 7200, **more):
+                if starts > killer.kills:
+                    raise error  # of its own
+                starts += 1
+            killer.over.set()
+            seconds = time.perf_counter() - begin
+            equal = breakage.digest(calm) == breakage.digest(killed)
+        lines.append(f"| {trainer} | {steps} | {undisturbed:.0f} s | {seconds:.0f} s | {killer.kills} | {starts} | "
+                     f"{100 * undisturbed / seconds:.0f} % | {'equal to the bit' if equal else 'DIFFERENT'} |")
+        print(lines[-1], flush=True)
+        publish(args, "goodput", f"{KILLS_AN_HOUR} kills an hour on average, at random moments of a random rank; a new "
+                "start is a fork of a process that has imported everything. Undisturbed: the same run, with as many "
+                "checkpoints. Goodput: its time by that with kills.", "\n".join(lines))
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=("storage", "runs", "goodput"))
+    parser.add_argument("--quick", action="store_true", help="a handful of each")
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
+    parser.add_argument("--seeds", type=int, default=4, help="runs of every fault in every phase of a trainer")
+    parser.add_argument("--steps", type=int, default=6000, help="steps of a goodput run")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for part in args.parts:
+        {"storage": storage, "runs": runs, "goodput": goodput}[part](args)
+
+
+if __name__ == "__main__":
+    main()

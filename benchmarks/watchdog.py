@@ -1,0 +1,111 @@
+"""What the watchdog costs: the time of a training step with it and without it, in one run.
+
+    python benchmarks/watchdog.py [--ranks 2] [--pairs 30]
+
+Stretches of steps with and without take turns, so that both meet the same machine; the ratio is the median over the
+pairs. A bare collective, which does nothing else, shows the microseconds that the recorder takes for one.
+"""
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from course_lib.config_files import write_text
+from course_lib.runtime import machine
+from course_lib.runtime.launch import launch
+from course_lib.runtime.watchdog import Watchdog
+
+BATCH, TOKENS = 4, 64
+STEPS, COLLECTIVES = 5, 200
+
+
+def model_of(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=TOKENS, n_embd=width, n_layer=4, n_head=4))
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, GPT2Block):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+ENGINES = {"DDP": nn.parallel.DistributedDataParallel, "FSDP2": sharded}
+
+
+def training_step(engine: str, width: int) -> Callable[[], None]:
+    model = ENGINES[engine](model_of(width))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(512, (BATCH, TOKENS))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(engine: str | None, width: int, pairs: int) -> tuple[list[float], list[float]]:
+    """Seconds of a step, or of a bare all-reduce where there is no engine, without and with the watchdog."""
+    dist.init_process_group("gloo")
+    tensor = torch.ones(16)
+    step, steps = (training_step(engine, width), STEPS) if engine else (lambda: dist.all_reduce(tensor), COLLECTIVES)
+
+    def stretch(context: contextlib.AbstractContextManager) -> float:
+        with context:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                step()
+            dist.barrier()
+            return (time.perf_counter() - start) / steps
+
+    stretch(contextlib.nullcontext())
+    without, with_watchdog = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(pairs):
+            without.append(stretch(contextlib.nullcontext()))
+            with_watchdog.append(stretch(Watchdog(600, folder)))
+    return without, with_watchdog
+
+
+def main() -> None:
+    """Measure on real ranks, and write benchmarks/watchdog.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=30)
+    options = parser.parse_args()
+    lines = ["| what | width | without (ms) | with (ms) | ratio, median of pairs |", "|---|---|---|---|---|"]
+    for engine, width in ((None, 16), ("DDP", 64), ("DDP", 256), ("FSDP2", 64), ("FSDP2", 256)):
+        without, with_watchdog = launch(measure, engine, width, options.pairs, num_processes=options.ranks,
+                                        timeout=600, stream=False)[0]
+        ratio = statistics.median(b / a for a, b in zip(without, with_watchdog, strict=True))
+        lines.append(f"| {f'{engine} step' if engine else 'bare all-reduce'} | {width} | "
+                     f"{statistics.median(without) * 1e3:.3f} | {statistics.median(with_watchdog) * 1e3:.3f} | "
+                     f"{ratio:.3f} |")
+    table = "\n".join(lines)
+    text = (f"# What the watchdog costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 "
+            f"of 4 layers, {BATCH} rows of {TOKENS} tokens a rank, {options.pairs} pairs of {STEPS} steps (bare "
+            f"all-reduces of 16 floats: {COLLECTIVES}).\n\n{table}\n")
+    write_text(Path(__file__).parent / "watchdog.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

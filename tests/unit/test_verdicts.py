@@ -1,0 +1,341 @@
+"""Who is blamed, from states made by hand and from simulated runs; what a page keeps; whether a process works."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from course_lib.runtime.board import Board, Identity
+from course_lib.runtime.liveness import Activity, process_state, start_ticks
+from course_lib.runtime.page import (
+    CALLS,
+    ENDED,
+    FAILED,
+    ISSUED,
+    LEFT,
+    RUNNING,
+    WAITED_FOR,
+    Call,
+    Page,
+    Sighting,
+    digest,
+    read_page,
+    spans,
+)
+from course_lib.runtime.verdicts import is_hang, judge
+
+SECONDS = 5.0
+
+
+def call(sequence, name="all_reduce", state=ENDED, stream="0", shape=(4,), dtype="float32", ranks=(0, 1), line=10,
+         at=None, peer=None, root=None):
+    return Call(serial=sequence, stream=stream, sequence=sequence, name=name, shape=shape, dtype=dtype, tensors=1,
+                ranks=ranks, peer=peer, root=root, file="train.py", line=line, step=sequence,
+                at=float(sequence if at is None else at), state=state)
+
+
+def rank(number, *calls, life="running", **more):
+    orders = {}
+    for each in calls:
+        orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
+    return Sighting(number, life, pid=100 + number, host="here", calls=calls, orders=orders,
+                    **{"stalled": 9.0, "placed_at": 99.0, "words": {"file": "train.py", "line": 70 + number}, **more})
+
+
+def blamed(*sightings):
+    return [(v.rank, v.what, v.collective, v.sequence, v.line) for v in judge(sightings)]
+
+
+def test_a_rank_that_has_not_come_is_elsewhere_stopped_dead_or_has_left():
+    waits = rank(0, call(1), call(2, state=WAITED_FOR, line=20))
+    for life, what in (("running", "elsewhere"), ("stopped", "stopped"), ("dead", "dead"), ("silent", "dead"),
+                       ("failed", "dead"), ("left", "behind"), ("unseen", "behind")):
+        missing = rank(1, call(1), life=life)
+        assert blamed(waits, missing) == [(1, what, "all_reduce", 2, 71)], life
+        sentence = judge([waits, missing])[0].sentence
+        assert "rank 0 waits for it in all_reduce #2 of float32 (4,) at train.py:20" in sentence
+    error = rank(1, call(1), life="failed", words={"error": "ValueError: bad row at data.py:3"})
+    assert "has left the training with ValueError: bad row at data.py:3" in judge([waits, error])[0].sentence
+
+
+def test_where_it_was_is_the_main_threads_place_unless_a_call_is_younger():
+    waits, missing = rank(0, call(1), call(2, state=WAITED_FOR)), rank(1, call(1, line=33), life="stopped")
+    assert judge([waits, missing])[0].line == 71
+    assert judge([waits, dataclasses.replace(missing, placed_at=0.5)])[0].line == 33
+
+
+def test_a_dead_rank_is_blamed_for_a_collective_that_ended_with_an_error_and_not_before_a_stopped_one():
+    lost, stopped = rank(0, call(1, ranks=(0, 1, 2)), call(2, ranks=(0, 1, 2))), rank(2, life="stopped")
+    assert blamed(lost, rank(1, call(1), life="dead"), stopped) == [(1, "dead", "all_reduce", 2, 71)]
+
+
+def test_the_rank_that_differs_from_the_others_is_mismatched():
+    for odd in (call(2, name="broadcast", root=0), call(2, shape=(5,)), call(2, dtype="float64")):
+        others = [call(1), call(2, state=WAITED_FOR, line=20)]
+        odd = dataclasses.replace(odd, line=66)
+        found = judge([rank(0, *others), rank(1, call(1), odd), rank(2, *others)])
+        assert [(v.rank, v.what, v.collective, v.line) for v in found] == [(1, "mismatched", odd.name, 66)]
+        assert "where ranks 0, 2 all_reduce #2 of float32 (4,) at train.py:20" in found[0].sentence
+
+
+def test_of_two_ranks_the_one_that_left_the_pattern_is_mismatched():
+    def history(*lines, waits=True):
+        return [call(i, line=line, shape=(line,), state=WAITED_FOR if waits and i == len(lines) else ENDED)
+                for i, line in enumerate(lines, start=1)]
+
+    assert blamed(rank(0, *history(10, 20, 10, 20)), rank(1, *history(10, 20, 10, 10))) == [
+        (1, "mismatched", "all_reduce", 4, 10)]
+    assert blamed(rank(0, *history(10, 20, 10, 30)), rank(1, *history(10, 20, 10, 20))) == [
+        (0, "mismatched", "all_reduce", 4, 30)]
+    assert [v[0] for v in blamed(rank(0, *history(10)), rank(1, *history(20)))] == [0, 1], "nothing tells who is right"
+
+
+def test_a_rank_that_a_mismatch_killed_is_not_just_dead():
+    found = judge([rank(0, call(1), call(2, state=WAITED_FOR)), rank(1, call(1), call(2, shape=(9,)), life="dead"),
+                   rank(2, call(1), call(2, state=WAITED_FOR))])
+    assert [(v.rank, v.what) for v in found] == [(1, "mismatched")] and "has died of it" in found[0].sentence
+
+
+def test_uneven_collectives_and_what_has_ended_on_all_are_no_mismatch():
+    uneven = [rank(n, call(1, name="all_to_all", shape=(n + 1,)), call(2, state=WAITED_FOR)) for n in range(2)]
+    ended = [rank(n, call(1, shape=(n + 1,)), call(2, state=WAITED_FOR)) for n in range(2)]
+    assert judge(uneven) == judge(ended) == ()
+
+
+def p2p(kind, source, target, sequence=1, state=WAITED_FOR, line=10):
+    peer = target if kind == "send" else source
+    return call(sequence, name=kind, stream=f"0:{source}>{target}:{kind}", peer=peer, state=state, line=line)
+
+
+def test_a_receive_waits_for_its_send():
+    assert blamed(rank(0, p2p("recv", 1, 0)), rank(1)) == [(1, "elsewhere", "recv", 1, 71)]
+    sent = rank(1, p2p("send", 1, 0, state=ENDED), call(1, stream="1", ranks=(1, 2), state=WAITED_FOR))
+    assert blamed(rank(0, p2p("recv", 1, 0, 1, ENDED), p2p("recv", 1, 0, 2)), sent, rank(2)) == [
+        (2, "elsewhere", "all_reduce", 1, 72)], "through rank 1, which waits itself"
+
+
+def test_ranks_that_wait_in_a_circle_are_all_named():
+    circle = [rank(n, p2p("recv", (n + 1) % 3, n, line=30 + n)) for n in range(3)]
+    assert blamed(*circle) == [(n, "behind", "recv", 1, 30 + n) for n in range(3)]
+    assert "rank 0 waits for rank 1 in recv #1 from rank 1 of float32 (4,) at train.py:30" in judge(circle)[0].sentence
+    bystander = rank(3, p2p("recv", 0, 3))
+    assert [v[0] for v in blamed(*circle, bystander)] == [0, 1, 2]
+
+
+def test_a_receive_posted_ahead_holds_nobody_up():
+    ahead = rank(1, p2p("recv", 0, 1, state=ISSUED))
+    assert blamed(rank(0, p2p("recv", 1, 0)), ahead) == [(1, "elsewhere", "recv", 1, 71)]
+
+
+def test_in_a_circle_of_groups_the_rank_that_no_wait_holds_up_is_the_one():
+    prefetched = rank(1, call(1, stream="1", state=ISSUED))
+    assert blamed(rank(0, call(1, stream="2", state=WAITED_FOR)), prefetched) == [
+        (1, "elsewhere", "all_reduce", 1, 71)]
+
+
+def test_nobody_is_blamed_where_all_have_come():
+    assert judge([rank(n, call(1, state=WAITED_FOR)) for n in range(2)]) == ()
+    assert blamed(rank(0, call(1)), rank(1, call(1))) == [(0, "elsewhere", "all_reduce", 1, 70),
+                                                          (1, "elsewhere", "all_reduce", 1, 71)]
+
+
+def test_a_hang_is_one_when_those_to_blame_have_stood_still_too():
+    waits = rank(0, call(1), call(2, state=WAITED_FOR))
+    assert is_hang([waits, rank(1, call(1), stalled=SECONDS)], 0, SECONDS)
+    assert not is_hang([waits, rank(1, call(1), stalled=SECONDS - 1)], 0, SECONDS), "it works, or did just now"
+    assert is_hang([waits, rank(1, call(1), stalled=0.0, life="stopped")], 0, SECONDS)
+    assert not is_hang([waits, rank(1, life="unseen")], 0, SECONDS)
+    assert is_hang([dataclasses.replace(waits, stalled=10 * SECONDS), rank(1, life="unseen")], 0, SECONDS)
+
+
+class Simulation:
+    """Ranks that compute, reduce, pass on and evaluate for as long as they like; one may stop for ever."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.size = self.random.choice([2, 3, 4, 8])
+        self.now, self.calls = 0.0, [[] for _ in range(self.size)]
+        self.until = [0.0] * self.size  # when a rank's work is over
+        self.progressed = [0.0] * self.size
+        self.waiting = [False] * self.size
+        self.slow = self.random.randrange(self.size)
+        self.frozen = None
+
+    def work(self, number):
+        """Seconds of the next stretch: mostly short, sometimes an evaluation much longer than SECONDS."""
+        factor = 4 if number == self.slow else 1
+        long = self.random.random() < 0.03
+        return self.random.uniform(0.1, 0.8) * factor if not long else self.random.uniform(1, 4) * SECONDS
+
+    def tick(self):
+        self.now += 0.2
+        for number in range(self.size):
+            if number == self.frozen:
+                continue
+            if self.waiting[number]:
+                last = self.calls[number][-1]
+                if all(len(self.calls[each]) >= last.sequence for each in range(self.size)):
+                    self.calls[number][-1] = dataclasses.replace(last, state=ENDED)
+                    self.waiting[number], self.until[number] = False, self.now + self.work(number)
+                    self.progressed[number] = self.now
+            elif self.now >= self.until[number]:
+                self.calls[number].append(call(len(self.calls[number]) + 1, state=WAITED_FOR, at=self.now,
+                                               ranks=tuple(range(self.size))))
+                self.waiting[number], self.progressed[number] = True, self.now
+            else:
+                self.progressed[number] = self.now  # busy
+
+    def hang(self):
+        sightings = [rank(n, *self.calls[n][-4:], stalled=self.now - self.progressed[n]) for n in range(self.size)]
+        stalled = [each for each in sightings if each.stalled >= SECONDS]
+        return bool(stalled) and is_hang(sightings, stalled[0].rank, SECONDS), sightings
+
+
+def test_no_accusation_in_200_slow_but_healthy_runs_and_the_culprit_in_200_that_hang():
+    waited = 0
+    for seed in range(200):
+        run = Simulation(seed)
+        for _ in range(60):
+            run.tick()
+            accused, sightings = run.hang()
+            assert not accused, seed
+            waited += any(each.stalled >= SECONDS for each in sightings)
+        run.frozen, frozen_at = run.random.randrange(run.size), run.now
+        while not accused:
+            run.tick()
+            accused, sightings = run.hang()
+            assert run.now < frozen_at + 5 * SECONDS * 4 + SECONDS + 2, seed  # after the longest evaluation under way
+        if not run.waiting[run.frozen]:
+            assert [each.rank for each in judge(sightings)] == [run.frozen], seed
+            others_arrive = [run.until[number] for number in range(run.size) if number != run.frozen]
+            assert run.now <= max([frozen_at, *others_arrive]) + SECONDS + 2
+    assert waited > 500, "some ranks had waited for longer than the watchdog's time"
+
+
+def page_of(*steps):
+    page = Page()
+    for serial, (stream, sequence) in enumerate(steps, start=1):
+        text = {"stream": stream, "name": "all_reduce", "shape": [2, 3], "dtype": "float32", "tensors": 1, "peer": None,
+                "root": None, "file": "a.py", "line": serial, "ranks": spans(tuple(range(0, 64, 8)))}
+        page.write_call(serial, sequence, float(serial), serial - 1, stream, json.dumps(text).encode())
+    return page
+
+
+def read(page, life="running"):
+    return read_page(page.memory[:], 3, 7, "here", life, 100.0)
+
+
+def test_a_page_keeps_the_last_calls_and_every_streams_number():
+    page = page_of(("rare", 5), *(("often", n) for n in range(1, CALLS + 40)))
+    page.mark(1, ENDED)  # overwritten long ago
+    page.mark(CALLS + 40, WAITED_FOR)
+    page.write_step(12)
+    page.write_look(99.0, 90.0, 98.0)
+    page.write_words({"file": "a.py", "line": 5, "stacks": "x" * 50_000})
+    seen = read(page)
+    assert len(seen.calls) == CALLS and [each.line for each in seen.calls] == list(range(41, CALLS + 41))
+    assert seen.calls[-1].state == WAITED_FOR and seen.calls[-2].state == ISSUED
+    assert seen.calls[0].ranks == (0, 8, 16, 24, 32, 40, 48, 56) and seen.calls[0].shape == (2, 3)
+    assert seen.has_issued("rare", 5) and not seen.has_issued("rare", 6) and not seen.has_issued("never", 1)
+    assert (seen.step, seen.silent, seen.placed_at) == (11, 1.0, 98.0)
+    assert seen.stalled == 100.0 - (CALLS + 40), "a call is progress, also where the watchdog's thread doesn't run"
+    assert 5_000 < len(seen.words["stacks"]) < 20_000
+
+
+def test_with_more_streams_than_a_page_has_room_for_nobody_is_accused_of_missing_one():
+    seen = read(page_of(*((f"stream {n}", 1) for n in range(80))))
+    assert seen.has_issued("stream 79", 1) and not seen.has_issued("stream 3", 2)
+
+
+def test_a_call_that_was_cut_short_is_left_out():
+    page = page_of(("0", 1), ("0", 2))
+    whole = len(read(page).calls)
+    page.write_call(3, 3, 3.0, 2, "0", b'{"stream": "0", "na')
+    assert whole == 2 == len(read(page).calls)
+
+
+@pytest.mark.parametrize(("state", "declared", "life", "shown"), [
+    (RUNNING, False, "dead", "dead"), (LEFT, False, "dead", "left"), (FAILED, False, "running", "failed"),
+    (FAILED, False, "dead", "dead"), (RUNNING, False, "stopped", "stopped"), (LEFT, False, "running", "left"),
+    (RUNNING, True, "dead", "running")])
+def test_who_left_or_was_ended_by_its_watchdog_did_not_die_in_training(state, declared, life, shown):
+    page = page_of(("0", 1))
+    page.write_flags(state, declared, reported=False)
+    seen = read(page, life)
+    assert (seen.life, seen.declared, seen.reported) == (shown, declared, False)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("machine", ["one", "two"])
+def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
+    store, own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), Identity.own
+    monkeypatch.setattr("course_lib.runtime.board.POST_SECONDS", 0.05)
+    boards = []
+    for number in range(2):
+        def named(page, number=number):
+            return dataclasses.replace(own(page), machine="one" if machine == "one" else f"machine {number}")
+
+        monkeypatch.setattr(Identity, "own", named)
+        boards.append(Board(number, 2, store))
+    boards[1].page.write_step(4)
+    assert boards[0].sightings()[1].life == "unseen"
+    opening = threading.Thread(target=boards[0].open)
+    opening.start()
+    boards[1].open()
+    opening.join()
+    try:
+        deadline = time.monotonic() + 20
+        while boards[0].sightings()[1].step != 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert boards[0].sightings()[1].step == 3 and boards[0].is_local(1) == (machine == "one")
+        boards[1].page.write_flags(RUNNING, declared=True, reported=False)
+        boards[1].page.write_words({"dead": [0]})
+        while not boards[0].is_alarming() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert boards[0].is_alarming() and boards[0].sightings()[0].life == "dead", "so says rank 1"
+    finally:
+        for board in boards:
+            board.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_stopped_process_is_told_from_a_dead_one():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        started = start_ticks(child.pid)
+        assert process_state(child.pid, started) == "running"
+        assert process_state(child.pid, started + 1) == "dead", "another process with its number"
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert process_state(child.pid, started) == "stopped"
+    finally:
+        child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process_state(child.pid, started) == "dead", "although nobody has taken its exit code"
+    child.wait()
+    assert process_state(child.pid, started) == "dead"
+
+
+@pytest.mark.timeout(30)
+def test_work_is_told_from_waiting():
+    activity = Activity([threading.current_thread()])
+    time.sleep(0.4)
+    assert not activity.is_busy(spins=False)
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # as a compiler would
+    try:
+        time.sleep(0.4)
+        assert activity.is_busy(spins=True)
+    finally:
+        child.kill()
+        child.wait()
+    activity.is_busy(spins=False)
+    time.sleep(0.4)
+    assert not activity.is_busy(spins=False)
