@@ -21,7 +21,7 @@ kept: list[object] = []
 
 
 def leak_memory():
-    kept.append(bytearray(os.urandom(64)) * 1024)
+    kept.append(bytearray(os.urandom(64)) * 2**17)  # 8 MiB: what the tests before have freed is used up first
 
 
 def leak_files():
