@@ -1,0 +1,309 @@
+"""The sections of a run's configuration: plain fields, each with its docstring and unit.
+
+The docstring under a field is its help on the command line, where every field is an option.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+Positive = Annotated[int, Ge(1)]
+NotNegative = Annotated[int, Ge(0)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
+
+
+class Strict:
+    """Unknown keys are errors (read by pydantic when a mapping is validated)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Strict):
+    """Which examples, and how text becomes batches of token ids."""
+
+    dataset: str = "tweets"
+    """`tweets` (bundled), `pydocs` (this machine's Python documentation), a Hub name, or a local file or folder."""
+    dataset_config: str | None = None
+    """Configuration name of a Hub data set that has several."""
+    text_column: str | None = None
+    """Column that holds the text; found by itself for known data sets and usual names."""
+    label_column: str | None = None
+    """Column that holds the class; found by itself for known data sets and usual names."""
+    train_split: str = "train"
+    """Split to train on."""
+    validation_split: str = "validation"
+    """Split to evaluate on during training; cut from the training split where there is none."""
+    test_split: str = "test"
+    """Split held out to the end; the validation split where there is none."""
+    validation_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Share of the training split to cut off where a split is missing."""
+    task: Literal["classification", "causal_lm", "masked_lm"] = "classification"
+    """What the model learns to predict."""
+    max_length: Annotated[int, Ge(4)] = 128
+    """Tokens at which an example is truncated, or the length of a block in language modelling."""
+    mlm_probability: Annotated[float, Gt(0), Lt(1)] = 0.15
+    """Share of tokens to predict in masked language modelling."""
+    clean_text: bool = True
+    """Normalise Unicode (NFC), unescape HTML entities, fold white space."""
+    lowercase: bool = False
+    """Lower-case the text before tokenizing."""
+    max_train_samples: Positive | None = None
+    """Use only the first so many training rows."""
+    max_eval_samples: Positive | None = None
+    """Use only the first so many rows of each evaluation split."""
+    group_by_length: bool = True
+    """Build global batches of examples of similar length: less padding, the same number of steps."""
+    pad_to_multiple_of: Positive | None = None
+    """Round the padded length up to a multiple (8 helps GPU tensor cores)."""
+    dynamic_padding: bool = True
+    """Pad to the longest row of a micro-batch; otherwise always to max_length."""
+    num_workers: NotNegative = 0
+    """Worker processes that collate batches, a rank."""
+    pin_memory: bool = True
+    """Collate into page-locked memory where there is a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Strict):
+    """Which model, and how its forward pass is run."""
+
+    model: str = "minilm"
+    """Preset (`minilm`, `tiny-bert`, `tiny-gpt2`, `tiny-llama`), Hub name, or local folder."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward rather than keep them."""
+    torch_compile: bool = False
+    """Compile the model with torch.compile before training."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention implementation; auto is sdpa where the model has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Strict):
+    """How a gradient becomes a step."""
+
+    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    """Rule that turns gradients into updates."""
+    learning_rate: Annotated[float, Gt(0)] = 5e-5
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Decoupled weight decay; not applied to biases and norms."""
+    adam_beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Fraction = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: Annotated[float, Gt(0)] = 1e-8
+    """Added to the denominator of the update."""
+    momentum: Fraction = 0.9
+    """Momentum of SGD."""
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0
+    """Clip the gradient to this global L2 norm; 0 turns clipping off."""
+    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape of the learning rate after warm-up."""
+    warmup_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of all steps over which the learning rate rises from 0."""
+    warmup_steps: NotNegative = 0
+    """Steps of warm-up; overrides warmup_ratio where above 0."""
+
+
+ENGINES = {
+    "ddp": ("torch", "scratch"),
+    "zero1": ("deepspeed", "torch", "scratch"),
+    "zero2": ("deepspeed", "torch", "scratch"),
+    "zero3": ("deepspeed", "torch", "scratch"),
+    "fsdp": ("torch", "scratch", "accelerate"),
+}
+"""Engines that carry each strategy out, the default one first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Strict):
+    """How the ranks share one model's state and work."""
+
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "ddp"
+    """Every rank holds all state (ddp), or each a part: of optimizer states (zero1), gradients too (zero2), \
+parameters too (zero3, fsdp)."""
+    engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
+    """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
+deepspeed for zero, scratch for pipelines, else torch."""
+    bucket_mb: Annotated[float, Gt(0)] = 25.0
+    """Gradients that travel together, in MiB."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """State kept in the host's memory rather than the GPU's (deepspeed and torch)."""
+    shard_group_size: Positive | None = None
+    """Ranks over which fsdp shards, the groups replicating each other (HSDP); default: all."""
+
+    @property
+    def chosen_engine(self) -> str:
+        """The engine named, or the strategy's default."""
+        return self.engine or ENGINES[self.strategy][0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Strict):
+    """How a model is cut into stages, and in which order they work (training_type pipeline)."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
+                      "dualpipev"] = "1f1b"
+    """Order of the ranks' forwards and backwards."""
+    pipeline_parallel_size: Positive | None = None
+    """Ranks of a pipeline; default: all that data_parallel_size leaves."""
+    data_parallel_size: Positive | None = None
+    """Pipelines side by side, each on its own rows; default: all that pipeline_parallel_size leaves, or 1."""
+    stages_per_rank: Positive | None = None
+    """Stages that a rank holds; default: what the schedule prescribes, or 2 where it takes any."""
+    pipeline_chunks: Positive | None = None
+    """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 a rank."""
+    split_spec: str | None = None
+    """Blocks to cut at, as in `transformer.h.5:end,transformer.h.8:beginning`; default: cut by split_by."""
+    split_by: Literal["flops", "parameters", "seconds"] = "flops"
+    """What to even out between the stages where there is no split_spec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Strict):
+    """How long, on what, and when to look."""
+
+    training_type: Literal["basic", "accelerated", "pipeline"] = "accelerated"
+    """Trainer: the plain PyTorch loop on one device, Accelerate on all ranks, or stages of the model on the ranks."""
+    num_processes: Positive | None = None
+    """Ranks that must take part; default: those that are there, one where nothing launched us."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Kind of device to train on; auto takes a GPU where there is one."""
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
+    """Autocast dtype; `auto` is bf16 where the hardware multiplies it natively, else no."""
+    num_epochs: Annotated[float, Gt(0)] = 3
+    """Passes over the training split; may be a fraction."""
+    max_steps: Positive | None = None
+    """Stop after so many optimizer steps, whatever num_epochs says."""
+    batch_size: Positive = 16
+    """Rows a process in one micro-batch."""
+    eval_batch_size: Positive = 64
+    """Rows a process in one evaluation batch."""
+    gradient_accumulation_steps: Positive = 1
+    """Micro-batches a process in one optimizer step."""
+    global_batch_size: Positive | None = None
+    """Rows of an optimizer step over all processes, however many there are: gradient_accumulation_steps follows, and \
+batch_size is the most that a micro-batch may have."""
+    split_batches: bool = False
+    """Read batch_size as rows over all processes rather than a process."""
+    loss_weighting: Literal["token", "micro_batch"] = "token"
+    """Weigh micro-batches by their targets (the large batch's gradient) or equally (the naive way)."""
+    seed: NotNegative = 42
+    """Seed of initialisation, data order, masking and dropout."""
+    deterministic: bool = False
+    """Use operators that give the same bits in every run, and refuse those that cannot."""
+    logging_steps: Positive = 10
+    """Optimizer steps between two logged lines."""
+    eval_steps: NotNegative | None = None
+    """Optimizer steps between two evaluations; default: each epoch; 0: only at the end."""
+    early_stopping_patience: Positive | None = None
+    """Stop after so many evaluations without a better metric."""
+    best_metric: Literal["loss", "accuracy", "macro_f1", "perplexity"] | None = None
+    """Evaluation metric that decides which model is best; default: macro_f1, or loss without classes."""
+    keep_best: bool = True
+    """End with the weights of the best evaluation rather than the last."""
+    baselines: bool = True
+    """Also score the majority class and TF-IDF with logistic regression (classification only)."""
+    progress_bar: bool = True
+    """Show a progress bar on rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig(Strict):
+    """What is kept, where, and where to go on from."""
+
+    output_dir: str = "runs/{dataset}-{model}-{training_type}"
+    """Folder of the run; names of fields in braces are filled in."""
+    overwrite_output_dir: bool = False
+    """Replace a run that already stands in output_dir."""
+    save_steps: NotNegative | None = None
+    """Optimizer steps between two checkpoints; default: each epoch; 0: none."""
+    save_total_limit: Positive | None = 2
+    """Checkpoints to keep; the best one is kept besides."""
+    resume_from_checkpoint: str | None = None
+    """Checkpoint folder to go on from, `latest` for the newest whole one in output_dir, or `auto`: that one where \
+there is one, else from the start."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written (strategies that shard state)."""
+    push_to_hub: str | None = None
+    """Repository of the Hub, NAME or OWNER/NAME, to send the trained model to; needs HF_TOKEN or `hf auth login`."""
+    hub_private: bool = False
+    """Make that repository private, where it is not there yet."""
+
+
+TRACKERS = ("jsonl", "trackio", "wandb", "tensorboard")
+"""Trackers that can be named in ``tracker``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig(Strict):
+    """Where a run's numbers go besides `metrics.jsonl`, and what goes with them."""
+
+    tracker: str = os.environ.get("COURSE_TRACKER", "trackio")
+    """`trackio` or `jsonl` (both local, read by `course runs` and `course dashboard`), `tensorboard`, `wandb` \
+(offline without WANDB_API_KEY), several with commas between, or `none`; the environment's COURSE_TRACKER sets another \
+default."""
+    project: str = "distributed-transformers"
+    """Project that the trackers put the run in."""
+    run_name: str | None = None
+    """The run's name; default: that of its folder."""
+    run_group: str | None = None
+    """Group that the run belongs to, for example a sweep; with track_every_rank default: the run's name."""
+    track_every_rank: bool = False
+    """Track a run on every rank, all in one group, rather than one on rank 0."""
+    track_system: bool = True
+    """Track every rank's processor, memory and GPU with logged lines, at most every 10 steps."""
+    watch: Literal["none", "gradients", "parameters", "all"] = "none"
+    """Histograms of these tensors; of a rank's own shard where the state is sharded."""
+    watch_steps: Positive = 100
+    """Optimizer steps between two looks at the watched tensors; the last step is looked at too."""
+    log_predictions: NotNegative = 0
+    """Wrong predictions of the final evaluation to track, worst first, with the confusion matrix; 0: none."""
+    log_model: bool = False
+    """Track the trained model's files as an artifact."""
+    env_file: str | None = None
+    """File of `NAME=value` lines with keys, for example WANDB_API_KEY; its values are written nowhere."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names in ``tracker``, in order, each once; empty for `none`."""
+        names = [name.strip() for name in self.tracker.split(",")]
+        return tuple(dict.fromkeys(name for name in names if name != "none"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig(Strict):
+    """What is watched on the ranks while they train; what is found goes to `monitor/` in the run's folder."""
+
+    memory_steps: NotNegative = 0
+    """Optimizer steps between two looks at every rank's memory; 0: none."""
+    memory_alert: Annotated[float, Gt(0), Le(1)] = 0.9
+    """Share of its memory at which a rank is reported, once."""
+    imbalance_alert: Annotated[float, Gt(1)] = 1.5
+    """Memory of the fullest rank by that of the emptiest at which they are reported, once."""
+    communication_steps: NotNegative = 0
+    """Optimizer steps between two whose communication is metered on every rank; 0: none."""
+    profile_steps: NotNegative = 0
+    """Steps that torch.profiler records on every rank, for Perfetto and TensorBoard; 0: none."""
+    profile_wait: NotNegative = 1
+    """Steps before the profiler begins."""
+    profile_warmup: NotNegative = 1
+    """Steps that are profiled and thrown away, since the profiler's start slows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig(Strict):
+    """What ends a run that cannot go well, and says which rank it was."""
+
+    watchdog: Annotated[float, Ge(0)] = 300.0
+    """Seconds without progress after which the ranks report who is behind, where, and end; 0: wait for ever."""
+    desync_check: Literal["off", "sampled", "full"] = "sampled"
+    """Compare the ranks' model, config, data and step, and a hash of parameters that are the same on all: of a sample \
+of their elements, or of all."""
+    desync_steps: Positive = 100
+    """Optimizer steps between two such comparisons; the first is before the first step."""
