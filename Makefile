@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test quick check lab notebooks exercises pins clean
+.PHONY: help setup train test long quick check lab notebooks exercises pins clean
 
 help:  ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -20,13 +20,16 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
 # Tests and lessons that measure moments have the machine to themselves; three files of the others, which wait a lot, at a time.
-ALONE := $(addprefix tests/distributed/test_,ddp.py launch.py meter.py monitoring.py watchdog.py) \
-    $(addprefix tests/notebooks/test_,00_start_here.py 01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
+ALONE := $(addprefix tests/distributed/test_,meter.py pipeline_lab.py) \
+    $(addprefix tests/notebooks/test_,02_data_parallel.py 07_pipeline_schedules.py)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
 	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
-	    $(ALONE:%=--ignore=%) -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+	    $(ALONE:%=--ignore=%) -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 	$(BIN)/pytest $(ALONE) --durations 15
+
+long: setup  ## more cases of what `make test` shows
+	$(BIN)/pytest -m long
 
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check

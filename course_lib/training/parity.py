@@ -7,8 +7,10 @@ active, and a last batch that divides by nothing.
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ from torch import nn
 
 from course_lib import modeling
 from course_lib.config import ENGINES, Config, build
+from course_lib.config_sections import DataConfig, ModelConfig
 from course_lib.data import DataConnector, DataProcessor
+from course_lib.data.processing import ProcessedData
+from course_lib.modeling.loading import LoadedModel
 from course_lib.runtime import ranks
 from course_lib.runtime.launch import launch
 from course_lib.runtime.seeding import seed_everything
@@ -87,23 +92,30 @@ def task(folder: Path, world_size: int, **options: Any) -> Config:
         "progress_bar": False, "device": "cpu", "mixed_precision": "no", "output_dir": str(folder)} | options)
 
 
-def trace(config: Config) -> Trace:
-    """Train as the config says on the ranks that are here; the weights are whole on the main rank."""
-    from course_lib.training.run import TRAINERS
-
-    text = DataConnector(config.data, config.run.seed).load()
-    seed_everything(config.run.seed)
-    loaded = modeling.load(config.model, config.data.task, label_names=None, texts=text.splits["train"]["text"],
-                           seed=config.run.seed, max_length=config.data.max_length)
+@functools.lru_cache(maxsize=4)
+def prepared(data: DataConfig, model: ModelConfig, seed: int) -> tuple[LoadedModel, ProcessedData, DataProcessor]:
+    """Data and the untrained model, made once for all runs of a process and of those that it forks."""
+    text = DataConnector(data, seed).load()
+    seed_everything(seed)
+    loaded = modeling.load(model, data.task, label_names=None, texts=text.splits["train"]["text"], seed=seed,
+                           max_length=data.max_length)
     for module in loaded.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # each rank draws its own masks, as it should
     loaded.model.transformer.wpe.weight.requires_grad_(False)
-    processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
+    processor = DataProcessor(data, loaded.tokenizer, max_positions=loaded.max_positions)
+    return loaded, processor.process(text), processor
+
+
+def trace(config: Config) -> Trace:
+    """Train as the config says on the ranks that are here; the weights are whole on the main rank."""
+    from course_lib.training.run import TRAINERS
+
+    loaded, data, processor = prepared(config.data, config.model, config.run.seed)
     kept = _Keep()
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    trainer: BasicTrainer = TRAINERS[config.run.training_type](config, loaded, processor.process(text), processor,
-                                                               [kept])
+    trainer: BasicTrainer = TRAINERS[config.run.training_type](
+        config, replace(loaded, model=copy.deepcopy(loaded.model)), data, processor, [kept])
     trainer.train()
     weights = {name: tensor.detach().clone() for name, tensor in trainer.whole_weights().items()}
     return Trace(kept.losses, kept.norms, weights)

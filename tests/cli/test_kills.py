@@ -50,7 +50,7 @@ def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undistur
     assert not list(folder.glob(".checkpoint-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_killed_rank():
     """benchmarks/reliability.py does all seven trainers, four faults and six phases."""

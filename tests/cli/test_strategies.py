@@ -36,7 +36,8 @@ def ddp(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("strategy, engine", [("zero3", "scratch"), ("fsdp", None)])
+@pytest.mark.parametrize("strategy, engine", [
+    pytest.param("zero3", "scratch", marks=pytest.mark.long), ("fsdp", None)])
 def test_course_train_with_a_strategy(tmp_path, ddp, strategy, engine):
     chosen = ["--engine", engine] if engine else []
     done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--strategy", strategy, *chosen,

@@ -67,7 +67,8 @@ def test_causal_and_masked_language_models(course, tmp_path):
 @pytest.mark.parametrize(("launcher", "options", "env"), [
     ((), ("--num_processes", "2"), {}),
     ((*ACCELERATE, "--cpu", "--num_processes", "2"), (), {}),
-    ((*TORCHRUN, "--standalone", "--nproc_per_node", "2"), (), {"OMP_NUM_THREADS": "1"}),
+    pytest.param((*TORCHRUN, "--standalone", "--nproc_per_node", "2"), (), {"OMP_NUM_THREADS": "1"},
+                 marks=pytest.mark.long),
 ], ids=["plainly", "accelerate-launch-that-starts-one", "torchrun"])
 def test_two_ranks_however_it_is_started(tmp_path, launcher, options, env):
     done = run("train", *QUICK, "--output_dir", tmp_path, *options, launcher=launcher, **env)
@@ -88,7 +89,7 @@ def test_fewer_ranks_than_asked_for_are_refused(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_saves_and_exits_130_and_the_run_goes_on(tmp_path, ranks):
     options = ("train", *QUICK, "--output_dir", tmp_path, "--max_steps", "2000", "--save_steps", "0",
                "--num_processes", ranks, "--num_epochs", "1000", "--eval_steps", "0")

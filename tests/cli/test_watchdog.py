@@ -33,7 +33,8 @@ def is_alive(process):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("fault", "what"), [(signal.SIGSTOP, "is stopped"), (signal.SIGKILL, "is gone")])
+@pytest.mark.parametrize(("fault", "what"), [
+    (signal.SIGSTOP, "is stopped"), pytest.param(signal.SIGKILL, "is gone", marks=pytest.mark.long)])
 def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what):
     options = command("train", *QUICK, "--max_steps", 100_000, "--save_steps", 0, "--eval_steps", 0, "--num_processes",
                       2, "--watchdog", SECONDS, "--num_workers", 1, "--desync_check", "off", "--output_dir", tmp_path)
