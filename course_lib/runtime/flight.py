@@ -23,29 +23,8 @@ import torch.distributed as dist
 
 from course_lib.runtime import tap
 from course_lib.runtime.page import CALL_ROOM, ENDED, WAITED_FOR, Page, spans
-from course_lib.runtime.tap import ARGUMENTS, OPERATORS
+from course_lib.runtime.tap import ARGUMENTS, INPUTS, OPERATORS
 
-# What a rank hands in, which people recognise by its shape (the meter's payload is all ranks' together).
-HANDED_IN = {
-    "allreduce_": "tensors",
-    "allreduce_coalesced_": "tensors",
-    "_allgather_base_": "input_tensor",
-    "allgather_": "input_tensors",
-    "allgather_coalesced_": "input_list",
-    "allgather_into_tensor_coalesced_": "inputs",
-    "_reduce_scatter_base_": "input_tensor",
-    "reduce_scatter_": "input_tensors",
-    "reduce_scatter_tensor_coalesced_": "inputs",
-    "alltoall_": "input_tensors",
-    "alltoall_base_": "input",
-    "broadcast_": "tensors",
-    "reduce_": "tensors",
-    "gather_": "input_tensors",
-    "scatter_": "output_tensors",
-    "send": "tensors",
-    "recv_": "tensors",
-    "recv_any_source_": "tensors",
-}
 PENDING = 256
 PEER = {"send": "dst", "recv_": "src"}
 
@@ -55,7 +34,7 @@ def _at(operator: str, names: Sequence[str]) -> int | None:
     return next((i for i, name in enumerate(ARGUMENTS[operator]) if name in names), None)
 
 
-_SUBJECT = {operator: _at(operator, [HANDED_IN.get(operator, "")]) for operator in OPERATORS}
+_SUBJECT = {operator: _at(operator, [INPUTS.get(operator, "")]) for operator in OPERATORS}
 _GROUP = {operator: ARGUMENTS[operator].index("process_group") for operator in OPERATORS}
 _PEER = {operator: _at(operator, [PEER.get(operator, "")]) for operator in OPERATORS}
 _ROOT = {operator: _at(operator, ["root_rank"]) for operator in OPERATORS}

@@ -45,6 +45,28 @@ ARGUMENTS = {operator: tuple(argument.name for argument in getattr(torch.ops.c10
              for operator in OPERATORS}
 """Operator: the names of its arguments, of which calls leave out trailing ones that are at their defaults."""
 
+INPUTS = {
+    "allreduce_": "tensors",
+    "allreduce_coalesced_": "tensors",
+    "_allgather_base_": "input_tensor",
+    "allgather_": "input_tensors",
+    "allgather_coalesced_": "input_list",
+    "allgather_into_tensor_coalesced_": "inputs",
+    "_reduce_scatter_base_": "input_tensor",
+    "reduce_scatter_": "input_tensors",
+    "reduce_scatter_tensor_coalesced_": "inputs",
+    "alltoall_": "input_tensors",
+    "alltoall_base_": "input",
+    "broadcast_": "tensors",
+    "reduce_": "tensors",
+    "gather_": "input_tensors",
+    "scatter_": "output_tensors",
+    "send": "tensors",
+    "recv_": "tensors",
+    "recv_any_source_": "tensors",
+}
+"""Operator: the argument that a rank hands in, by whose shape people recognise the call."""
+
 
 class Listener(Protocol):
     """Who looks. Each method may be called on any thread."""

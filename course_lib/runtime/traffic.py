@@ -11,32 +11,13 @@ import torch.distributed as dist
 
 from course_lib.runtime import tap
 from course_lib.runtime.clock import Clock, Stamp
-from course_lib.runtime.tap import ARGUMENTS, OPERATORS
+from course_lib.runtime.tap import ARGUMENTS, INPUTS, OPERATORS
 
-# Which argument of an operator is its whole payload: what is reduced, scattered or broadcast, or the gathered
-# result. For gather and scatter it is one rank's share of it.
-PAYLOAD = {
-    "allreduce_": "tensors",
-    "allreduce_coalesced_": "tensors",
-    "_allgather_base_": "output_tensor",
-    "allgather_": "output_tensors",
-    "allgather_coalesced_": "output_lists",
-    "allgather_into_tensor_coalesced_": "outputs",
-    "_reduce_scatter_base_": "input_tensor",
-    "reduce_scatter_": "input_tensors",
-    "reduce_scatter_tensor_coalesced_": "inputs",
-    "alltoall_": "input_tensors",
-    "alltoall_base_": "input",
-    "broadcast_": "tensors",
-    "reduce_": "tensors",
-    "gather_": "input_tensors",
-    "scatter_": "output_tensors",
-    "send": "tensors",
-    "recv_": "tensors",
-    "recv_any_source_": "tensors",
-    "barrier": "",
-    "monitored_barrier_": "",
-}
+PAYLOAD = INPUTS | {
+    "_allgather_base_": "output_tensor", "allgather_": "output_tensors", "allgather_coalesced_": "output_lists",
+    "allgather_into_tensor_coalesced_": "outputs", "barrier": "", "monitored_barrier_": ""}
+"""Which argument of an operator is its whole payload: what is reduced, scattered or broadcast, or the gathered result.
+For gather and scatter it is one rank's share of it."""
 
 
 @dataclass(frozen=True)
