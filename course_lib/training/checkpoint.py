@@ -175,6 +175,11 @@ def _flush(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sum_of(folder: Path) -> str:
+    """The SHA-256 sum over all that a checkpoint's manifest says; the same for copies."""
+    return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"])
+
+
 def verify(folder: Path, *, trust_untouched: bool = False) -> None:
     """Compare every file with the manifest.
 

@@ -56,7 +56,9 @@ def identity(trainer: TrainerFrame) -> dict[str, Any]:
 
 
 def find(trainer: TrainerFrame) -> Path | None:
-    """The checkpoint that the config names, the same on every rank; None for a run that begins anew.
+    """The checkpoint that the config names, of the same contents on every rank; None for a run that begins anew.
+
+    Machines without a shared disk have it each in a folder of their own.
 
     Raises:
         CheckpointError: it is not whole on every rank, or the ranks see different ones.
@@ -66,13 +68,14 @@ def find(trainer: TrainerFrame) -> Path | None:
         with checkpoint.saving(f"what a killed run left in {trainer.output_dir}"):
             checkpoint.tidy(trainer.output_dir)
     trainer.barrier()
-    mine: str | CheckpointError
+    folder = Path(asked).expanduser()
+    mine: tuple[str, str] | CheckpointError
     try:
         if asked in ("latest", "auto"):
-            mine = str(checkpoint.latest(trainer.output_dir, trainer.say))
+            folder = checkpoint.latest(trainer.output_dir, trainer.say)
         else:
-            mine = str(Path(asked).expanduser())
-            checkpoint.verify(Path(mine))
+            checkpoint.verify(folder)
+        mine = str(folder), checkpoint.sum_of(folder)
     except CheckpointError as error:
         mine = error
     found = trainer.gather_objects(mine)
@@ -85,11 +88,11 @@ def find(trainer: TrainerFrame) -> Path | None:
     if failed:
         raise CheckpointError(f"rank {failed[0]}: {found[failed[0]].what}",
                               "bring the whole checkpoint to every machine, or resume from another one")
-    if len(set(found)) > 1:
-        rank = next(rank for rank, each in enumerate(found) if each != found[0])
-        raise CheckpointError(f"rank 0 would go on from {found[0]}, and rank {rank} from {found[rank]}",
-                              "name one checkpoint that every machine has whole")
-    return Path(found[0])
+    for rank, (path, contents) in enumerate(found):
+        if contents != found[0][1]:
+            raise CheckpointError(f"rank 0 would go on from {found[0][0]}, and rank {rank} from {path}, which differs",
+                                  "name one checkpoint that every machine has whole")
+    return folder
 
 
 def resume(trainer: TrainerFrame) -> None:

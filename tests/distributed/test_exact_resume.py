@@ -354,8 +354,9 @@ def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
         with pytest.raises(CheckpointError, match="rank 1: it is damaged: bring the whole checkpoint"):
             resuming.find(trainer(asked, CheckpointError("it is damaged")))
     with pytest.raises(CheckpointError, match="rank 0 would go on from .*checkpoint-000012, and rank 1 from elsewhere"):
-        resuming.find(trainer("latest", "elsewhere"))
-    assert resuming.find(trainer("auto", str(nine.parent / checkpoint.name(12)))).name == checkpoint.name(12)
+        resuming.find(trainer("latest", ("elsewhere", "another sum")))
+    copied = "elsewhere", checkpoint.sum_of(nine.parent / checkpoint.name(12))
+    assert resuming.find(trainer("auto", copied)) == nine.parent / checkpoint.name(12)
 
 
 SHARDED = [{"strategy": "ddp", "engine": "torch"}, {"strategy": "zero1", "engine": "torch"},
