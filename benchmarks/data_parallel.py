@@ -34,6 +34,7 @@ from course_lib.parallel.zero3 import Zero3
 from course_lib.runtime import machine
 from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
+from course_lib.training.engines.with_deepspeed import leave_shared_memory_operator_out
 
 HERE = Path(__file__).parent
 PEERS = {"ddp": [("ddp", "torch")], "zero1": [("zero1", "deepspeed")], "zero2": [("zero2", "deepspeed")],
@@ -70,6 +71,7 @@ def plain(wrapped: Any, optimizer: torch.optim.Optimizer, **more: Any) -> System
 def deepspeed_system(model: nn.Module, device: torch.device, stage: int) -> System:
     import deepspeed
 
+    leave_shared_memory_operator_out()
     zero = {"stage": stage, "reduce_bucket_size": 6_553_600, "allgather_bucket_size": 6_553_600,
             "stage3_param_persistence_threshold": 0}
     engine, optimizer, *_ = deepspeed.initialize(

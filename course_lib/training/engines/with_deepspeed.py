@@ -1,13 +1,11 @@
 """DeepSpeed's ZeRO through Accelerate, on GPUs and on CPU processes over gloo."""
 
 import contextlib
-import io
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.cpp_extension import get_default_build_root
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
@@ -83,11 +80,10 @@ class DeepSpeedZero(PieceEngine):
     def environment(self) -> Iterator[None]:
         # With this variable Accelerate would drop the plugin and run DDP in silence.
         kept = os.environ.pop("ACCELERATE_USE_CPU", None)
-        announce_compilation()
         _quiet_deepspeed()
+        leave_shared_memory_operator_out()
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # "built successfully", whether or not it built anything
-                yield
+            yield
         finally:
             if kept is not None:
                 os.environ["ACCELERATE_USE_CPU"] = kept
@@ -233,16 +229,20 @@ class DeepSpeedZero(PieceEngine):
                 "communication buffers": []}
 
 
-def announce_compilation() -> None:
-    """Say, on the main rank, that DeepSpeed is about to compile an operator, where it has not done so before."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
-    built = list(folder.rglob("deepspeed_shm_comm/*.so"))
-    if not torch.cuda.is_available() and not built and os.environ.get("RANK", "0") == "0":
-        print("DeepSpeed compiles its shared-memory operator for the CPU, once: about half a minute", flush=True)
-
-
 def _quiet_deepspeed() -> None:
     """Warnings alone, and ours to act on: DeepSpeed tells of every step of its set-up on every rank."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+def leave_shared_memory_operator_out() -> None:
+    """Start DeepSpeed on a CPU without compiling anything.
+
+    Its operator ``deepspeed_shm_comm`` serves ``inference_all_reduce`` alone: training sends everything by gloo. Built
+    at the first start it takes minutes on a busy machine, and a rank killed meanwhile leaves a lock on which every
+    later start waits for ever (torch.utils.file_baton).
+    """
+    import deepspeed.ops  # slow, and only wanted by runs on DeepSpeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
