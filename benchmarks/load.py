@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,27 +80,16 @@ class Holdings(Callback):
             self.seen.append((trainer.state.step, *held()))
 
 
-def train(folder: str, steps: int, every: int, options: dict[str, Any], plant: Callable[[], object] | None = None
-          ) -> list[tuple[int, ...]]:
+def train(folder: str, steps: int, every: int, options: dict[str, Any]) -> list[tuple[int, ...]]:
     """Many steps of a tiny model on this rank, evaluations and checkpoints among them; what was held when."""
     torch.set_num_threads(1)
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = build(TINY | {"output_dir": folder, "max_steps": steps} | options)
     notes = Holdings(every)
-    trainer = build_trainer(config, [*([Planted(plant)] if plant else []), *guards(config), notes])[0]
+    trainer = build_trainer(config, [*guards(config), notes])[0]
     trainer.train()
     trainer.close()
     return notes.seen
-
-
-class Planted(Callback):
-    """Does something after each step, for example leak."""
-
-    def __init__(self, deed: Callable[[], object]):
-        self.deed = deed
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.deed()
 
 
 @dataclass(frozen=True)

@@ -11,57 +11,25 @@ import statistics
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from small_gpt2 import BATCH, ENGINES, TOKENS, training
 
 from course_lib.config_files import write_text
 from course_lib.runtime import machine
 from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
 
-BATCH, TOKENS = 4, 64
-
-
-def model_of(width: int) -> nn.Module:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=TOKENS, n_embd=width, n_layer=4, n_head=4))
-
-
-def replicated(model: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
-
-
-def sharded(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in model.modules():
-        if isinstance(module, GPT2Block):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-ENGINES = {"DDP": replicated, "FSDP2": sharded}
-
 
 def measure(engine: str, width: int, pairs: int) -> tuple[list[float], list[float], int]:
     """Seconds of each step without and with, and how many collectives a step has."""
     dist.init_process_group("gloo")
-    model = ENGINES[engine](model_of(width))
-    optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(512, (BATCH, TOKENS))
+    model, optimizer, train = training(engine, width)
 
     def step(context: contextlib.AbstractContextManager) -> float:
         dist.barrier()
         with context:
             start = time.perf_counter()
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train()
             dist.barrier()
             return time.perf_counter() - start
 

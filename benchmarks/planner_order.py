@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.planner import PUBLISHED, READERS, Setting, mosaic, nanotron
+from benchmarks.planner import PUBLISHED
+from benchmarks.planner_rows import READERS, Setting, mosaic, nanotron
 from course_lib.config_files import write_text
 from course_lib.planning import cost, memory
 from course_lib.planning.plan import Plan

@@ -127,7 +127,8 @@ def unloadable(system: System, kills: int) -> int:
                     system.save(run, step)
             time.sleep(draw.uniform(0, 4 * period))
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            assert ended == -signal.SIGKILL, f"the process that saves ended by itself, with {ended}"
             lost += len(system.loads(run)) != 1
     return lost
 

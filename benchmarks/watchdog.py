@@ -11,61 +11,25 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from small_gpt2 import BATCH, TOKENS, training
 
 from course_lib.config_files import write_text
 from course_lib.runtime import machine
 from course_lib.runtime.launch import launch
 from course_lib.runtime.watchdog import Watchdog
 
-BATCH, TOKENS = 4, 64
 STEPS, COLLECTIVES = 5, 200
-
-
-def model_of(width: int) -> nn.Module:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=TOKENS, n_embd=width, n_layer=4, n_head=4))
-
-
-def sharded(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in model.modules():
-        if isinstance(module, GPT2Block):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-ENGINES = {"DDP": nn.parallel.DistributedDataParallel, "FSDP2": sharded}
-
-
-def training_step(engine: str, width: int) -> Callable[[], None]:
-    model = ENGINES[engine](model_of(width))
-    optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(512, (BATCH, TOKENS))
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def measure(engine: str | None, width: int, pairs: int) -> tuple[list[float], list[float]]:
     """Seconds of a step, or of a bare all-reduce where there is no engine, without and with the watchdog."""
     dist.init_process_group("gloo")
     tensor = torch.ones(16)
-    step, steps = (training_step(engine, width), STEPS) if engine else (lambda: dist.all_reduce(tensor), COLLECTIVES)
+    step, steps = (training(engine, width)[-1], STEPS) if engine else (lambda: dist.all_reduce(tensor), COLLECTIVES)
 
     def stretch(context: contextlib.AbstractContextManager) -> float:
         with context:

@@ -211,14 +211,20 @@ def request(job: Job, account: Account) -> dict[str, Any]:
     return requests[0]
 
 
-def estimator_v2(job: Job, account: Account) -> dict[str, Any]:
+def estimator_v2(job: Job, account: Account, source: Path) -> dict[str, Any]:
     """The arguments of version 2's ``sagemaker.huggingface.HuggingFace``, for the same job.
 
     Version 2 ended with 2.257 and cannot share an environment with version 3.
+
+    Args:
+        job: what to train, on what.
+        account: where to, and as whom.
+        source: folder into which the archive of :func:`stage` was unpacked: version 2 packs all that it finds there.
     """
     arguments: dict[str, Any] = {
-        "entry_point": ENTRY, "source_dir": ".", "role": account.role, "instance_type": job.instance_type,
+        "entry_point": ENTRY, "source_dir": str(source), "role": account.role, "instance_type": job.instance_type,
         "instance_count": job.instance_count, "image_uri": account.image or default_image(job, account.region),
+        "py_version": None,  # the image's
         "distribution": {"torch_distributed": {"enabled": True}}, "hyperparameters": hyperparameters(job),
         "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in metric_definitions().items()],
         "max_run": round(job.max_hours * 3600), "base_job_name": job.name,

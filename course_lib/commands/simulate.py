@@ -4,7 +4,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what --help need not load
-    from course_lib.planning.simulate import Difference, Setting, Simulated
+    from course_lib.planning.formula_check import Difference
+    from course_lib.planning.simulate import Setting, Simulated
 
 NAME = "simulate"
 HELP = "simulate one rank of a cluster: memory by kind and by block, and collectives, without a GPU"
@@ -36,14 +37,14 @@ def run(args: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from course_lib.planning import simulate
+    from course_lib.planning import formula_check, simulate
 
     fields = [field.name for field in dataclasses.fields(simulate.Setting)]
     setting = simulate.Setting(**{name: getattr(args, name) for name in fields})
     if args.compare_formula:
         setting.plan()  # refuses at once what the formula does not know
     found = simulate.simulate(args.model, setting)
-    compared = simulate.compare(args.model, setting, found) if args.compare_formula else []
+    compared = formula_check.compare(args.model, setting, found) if args.compare_formula else []
     if args.json:
         result = {"model": args.model, **dataclasses.asdict(setting), **dataclasses.asdict(found)}
         if compared:

@@ -106,8 +106,9 @@ def disagreements(places: Sequence[Sequence[Place]], gpu: str, *, sequence_lengt
             because = "nothing fits"
         elif own is None:
             because = f"{' or '.join(named)} does not fit"
-            if place.family.endswith("offload") and named != list(rule):
-                because += " without offload, which the search has for ZeRO alone"
+        elif own.plan == place.best.plan:  # the rule's family, with offload or without, against the rule
+            without = "fits" if own.plan.offload == "none" else "does not fit"
+            because = f"{strategy.family(own.plan)} {without} without offload"
         else:
             speed = own.cost.tokens_per_second / place.best.cost.tokens_per_second
             because = f"{own.plan.strategy} fits, and reaches {speed:.0%} of the speed"

@@ -17,6 +17,8 @@ from course_lib.planning.plan import Plan
 ADAM_TRAFFIC = 30
 """Bytes a parameter that a fused Adam moves: fp32 weight and two moments read and written, the gradient read, the
 16-bit weight written."""
+GRADIENT_SUM = 12
+"""Bytes a parameter that the host moves to add an fp32 gradient to the one that it keeps: two read, one written."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,9 @@ def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
                + collective("reduce_scatter", size, plan.tensor, 1, cluster))
     else:
         one = collective("all_reduce", size, plan.tensor, 1, cluster)
-    first, second = 2 * one, (4 if plan.checkpointing == "full" else 2) * one
+    # what is recomputed also communicates; "operators" keeps what the reduce-scatters gave
+    again = {"full": 2, "alternate": 1, "operators": 1 if plan.sequence_parallel else 2}.get(plan.checkpointing, 0)
+    first, second = 2 * one, (2 + again) * one
     if plan.overlap_tensor:
         first, second = max(0.0, first - forward.matmul), max(0.0, second - backward.matmul)
     keys = plan.context * tokens * 2 * model.kv_heads * model.head_dim * _width(plan) / plan.tensor
@@ -185,6 +189,10 @@ def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
 def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
     """Gathering and scattering of one block at stage 3, beyond the forward and backward that hide it.
 
+    In a pipeline parameters stay gathered for all micro-batches of a step, see :func:`_once`. Offloaded pieces come
+    over PCIe as they are kept before they are cast and gathered; FSDP's reduced gradients leave under the backward
+    pass, but from the second micro-batch on they wait to be added in host memory (PyTorch's ``foreach_reduce``).
+
     Args:
         model: the model.
         plan: the layout.
@@ -192,26 +200,40 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
         forward: seconds of the block's forward pass, behind which the next block's parameters arrive.
         backward: seconds of its backward pass.
     """
-    if plan.stage < 3 or plan.shards == 1:
+    offloaded = plan.offload == "parameters"
+    if plan.stage < 3 or plan.pipeline > 1 or (plan.shards == 1 and not offloaded):
         return 0.0, 0.0
     weights = model.layer / plan.tensor
     gather = collective("all_gather", weights * _width(plan), plan.shards, plan.tensor, cluster)
     scatter = collective("reduce_scatter", weights * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
-    if plan.offload == "parameters":
-        gather += weights * _width(plan) / plan.shards / cluster.accelerator.pcie
+    waits = 0.0
+    if offloaded:
+        gather += weights * plan.bytes.parameters / plan.shards / cluster.accelerator.pcie
+    if offloaded and plan.engine == "fsdp":
+        out = weights * plan.bytes.gradients / plan.shards / cluster.accelerator.pcie
+        later = (plan.accumulation - 1) / plan.accumulation
+        scatter += (1 - later) * out
+        waits = later * (out + GRADIENT_SUM * weights / plan.shards / _host_rate(cluster))
     if not plan.overlap:
-        return gather, gather + scatter
-    return max(0.0, gather - forward), max(0.0, gather + scatter - backward)
+        return gather, gather + scatter + waits
+    return max(0.0, gather - forward), max(0.0, gather + scatter - backward) + waits
 
 
 def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> float:
-    """Data parallelism's collectives once a step, beyond the last micro-batch's backward pass that hides them."""
+    """Data parallelism's collectives once a step, beyond the last micro-batch's backward pass that hides them.
+
+    FSDP in a pipeline is among them: gathered before the first micro-batch, scattered after the last (arXiv
+    2407.21783 section 3.3.2; torchtitan's parallelize_llama.py and PyTorch's pipeline stages do the same).
+    """
     weights = model.parameters / (plan.tensor * plan.pipeline)
+    if plan.stage == 3 and plan.pipeline == 1:
+        # the first gather of a step, which nothing comes before: embedding and output layer
+        ends = (model.embedding + model.head) / plan.tensor
+        moved = ends * plan.bytes.parameters / plan.shards if plan.offload == "parameters" else 0.0
+        return collective("all_gather", ends * _width(plan), plan.shards, plan.tensor, cluster) + (
+            moved / cluster.accelerator.pcie)
     if plan.shards == 1:
         return 0.0
-    if plan.stage == 3:  # the first gather of a step, which nothing comes before: embedding and output layer
-        ends = (model.embedding + model.head) / plan.tensor * _width(plan)
-        return collective("all_gather", ends, plan.shards, plan.tensor, cluster)
     size = weights * plan.bytes.gradients
     if plan.stage == 0:
         sync, update = collective("all_reduce", size, plan.shards, plan.tensor, cluster), 0.0
@@ -223,7 +245,7 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
         last_backward *= plan.accumulation
     if not plan.overlap:
         return sync + update
-    if plan.engine == "megatron":  # gathers the parameters under the next forward pass
+    if plan.engine in ("megatron", "fsdp"):  # parameters are gathered under the next forward pass
         return max(0.0, sync - last_backward) + max(0.0, update - last_backward / 2)
     return max(0.0, sync - last_backward) + update
 
@@ -251,10 +273,19 @@ def _bubble(plan: Plan, one: float, weight_gradients: float) -> float:
 
 
 def _optimizer(model: Model, plan: Plan, cluster: Cluster) -> float:
-    """Seconds of Adam on what a rank keeps of it; with offload its way to the host and back too."""
+    """Seconds of Adam on what a rank keeps of it; with DeepSpeed's offload its way to the host and back too.
+
+    FSDP's gradients are there already, and offloaded parameters stay there.
+    """
     chip = cluster.accelerator
     kept = model.parameters / (plan.tensor * plan.pipeline) / (plan.shards if plan.stage >= 1 else 1)
     if plan.offload == "none":
         return ADAM_TRAFFIC * kept / chip.memory_rate
-    host = cluster.host_bandwidth / cluster.gpus_per_node
-    return kept * (plan.bytes.gradients / chip.pcie + ADAM_TRAFFIC / host + _width(plan) / chip.pcie)
+    moved = 0.0 if plan.engine == "fsdp" else plan.bytes.gradients
+    moved += 0.0 if plan.offload == "parameters" else _width(plan)
+    return kept * (ADAM_TRAFFIC / _host_rate(cluster) + moved / chip.pcie)
+
+
+def _host_rate(cluster: Cluster) -> float:
+    """Bytes/s of host memory that each GPU's process has while all of a node work."""
+    return cluster.host_bandwidth / cluster.gpus_per_node

@@ -60,6 +60,11 @@ class Accelerator:
     source: str
 
     @property
+    def has_host(self) -> bool:
+        """Whether there is another memory beside its own, to offload to."""
+        return self.name != "CPU"
+
+    @property
     def memory_rate(self) -> float:
         """Bytes/s that a streaming kernel reaches."""
         return self.bandwidth * MEMORY_EFFICIENCY

@@ -133,7 +133,9 @@ def activations(model: Model, micro_batch: int, sequence_length: int, *, tensor:
         sequence_length: tokens a sequence, s; a context rank's share where a sequence is split.
         tensor: tensor-parallel ranks, t.
         sequence_parallel: norms, residuals and masks are split over them too.
-        checkpointing: "selective" keeps no attention scores, "full" only the block's input.
+        checkpointing: "selective" keeps no attention scores, "full" only the block's input, "operators" that, what
+            attention gave and the matmuls that :func:`course_lib.planning.work.second_matmuls` leaves; "alternate"
+            is the mean of nothing and "full".
         flash: fused attention: the scores are never kept, but a sum a row and head.
         fused: False: in plain PyTorch operations an RMS norm also keeps its input in fp32 and its result before the
             weight, and a GELU that is written out keeps three steps on the way.
@@ -143,6 +145,16 @@ def activations(model: Model, micro_batch: int, sequence_length: int, *, tensor:
     h, tokens = model.hidden, micro_batch * sequence_length
     if checkpointing == "full":
         return 2 * h * tokens / (tensor if sequence_parallel else 1)
+    if checkpointing == "alternate":
+        none, full = (activations(model, micro_batch, sequence_length, tensor=tensor, flash=flash, fused=fused,
+                                  sequence_parallel=sequence_parallel, checkpointing=each) for each in ("none", "full"))
+        return (none + full) / 2
+    if checkpointing == "operators":
+        inside = model.ffn * model.experts_per_token  # of gate and up the first
+        kept = 2 * (2 * model.attention_width + model.kv_heads * model.head_dim + inside) + 4 * model.heads
+        down = 2 * h if model.gated else 0  # a seventh matmul is kept, a sixth is not; each rank's part of the sum
+        ends = 2 * h + (4 * h if tensor > 1 else 0)  # the block's input, and what two reduce-scatters gave
+        return tokens * (down + ends / (tensor if sequence_parallel else 1) + kept / tensor)
     masks = 1 if model.dropout else 0
     norm = 6 if model.rms_norm and not fused else 2
     whole = 2 * norm * h + 4 * h + 2 * h * masks  # two norms' inputs, what they feed, two masks
@@ -259,16 +271,20 @@ def _rank(model: Model, plan: Plan, layers: int, embeds: bool, predicts: bool) -
     logits = tokens * model.vocab / t * each if predicts and model.has_head else 0
 
     buffers = 0.0
-    if plan.checkpointing == "full":
+    if plan.checkpointing in ("operators", "alternate", "full"):  # the block that is being recomputed
         buffers += activations(model, plan.micro_batch, sequence, tensor=t, flash=plan.flash, fused=plan.compiled,
                                sequence_parallel=plan.sequence_parallel) * width / 2
-    if plan.engine == "fsdp" and shards > 1:
+    if plan.engine == "fsdp" and plan.pipeline > 1:
+        buffers += (width + recipe.gradients) * local  # gathered, and summed whole, from first micro-batch to last
+    elif plan.engine == "fsdp" and (shards > 1 or plan.offload != "none"):
         # At the loss the root's ends are gathered, and the last block, prefetched. Where that block's backward pass
         # takes more than the logits that have gone by then: the block before it, its whole gradient, that gradient
         # in fp32 to be reduced, and the head's, which waits for the embedding's.
         head = model.vocab * model.hidden / t if predicts and model.has_head else 0
         buffers += width * (ends + block) + max(0.0, (2 * width + 4) * block + width * head - logits)
-    elif plan.engine == "deepspeed" and shards > 1:
+        if plan.offload != "none":
+            buffers += recipe.parameters * block / shards  # a block's piece as it comes from the host, to be cast
+    elif plan.engine == "deepspeed" and (shards > 1 or plan.offload != "none"):
         buffers += 2 * width * min(DEEPSPEED_BUCKET, local)
         if plan.stage >= 3:
             buffers += width * min(DEEPSPEED_LIVE, local)

@@ -6,7 +6,7 @@ from typing import Literal
 from course_lib.errors import ConfigError
 
 Engine = Literal["ddp", "deepspeed", "fsdp", "megatron"]
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "operators", "alternate", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 
 
@@ -67,9 +67,11 @@ class Plan:
     accumulation: int = 1
     """Micro-batches of one step."""
     checkpointing: Checkpointing = "none"
-    """Recomputed in the backward pass: nothing, attention's scores, or whole blocks."""
+    """Recomputed in the backward pass: nothing, attention's scores (selective: arXiv 2205.05198 section 5), all but
+    attention and every second matmul (operators: torchtitan's "selective op"), every second block (alternate), or
+    whole blocks (full)."""
     offload: Offload = "none"
-    """What lives in host memory: nothing, the optimizer, or the parameters too."""
+    """What lives in host memory: nothing, the optimizer, or the parameters too; FSDP2 has the last alone."""
     precision: str = "bf16"
     """Data type of the matmuls: fp32, tf32, fp16, bf16, fp8."""
     recipe: str = ""
@@ -99,6 +101,9 @@ class Plan:
         if not 0 <= self.stage <= 3 or (self.engine == "fsdp") != (self.stage == 3 and self.engine != "deepspeed"):
             raise ConfigError(f"{self.engine} at ZeRO stage {self.stage}",
                               "FSDP is stage 3; DDP is 0, Megatron 0 or 1, DeepSpeed 1 to 3")
+        if self.engine == "fsdp" and self.offload == "optimizer":
+            raise ConfigError("fsdp with offload optimizer, and FSDP2 keeps parameters with their optimizer",
+                              "plan with offload parameters, or with ZeRO")
 
     @property
     def gpus(self) -> int:
@@ -130,7 +135,8 @@ class Plan:
         degrees = (("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context))
         extra = [f"{name}={degree}" for name, degree in degrees if degree > 1]
         if self.offload != "none":
-            extra.append("CPU offload" if self.offload == "optimizer" else "parameters offloaded")
+            everything = self.engine == "deepspeed" and self.offload == "parameters"
+            extra.append("parameters offloaded" if everything else "CPU offload")
         if self.checkpointing != "none":
             extra.append(f"{self.checkpointing} checkpointing")
         return " + ".join([base, *extra])

@@ -15,7 +15,6 @@ values that several heads share are not repeated. All sequences are whole: nothi
 
 import contextlib
 import gc
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from course_lib.errors import ConfigError, nearest
 from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
 from course_lib.parallel.tensor_torch import TorchTensorParallel
 from course_lib.parallel.units import blocks
-from course_lib.planning import memory, models
+from course_lib.planning import models
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 from course_lib.runtime.ledger import KINDS, Exchange, Ledger
@@ -147,33 +146,22 @@ def _check(setting: Setting) -> None:
 
 def _config(model: "str | Model | PreTrainedConfig", setting: Setting) -> "tuple[PreTrainedConfig, Any]":
     """The transformers config of a model, and the class that builds it with its output layer."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-        PreTrainedConfig,
-    )
+    import transformers
 
-    if isinstance(model, PreTrainedConfig):
+    if isinstance(model, transformers.PreTrainedConfig):
         config = model
+    elif fields := models.bundled().get(models.load(model).name):
+        config = transformers.AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "also"})
     else:
-        found = models.load(model)
-        fields = models.bundled().get(found.name)
-        if fields is not None:
-            config = AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "also"})
-        else:
-            config = AutoConfig.from_pretrained(str(model))
+        config = transformers.AutoConfig.from_pretrained(str(model))
     known = models.from_config(config.to_dict(), config.model_type)
     if known.context and setting.sequence_length > known.context:
         raise ConfigError(f"a sequence of {setting.sequence_length} tokens, and the model takes {known.context}",
                           "give a shorter one")
     config._attn_implementation = "sdpa"
     config.use_cache = False
-    masked = {"bert", "roberta", "distilbert"}
-    head = (AutoModelForMaskedLM if config.model_type in masked else
-            AutoModelForSeq2SeqLM if config.model_type == "t5" else AutoModelForCausalLM)
-    return config, head
+    kind = {"bert": "MaskedLM", "roberta": "MaskedLM", "distilbert": "MaskedLM", "t5": "Seq2SeqLM"}
+    return config, getattr(transformers, f"AutoModelFor{kind.get(config.model_type, 'CausalLM')}")
 
 
 @contextlib.contextmanager
@@ -246,7 +234,6 @@ def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, 
         module: name for name, module in model.named_modules()
         if not list(module.children()) and not name.startswith(inside)})
     cast = setting.precision == "bf16" and setting.strategy in ("ddp", "tp")  # FSDP2 casts by itself
-
     tokens = torch.empty(setting.micro_batch, setting.sequence_length, dtype=torch.int64)
     ledger.hold(tokens, "inputs")
     ledger.start()
@@ -309,43 +296,3 @@ def _read(ledger: Ledger, parameters: int) -> Simulated:
         if size:
             modules.setdefault(module, {})[kind] = size
     return Simulated(peak, top, by_kind, modules, resident, phase, ledger.exchanges(), parameters)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One kind of memory by the formula and by the simulation, in bytes."""
-
-    kind: str
-    formula: float
-    simulated: float
-
-    @property
-    def error(self) -> float:
-        """Of the formula, relative to what was simulated."""
-        return self.formula / self.simulated - 1 if self.simulated else math.nan
-
-
-def compare(model: "str | Model", setting: Setting, found: Simulated) -> list[Difference]:
-    """The simulated rank beside :func:`course_lib.planning.memory.estimate`.
-
-    Gradients are those that wait for the optimizer; a block's whole gradient is among the buffers, with gathered
-    parameters and all temporary tensors, at the time of the peak.
-
-    Raises:
-        ConfigError: the formula has no such engine.
-    """
-    formula = memory.estimate(models.load(model), setting.plan())
-    waiting = found.resident["gradients"]
-    passing = ("parameter copies", "communication buffers", "temporaries")
-    buffers = sum(found.at_peak[kind] for kind in passing)
-    if setting.strategy in ("fsdp", "zero3", "hsdp"):
-        buffers += max(0, found.at_peak["gradients"] - waiting)
-    rows = [Difference("parameters", formula.parameters, found.resident["parameters"]),
-            Difference("gradients", formula.gradients, waiting),
-            Difference("optimizer", formula.optimizer, found.resident["optimizer states"])]
-    rows.append(Difference("model states", formula.states, sum(each.simulated for each in rows)))
-    rows += [Difference("activations", formula.activations, found.peak["activations"]),
-             Difference("logits", formula.logits, found.peak["logits"]),
-             Difference("buffers", formula.buffers, buffers),
-             Difference("total", formula.total, found.total)]
-    return rows

@@ -83,7 +83,7 @@ def default_batch(gpus: int, sequence_length: int) -> int:
 
 
 def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, global_batch: int,
-            precision: str) -> Iterator[Plan]:
+            precision: str, offload: bool = True) -> Iterator[Plan]:
     """Every legal layout at micro-batch 1, nothing recomputed.
 
     Args:
@@ -93,18 +93,18 @@ def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, g
         sequence_length: tokens.
         global_batch: sequences of a step; a whole number falls to each replica.
         precision: of the matmuls.
+        offload: those too that keep state in host memory: FSDP all of it, ZeRO the optimizer, or at stage 3 all.
     """
+    places: tuple[Offload, ...] = ("none", "optimizer", "parameters") if offload else ("none",)
     base = Plan(sequence_length, precision=precision, compiled=True)
     if global_batch % gpus == 0:
         flat = replace(base, data=gpus, accumulation=global_batch // gpus)
         yield flat
-        if gpus > 1:
-            yield replace(flat, engine="fsdp", stage=3)
-        for stage in (1, 2, 3):
-            offloads: tuple[Offload, ...] = ("none", "optimizer", "parameters") if stage == 3 else ("none", "optimizer")
-            for offload in offloads:
-                if gpus > 1 or offload != "none":
-                    yield replace(flat, engine="deepspeed", stage=stage, offload=offload)
+        for place in (place for place in places if gpus > 1 or place != "none"):  # one GPU shares nothing
+            if place != "optimizer":
+                yield replace(flat, engine="fsdp", stage=3, offload=place)
+            for stage in (1, 2, 3) if place != "parameters" else (3,):
+                yield replace(flat, engine="deepspeed", stage=stage, offload=place)
     for tensor in (size for size in range(1, gpus_per_node + 1) if gpus % size == 0):
         if model.heads % tensor or model.kv_heads % tensor or model.ffn % tensor:
             continue
@@ -159,7 +159,8 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
     found: list[Candidate] = []
     nearest_fit: dict[str, tuple[Plan, Memory]] = {}
     considered = 0
-    for layout in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length, batch, precision):
+    for layout in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length, batch, precision,
+                          cluster.accelerator.has_host):
         if family(layout) not in families:
             continue
         too_large: tuple[str, str, int] | None = None
@@ -207,7 +208,10 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
 
     if plan.stage and plan.tensor * plan.pipeline == 1 and fits(64 * plan.data):  # more shards never need more
         return f"fits from {bisect_left(range(64 * plan.data), True, lo=plan.data, key=fits)} GPUs on"
-    size = needed(memory.estimate(model, plan))
+    held = memory.estimate(model, plan)
+    size = needed(held)
+    if size <= cluster.accelerator.memory:
+        return f"would need {held.host / USABLE / 2**30:,.0f} GiB of host memory for each GPU"
     larger = [chip for chip in accelerators().values() if chip.memory >= size and chip.name != "CPU"]
     if larger:
         chip = min(larger, key=lambda each: each.memory)
@@ -247,7 +251,8 @@ def _anything_fits(model: Model, cluster: Cluster, sequence_length: int, global_
     return any(memory.estimate(model, replace(plan, checkpointing="full")).fits(cluster.accelerator.memory,
                                                                               cluster.host_memory)
                for plan in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length,
-                                   global_batch or default_batch(cluster.gpus, sequence_length), precision)
+                                   global_batch or default_batch(cluster.gpus, sequence_length), precision,
+                                   cluster.accelerator.has_host)
                if family(plan) in families)
 
 
@@ -270,7 +275,9 @@ def explain(found: Search) -> list[str]:
         lines.append(f"Next best: {second.plan.strategy}, at "
                      f"{second.cost.tokens_per_second / spent.tokens_per_second:.1%} of its speed{because}.")
     for each in found.failed:
-        short = needed(each.memory) - found.cluster.accelerator.memory
-        lines.append(f"{each.family} does not fit: {each.plan.strategy} is {short / 2**30:.1f} GiB short; "
+        short, of = needed(each.memory) - found.cluster.accelerator.memory, ""
+        if short <= 0:
+            short, of = each.memory.host / USABLE - found.cluster.host_memory, " of host memory a GPU"
+        lines.append(f"{each.family} does not fit: {each.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
                      f"{each.remedy}.")
     return lines

@@ -86,13 +86,27 @@ def block(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, Seconds
 
 
 def recomputed(model: Model, plan: Plan, chip: Accelerator) -> Seconds:
-    """What the backward pass of one block computes once more."""
+    """What the backward pass of an average block computes once more."""
     forward, _ = block(model, plan, chip)
-    if plan.checkpointing == "full":
-        return forward
+    if plan.checkpointing in ("full", "alternate"):
+        return forward * (1.0 if plan.checkpointing == "full" else 0.5)
+    if plan.checkpointing == "operators":
+        return Seconds(forward.matmul * second_matmuls(model), 0.0 if plan.flash else forward.attention,
+                       forward.elementwise)
     if plan.checkpointing == "selective" and not plan.flash:
         return Seconds(attention=forward.attention)
     return Seconds()
+
+
+def second_matmuls(model: Model) -> float:
+    """Share of a block's matmul FLOPs that "operators" recomputes: every second one, but not what ends the block.
+
+    In the order of a Llama block: queries, keys, values, output, gate, up, down; keys, output and up are not kept.
+    Source: torchtitan, ``_apply_ac_to_transformer_block`` in torchtitan/parallelisms/parallelize_llama.py.
+    """
+    queries, keys = model.attention_width, model.kv_heads * model.head_dim
+    widths = [queries, keys, keys, queries, *[model.ffn * model.experts_per_token] * (3 if model.gated else 2)]
+    return sum(widths[1:-1:2]) / sum(widths)
 
 
 def output_layer(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, Seconds]:

@@ -117,7 +117,8 @@ class Board:
 
     def is_alarming(self) -> bool:
         """Whether a rank of this machine died during its training, or any rank has declared a hang. Cheap."""
-        pages: list[mmap.mmap | bytes] = [*self._maps.values(), *(copy.content for copy in self._copies.values())]
+        copies = [copy.content for copy in list(self._copies.values())]  # the board's thread adds to them
+        pages: list[mmap.mmap | bytes] = [*self._maps.values(), *copies]
         return bool(self.dead()) or any(read_flags(page)[1] for page in pages)
 
     def sightings(self) -> list[Sighting]:
@@ -150,10 +151,12 @@ class Board:
             while store.add("found all", 0) < self.world_size and not self._closed.wait(pause):
                 pass
             self._met.set()
+            is_last = False
             while others := self._elsewhere():
                 self._exchange(store, others)
-                if self._closed.wait(self._post_seconds):
+                if is_last:
                     return
+                is_last = self._closed.wait(self._post_seconds)  # once more then: the others see how this rank left
         except (RuntimeError, OSError):  # the store has gone, with the rank or machine that kept it: copies grow old
             self._met.set()
 
@@ -165,10 +168,10 @@ class Board:
         for rank in set(range(self.world_size)) - set(self._identities):
             if store.check([f"identity/{rank}"]):
                 found = Identity(**json.loads(store.get(f"identity/{rank}")))
+                self._identities[rank] = found  # before its page, by which the watchdog's thread comes here
                 if found.machine and found.machine == self._identity.machine:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError):  # it has gone already, or is another user's: by its copy, then
                         self._maps[rank] = found.map()
-                self._identities[rank] = found
 
     def _exchange(self, store: Any, others: list[int]) -> None:
         store.set(f"page/{self.rank}", _NOW.pack(time.monotonic()) + zlib.compress(self.page.memory[:], 1))

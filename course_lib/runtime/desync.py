@@ -146,7 +146,7 @@ def _bits(piece: Tensor) -> Tensor:
 
 
 def _weighted(bits: Tensor) -> int:
-    factors = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    factors = torch.arange(1, 2 * len(bits) + 1, 2, device=bits.device)
     return int((bits.long() * factors).sum())
 
 

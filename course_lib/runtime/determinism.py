@@ -43,7 +43,8 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else two streams share a workspace, in any order
     cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before_cudnn = cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False  # a benchmark may choose another algorithm next time
     try:
@@ -54,5 +55,5 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
                               "leave out --deterministic, or use a model that does without it") from error
         raise
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        cudnn.deterministic, cudnn.benchmark = before[1:]
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark = before_cudnn

@@ -3,10 +3,11 @@
 It listens at the :mod:`~course_lib.runtime.tap`, so that it sees DDP's C++ reducer, FSDP2, DeepSpeed and pipelines
 too, and writes each call straight into the rank's page of the :mod:`~course_lib.runtime.board`: what it noted stays
 readable when this process is stopped or killed in the next instruction. A call costs some tens of microseconds
-(``benchmarks/watchdog.py``).
+(``benchmarks/watchdog.py``), two thirds of them for the dispatcher's way through Python and back.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -26,6 +27,11 @@ from course_lib.runtime.page import CALL_ROOM, ENDED, WAITED_FOR, Page, spans
 from course_lib.runtime.tap import ARGUMENTS, INPUTS, OPERATORS
 
 PENDING = 256
+"""Calls that are followed until they end."""
+GLANCE = 4
+"""Of them, the oldest, that each call looks at: on a GPU hundreds may be under way, and to ask for each takes time."""
+TEXTS = 4096
+"""Descriptions that are kept: shapes may be others in every step."""
 PEER = {"send": "dst", "recv_": "src"}
 
 
@@ -49,6 +55,18 @@ _INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
 Place = tuple[str | None, int | None]
 
 
+class _Users(dict[str, bool]):
+    """Whether a file is the user's, found out once."""
+
+    def __missing__(self, file: str) -> bool:
+        found = self[file] = not file.startswith(_FOREIGN) and (
+            file.startswith(_INSTALLED) or not file.startswith(_STANDARD))
+        return found
+
+
+_is_users = _Users()
+
+
 class FlightRecorder:
     """Notes every collective between `start` and `stop`.
 
@@ -63,10 +81,10 @@ class FlightRecorder:
         self._sequences: dict[str, int] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
         self._texts: dict[Any, tuple[bytes, str, CodeType | None]] = {}  # the code is kept: it is known by its id
-        self._pending: dict[int, dist.Work] = {}  # by serial: those that have not ended, and nobody waits for
+        # By the work's id: the serials of those that have not ended, and nobody waits for.
+        self._pending: dict[int, tuple[int, dist.Work]] = {}
         self._waiting: set[int] = set()  # those that a thread waits for
         self._lock = threading.Lock()
-        self._users: dict[str, bool] = {}
         self._folder = os.getcwd() + os.sep
 
     def start(self) -> None:
@@ -99,19 +117,19 @@ class FlightRecorder:
             self.page.mark(note, ENDED)
             return
         if self._pending:
-            self.look()
+            self.look(GLANCE)
         if len(self._pending) >= PENDING:
             self._pending.pop(next(iter(self._pending)), None)  # nobody waits for a send that nobody kept
-        self._pending[note] = dist.Work.unbox(boxed)
+        work = dist.Work.unbox(boxed)
+        self._pending[id(work)] = note, work
 
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> int | None:
-        for serial, work in reversed(list(self._pending.items())):
-            if work is waited_for:
-                self._waiting.add(serial)
-                self._pending.pop(serial, None)  # from here on its end is that of the wait, which may raise instead
-                self.page.mark(serial, WAITED_FOR)
-                return serial
-        return None
+        # From here on its end is that of the wait, which may raise instead.
+        serial, _ = self._pending.pop(id(waited_for), (None, None))
+        if serial is not None:
+            self._waiting.add(serial)
+            self.page.mark(serial, WAITED_FOR)
+        return serial
 
     def waited(self, note: int | None, waited_for: dist.Work | torch.Tensor) -> None:
         if note is not None:
@@ -120,12 +138,17 @@ class FlightRecorder:
         else:
             self.look()
 
-    def look(self) -> bool:
-        """Mark the calls that have ended in the meantime; whether there were any."""
+    def look(self, most: int | None = None) -> bool:
+        """Mark the calls that have ended in the meantime; whether there were any.
+
+        Args:
+            most: look at so many of the oldest; None for all.
+        """
         # gloo's sends, receives and reduce-scatters end only when they are waited for.
-        ended = [serial for serial, work in list(self._pending.items()) if work.is_completed()]
-        for serial in ended:
-            self._pending.pop(serial, None)  # it holds the tensors, which are to be freed
+        pending = list(itertools.islice(self._pending.items(), most))
+        ended = [(key, serial) for key, (serial, work) in pending if work.is_completed()]
+        for key, serial in ended:
+            self._pending.pop(key, None)  # it holds the tensors, which are to be freed
             self.page.mark(serial, ENDED)
         return bool(ended)
 
@@ -143,7 +166,7 @@ class FlightRecorder:
         """File and line of the user's code that an exception went through last."""
         found: Place = (None, None)
         while trace is not None:
-            if self._is_users(trace.tb_frame.f_code.co_filename):
+            if _is_users[trace.tb_frame.f_code.co_filename]:
                 found = self._shown(trace.tb_frame.f_code.co_filename), trace.tb_lineno
             trace = trace.tb_next
         return found
@@ -183,26 +206,21 @@ class FlightRecorder:
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "peer": other, "root": None if root is None else ranks[root],
             "file": self._shown(code.co_filename) if code else None, "line": line, "ranks": spans(ranks)}
-        text = json.dumps(described).encode()
-        if len(text) > CALL_ROOM:  # an odd group of hundreds of ranks, or a very long path
-            text = json.dumps(described | {"ranks": [], "file": str(described["file"])[-80:]}).encode()
-        self._texts[key] = text, stream, code
+        end = described["file"] and described["file"][-40:]
+        for shorter in ({}, {"file": end}, {"file": end, "ranks": []}):  # long paths, odd groups of hundreds of ranks
+            text = json.dumps(described | shorter).encode()
+            if len(text) <= CALL_ROOM:
+                break
+        if len(self._texts) >= TEXTS:
+            self._texts.clear()
+        self._texts[key] = text[:CALL_ROOM], stream, code
         return self._texts[key]
 
     def _user_frame(self, frame: FrameType | None) -> FrameType | None:
         """The innermost frame of the user's."""
-        while frame is not None:
-            if self._is_users(frame.f_code.co_filename):
-                return frame
+        while frame is not None and not _is_users[frame.f_code.co_filename]:
             frame = frame.f_back
-        return None
-
-    def _is_users(self, file: str) -> bool:
-        found = self._users.get(file)
-        if found is None:
-            found = self._users[file] = not file.startswith(_FOREIGN) and (
-                file.startswith(_INSTALLED) or not file.startswith(_STANDARD))
-        return found
+        return frame
 
     def _main_frame(self) -> FrameType | None:
         """The main thread's; on a GPU the backward pass runs on a thread that has no user's frame."""
@@ -220,7 +238,7 @@ def _frame_of(thread: threading.Thread) -> FrameType | None:
 def _described(value: Any) -> tuple[tuple[int, ...], torch.dtype | None, int]:
     """Shape and dtype of the first tensor, and how many there are."""
     count = 1
-    while not isinstance(value, torch.Tensor):
+    while isinstance(value, list):
         if not value:
             return (), None, 0
         count *= len(value)

@@ -81,11 +81,13 @@ class HangReport:
             "no rank is behind: all have come to the same collectives, and those do not end; look at the network")
 
     def write(self, folder: Path, sightings: Sequence[Sighting], backend: Any) -> None:
-        """Write ``hang-rank{R}.txt`` and ``.json``, and remove what an earlier run left in the folder.
+        """Write ``hang-rank{R}.txt`` and ``.json``.
 
         Args:
             sightings: for each rank's last calls.
             backend: what the backend's own flight recorder holds, or None.
+        Raises:
+            OSError: they cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         content = dataclasses.asdict(self) | {

@@ -5,7 +5,6 @@ share the disk, the processors and the memory. No root is needed where a user ma
 """
 
 import contextlib
-import ctypes
 import functools
 import os
 import shutil
@@ -27,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from course_lib.errors import LaunchError
 from course_lib.runtime.launch import _end_openmp_threads
-from course_lib.runtime.netns import CLONE_NEWNET, CLONE_NEWUSER, NAMESPACE
+from course_lib.runtime.netns import CLONE_NEWNET, NAMESPACE, call_libc, new_network
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x00020000, 0x04000000
 MS_REC, MS_PRIVATE, MS_BIND = 0x4000, 0x40000, 0x1000
@@ -135,7 +134,7 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
         names.write_text("127.0.0.1 localhost\n"
                          + "".join(f"{NETWORK}.{i + 1} host{i}\n" for i in range(count)))
         names.chmod(0o644)
-        switch = stack.enter_context(_kept(_new_network)).pid
+        switch = stack.enter_context(_kept(functools.partial(new_network, as_root=True))).pid
         _ip(switch, "link add switch type bridge", "link set switch up")
         built = []
         for i in range(count):
@@ -211,33 +210,13 @@ def _kept(enter: Callable[[], None]) -> Iterator[subprocess.Popen]:
         yield keeper
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    """Call a function of the C library that returns 0, or raise its OSError."""
-    if getattr(_libc, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
-
-
-def _new_network() -> None:
-    """Leave the network for a new one; as root of a new user namespace where this user may not do so otherwise."""
-    user, group = os.getuid(), os.getgid()
-    if _libc.unshare(CLONE_NEWNET) != 0:
-        _call("unshare", CLONE_NEWUSER | CLONE_NEWNET)
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-
-
 def _new_host(switch: int, name: str, names: Path) -> None:
     """Give the process a network, a name and an ``/etc/hosts`` of its own."""
     _join(switch, kinds=("user",))
-    _call("unshare", CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWNS)
-    _call("sethostname", name.encode(), len(name))
-    _call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-    _call("mount", str(names).encode(), b"/etc/hosts", None, MS_BIND, None)
+    call_libc("unshare", CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWNS)
+    call_libc("sethostname", name.encode(), len(name))
+    call_libc("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+    call_libc("mount", str(names).encode(), b"/etc/hosts", None, MS_BIND, None)
 
 
 def _join(keeper: int, kinds: Sequence[str] = ("user", "net", "uts", "mnt")) -> None:
@@ -246,7 +225,7 @@ def _join(keeper: int, kinds: Sequence[str] = ("user", "net", "uts", "mnt")) -> 
     for kind in kinds:
         with open(f"/proc/{keeper}/ns/{kind}") as namespace:
             if os.fstat(namespace.fileno()).st_ino != os.stat(f"/proc/self/ns/{kind}").st_ino:
-                _call("setns", namespace.fileno(), 0)
+                call_libc("setns", namespace.fileno(), 0)
     os.chdir(folder)  # entering another tree of mounts leads to its root
 
 

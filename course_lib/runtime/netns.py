@@ -93,17 +93,39 @@ def _child(sender: Connection, function: Callable[..., Any], args: tuple, kwargs
     sender.send_bytes(answer)
 
 
-def _enter_own_network() -> None:
-    """Leave the network for a new one; in a new user namespace where this user may not do so otherwise."""
-    libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call_libc(name: str, *arguments: Any) -> None:
+    """Call a function of the C library that returns 0, or raise its OSError."""
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def new_network(as_root: bool = False) -> None:
+    """Leave the network for a new one; in a new user namespace where this user may not do so otherwise.
+
+    Args:
+        as_root: be its root there, who may lay cables and join others' namespaces, rather than the same user.
+    Raises:
+        OSError: this system does not allow it.
+    """
     user, group = os.getuid(), os.getgid()
-    if libc.unshare(CLONE_NEWNET) != 0:
-        if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
-            raise LaunchError(f"no network namespace can be made: {os.strerror(ctypes.get_errno())}",
-                              "allow user namespaces, or go without the bytes on the wire")
+    if _libc.unshare(CLONE_NEWNET) != 0:
+        call_libc("unshare", CLONE_NEWUSER | CLONE_NEWNET)
         Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+        Path("/proc/self/uid_map").write_text(f"{0 if as_root else user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{0 if as_root else group} {group} 1")
+
+
+def _enter_own_network() -> None:
+    """Leave the network for a new one that has a loopback interface."""
+    try:
+        new_network()
+    except OSError as error:
+        raise LaunchError(f"no network namespace can be made: {error.strerror}",
+                          "allow user namespaces, or go without the bytes on the wire") from error
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
     os.environ[MARK] = os.readlink(NAMESPACE)

@@ -1,5 +1,6 @@
 """One rank's page of the board: numbers, its last calls, its words, in a fixed layout that is written in place."""
 
+import functools
 import json
 import mmap
 import os
@@ -107,6 +108,7 @@ class Sighting:
         return self.orders.get(digest(stream), sequence if is_full else 0) >= sequence
 
 
+@functools.lru_cache(maxsize=4096)
 def digest(stream: str) -> bytes:
     """A stream's name as the pages have it."""
     return blake2b(stream.encode(), digest_size=8).digest()
@@ -175,14 +177,14 @@ def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: f
     calls = sorted(filter(None, (_call(content, slot) for slot in range(CALLS))), key=lambda call: call.serial)
     orders = dict(_ORDER.unpack_from(content, _ORDERS_AT + slot * _ORDER.size) for slot in range(ORDERS))
     size = struct.unpack_from("=I", content, _WORDS_AT)[0]
-    words = json.loads(content[_WORDS_AT + 4 : _WORDS_AT + 4 + size]) if size else {}
+    words = _json(content[_WORDS_AT + 4 : _WORDS_AT + 4 + size]) if size else None
     if state == LEFT or (state == FAILED and life != "dead"):
         life = "left" if state == LEFT else "failed"
     elif declared and life == "dead":  # its watchdog has ended it, and the page says how it was before
         life = "running"
     progressed_at = max([progressed_at, *(call.at for call in calls[-1:])])
     return Sighting(rank, life, pid, host, _STEP.unpack_from(content, _STEP_AT)[0] - 1,
-                    now - progressed_at, now - looked_at, placed_at, tuple(calls), orders, words,
+                    now - progressed_at, now - looked_at, placed_at, tuple(calls), orders, words or {},
                     bool(declared), bool(reported))
 
 
@@ -197,12 +199,17 @@ def _call(content: bytes, slot: int) -> Call | None:
     serial, sequence, at, step, state, size = _CALL.unpack_from(content, start)
     if not serial:
         return None
+    text = _json(content[start + _CALL.size : start + _CALL.size + size])
+    return None if text is None else Call(serial=serial, sequence=sequence, step=step, at=at, state=state, **{
+        **text, "shape": tuple(text["shape"]), "ranks": _ranks(text["ranks"])})
+
+
+def _json(text: bytes) -> dict[str, Any] | None:
+    """What was written; None where its writer was at it while the page was copied."""
     try:
-        text = json.loads(content[start + _CALL.size : start + _CALL.size + size])
+        return json.loads(text)
     except ValueError:
         return None
-    return Call(serial=serial, sequence=sequence, step=step, at=at, state=state, **{
-        **text, "shape": tuple(text["shape"]), "ranks": _ranks(text["ranks"])})
 
 
 def spans(ranks: tuple[int, ...]) -> list[int]:

@@ -90,16 +90,16 @@ def is_hang(sightings: Sequence[Sighting], rank: int, seconds: float) -> bool:
 def _edges(sightings: Sequence[Sighting]) -> Edges:
     """Every call that waits for ranks, with these ranks."""
     edges: Edges = []
+    gone = {each.rank for each in sightings if each.life in ("dead", "stopped", "silent")}
     for who in sightings:
         for call in who.calls if who.life in ("running", "late") else ():
-            for rank in _partners(call, who.rank):
-                is_gone = sightings[rank].life in ("dead", "stopped", "silent")
-                has_come = sightings[rank].has_issued(_theirs(call), call.sequence)
-                # A send or receive may be posted long before it is needed: only one that is waited for holds a rank
-                # up. A backend may end a collective with an error when it loses a peer.
-                holds_up = not call.ended and (call.name not in POINT_TO_POINT or call.state == WAITED_FOR)
-                if (holds_up and (is_gone or not has_come)) or (call.name in TOGETHER and is_gone and not has_come):
-                    edges.append((who, call, rank))
+            # A send or receive may be posted long before it is needed: only one that is waited for holds a rank up.
+            if not call.ended and (call.name not in POINT_TO_POINT or call.state == WAITED_FOR):
+                edges += [(who, call, rank) for rank in _partners(call, who.rank)
+                          if rank in gone or not _has_come(sightings[rank], call)]
+            elif call.name in TOGETHER:  # a backend may end it with an error when it loses a peer
+                edges += [(who, call, rank) for rank in call.ranks
+                          if rank in gone and not _has_come(sightings[rank], call)]
     return edges
 
 
@@ -109,11 +109,12 @@ def _partners(call: Call, rank: int) -> list[int]:
     return [each for each in call.ranks if each != rank]
 
 
-def _theirs(call: Call) -> str:
-    """The stream in which the partners note the same call."""
+def _has_come(partner: Sighting, call: Call) -> bool:
+    """Whether a partner has issued its part of a call."""
+    stream = call.stream
     if call.name in POINT_TO_POINT:
-        return f"{call.stream.rpartition(':')[0]}:{POINT_TO_POINT[call.name]}"
-    return call.stream
+        stream = f"{stream.rpartition(':')[0]}:{POINT_TO_POINT[call.name]}"
+    return partner.has_issued(stream, call.sequence)
 
 
 def _circle(edges: Edges) -> set[int]:
@@ -135,11 +136,15 @@ def _is_elsewhere(sighting: Sighting) -> bool:
 def _mismatched(sightings: Sequence[Sighting]) -> tuple[Verdict, ...]:
     """Those that issued something else at the earliest place at which ranks differ and one still waits, or died."""
     histories = [{(call.stream, call.sequence): call for call in each.calls} for each in sightings]
-    suspects = {(call.at, call.stream, call.sequence) for each in sightings for call in each.calls
-                if call.name not in POINT_TO_POINT and
-                (not call.ended or (each.life in ("dead", "failed") and call is each.calls[-1]))}
-    for _, *place in sorted(suspects):
-        there = {rank: history[key] for rank, history in enumerate(histories) if (key := tuple(place)) in history}
+    suspects: dict[tuple[str, int], float] = {}  # a place, and when the first rank came there
+    for each in sightings:
+        for call in each.calls:
+            if call.name not in POINT_TO_POINT and (
+                    not call.ended or (each.life in ("dead", "failed") and call is each.calls[-1])):
+                key = call.stream, call.sequence
+                suspects[key] = min(call.at, suspects.get(key, math.inf))
+    for key in sorted(suspects, key=lambda each: (suspects[each], each)):
+        there = {rank: history[key] for rank, history in enumerate(histories) if key in history}
         kinds = Counter(_kind(call) for call in there.values())
         if len(kinds) > 1:
             right = _majority(kinds) or _precedent(histories, there)

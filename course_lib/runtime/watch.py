@@ -23,6 +23,7 @@ from course_lib.runtime.worker import STACK_SIGNAL, Failure, RankEnds, Returned,
 
 GRACE_SECONDS = 0.5  # after a failure, for the others' to arrive: the first cause is the earliest
 DEATH_GRACE_SECONDS = 2.5  # after a death without a word, for the others' watchdogs to say what they saw
+ENDED_BY_LAUNCHER = ("died", "was killed by SIGTERM")  # what becomes of the others once it has seen one fail
 STACK_SECONDS = 2.0  # for the ranks to write their stacks
 
 
@@ -107,7 +108,9 @@ class Watch(threading.Thread):
         if not data:
             self.selector.unregister(end)
             if kind == "control" and rank not in self.outcomes and not self.ended:
-                self._take(rank, Failure(self._how_it_died(rank), time.monotonic(), consequence=False))
+                how = self._how_it_died(rank)
+                if self.grace is None or how not in ENDED_BY_LAUNCHER:
+                    self._take(rank, Failure(how, time.monotonic(), consequence=False))
         elif kind == "output":
             self.shown.feed(rank, data)
         elif kind == "stacks":
@@ -199,6 +202,8 @@ class Watch(threading.Thread):
         else:
             codes = {error.error_index: getattr(error, "exit_code", 1)}  # type: ignore[attr-defined]
         for rank, code in codes.items():
+            if self.ended and rank not in self.outcomes:
+                continue  # not by itself: it was ended here
             died = Failure("died", time.monotonic(), consequence=False)  # perhaps seen here before its pipe ended
             outcome = self.outcomes.setdefault(rank, died)
             if isinstance(outcome, Failure) and outcome.summary == "died":

@@ -37,7 +37,7 @@ __all__ = ["HangReport", "RankState", "Verdict", "Watchdog", "read_reports"]
 LOOK_SECONDS = 0.1
 JUDGE_SECONDS = 0.5  # between two looks at all ranks, while this one makes no progress
 MEASURE_SECONDS = 1.0  # between two looks at how busy the process is, while it issues no collective
-GAP_SECONDS = 2.0  # between two looks: this process was stopped, or had no core, and those seconds don't count
+GAP_SECONDS = 2.0  # between two looks, or half the watchdog's: it was stopped or had no core, and those don't count
 ANSWER_SECONDS = 1.0  # for the other ranks to write their stacks, and again for their reports
 HELD_BACK_SECONDS = 3.0  # before a rank ends after another's exception, which is for the launcher to see first
 
@@ -146,7 +146,7 @@ class Watchdog:
     def _look(self) -> None:
         """Find out whether this rank makes progress, and note where it is."""
         now = time.monotonic()
-        if now - self._looked > GAP_SECONDS:
+        if now - self._looked > min(GAP_SECONDS, self.seconds / 2):
             self._progressed += now - self._looked
             self._moved += now - self._looked
         ended, mark = self._recorder.look(), (self._recorder.serial, self._beats)

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast, gather_object
 from torch import nn
 
 from course_lib.errors import LaunchError
@@ -26,6 +25,9 @@ class AcceleratedTrainer(BasicTrainer):
     What differs from the plain loop: the targets are counted over all processes, an engine carries
     the gradients and holds the state (DDP, ZeRO or FSDP), and evaluation gathers every process's rows.
     """
+
+    saver: BackgroundSaver | None = None
+    """Writes checkpoints while training goes on; made for the first of them."""
 
     def connect(self) -> None:
         run = self.config.run
@@ -97,6 +99,14 @@ class AcceleratedTrainer(BasicTrainer):
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_object([value])
 
+    def from_main(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        about = self.gather_objects({name: (each.shape, each.dtype) for name, each in tensors.items()})[0]
+        found = {}
+        for name, (shape, dtype) in about.items():
+            room = tensors[name] if self.is_main else torch.empty(shape, dtype=dtype)
+            found[name] = broadcast(room.to(self.device)).cpu()
+        return found
+
     def autocast(self) -> AbstractContextManager:
         return self.engine.autocast(self.precision)
 
@@ -134,6 +144,8 @@ class AcceleratedTrainer(BasicTrainer):
         if not self.engine.shards_state:
             return super().put_checkpoint(write_files)
         if self.config.output.async_save:
+            limit = self.config.output.save_total_limit
+            self.saver = self.saver or BackgroundSaver(self.output_dir, limit, self.barrier)
             return self.saver.start(self.state.step, write_files, self.tensors())
 
         def write_all(folder: Path) -> None:
@@ -143,14 +155,13 @@ class AcceleratedTrainer(BasicTrainer):
 
         super().put_checkpoint(write_all)
 
-    @cached_property
-    def saver(self) -> BackgroundSaver:
-        """Writes checkpoints while training goes on."""
-        return BackgroundSaver(self.output_dir, self.config.output.save_total_limit, self.barrier)
-
     def checkpoints_written(self) -> None:
-        if self.config.output.async_save:
+        if self.saver:
             self.saver.wait()
+
+    def let_checkpoints_end(self) -> None:
+        if self.saver:
+            self.saver.let_end()
 
     def check_tensors(self, folder: Path) -> None:
         if not self.engine.shards_state:

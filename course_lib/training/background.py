@@ -1,7 +1,7 @@
 """Checkpoints written while training goes on."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +27,8 @@ class BackgroundSaver:
         self.run_dir, self.keep, self.barrier = run_dir, keep, barrier
         self.is_main = dist.get_rank() == 0
         self.group = dist.new_group(backend="gloo")
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.writing: Future[None] | None = None
+        self.thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.writing: futures.Future[int] | None = None
 
     def start(self, step: int, write_files: Callable[[Path], None], pieces: Mapping[str, Piece]) -> None:
         """Write the small files, copy the pieces, and go on while they are written."""
@@ -38,14 +38,14 @@ class BackgroundSaver:
                 if self.is_main:
                     checkpoint.begin(self.run_dir, step)
                 self.barrier()
-                write_files(checkpoint.beside(self.run_dir, step))
+                write_files(checkpoint.open_part(self.run_dir, step))
             except BaseException:
                 self._abandon(step)
                 raise
         copies = {name: replace(piece, data=piece.data.detach().to("cpu", copy=True)) for name, piece in pieces.items()}
         self.writing = self.thread.submit(self._write, step, copies)
 
-    def _write(self, step: int, copies: dict[str, Piece]) -> None:
+    def _write(self, step: int, copies: dict[str, Piece]) -> int:
         folder = checkpoint.beside(self.run_dir, step)
         with checkpoint.saving(str(self.run_dir / checkpoint.name(step))):
             try:
@@ -56,6 +56,7 @@ class BackgroundSaver:
             except BaseException:
                 self._abandon(step)
                 raise
+        return step
 
     def _abandon(self, step: int) -> None:
         if self.is_main:
@@ -69,5 +70,11 @@ class BackgroundSaver:
         """
         if self.writing is not None:
             writing, self.writing = self.writing, None
-            writing.result()
+            step = writing.result()
             self.barrier()
+            checkpoint.keep_part(self.run_dir, step)
+
+    def let_end(self) -> None:
+        """Let this rank's share of the checkpoint begun last come to its end, also where other ranks fail."""
+        if self.writing is not None:
+            futures.wait([self.writing])

@@ -118,6 +118,9 @@ class BasicTrainer(TrainerFrame):
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
+    def from_main(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return tensors
+
     def bare_model(self) -> nn.Module:
         """The model without what an engine wrapped around it; its weights may be elsewhere."""
         return self.model

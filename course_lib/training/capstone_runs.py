@@ -178,7 +178,7 @@ def break_run(project: Project, folder: Path) -> Broken:
         how = str(error).splitlines()[0]
     losses = dict(record_of(folder))
     killed = "SIGKILL" in how
-    step = project.kill_step if killed else max(losses)
+    step = project.kill_step if killed else max(losses, default=0)
     try:
         newest = checkpoint.latest(folder).name
     except CheckpointError:

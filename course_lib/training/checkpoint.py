@@ -68,8 +68,7 @@ def write(run_dir: Path, step: int, write_files: Callable[[Path], None], *, is_m
             if is_main:
                 begin(run_dir, step)
             barrier()
-            beside(run_dir, step).mkdir(parents=True, exist_ok=True)  # machines that share no disk have each their own
-            write_files(beside(run_dir, step))
+            write_files(open_part(run_dir, step))
             barrier()
             if is_main:
                 finish(run_dir, step)
@@ -78,9 +77,7 @@ def write(run_dir: Path, step: int, write_files: Callable[[Path], None], *, is_m
                 abandon(run_dir, step)
             raise
     barrier()
-    if os.environ.get("LOCAL_RANK", "0") == "0" and beside(run_dir, step).exists():
-        with saving(f"this machine's part of {run_dir / name(step)}"):
-            put_in_place(run_dir, step)
+    keep_part(run_dir, step)
     return run_dir / name(step)
 
 
@@ -93,6 +90,23 @@ def begin(run_dir: Path, step: int) -> None:
     """Make the empty folder to write into."""
     shutil.rmtree(beside(run_dir, step), ignore_errors=True)
     beside(run_dir, step).mkdir(parents=True)
+
+
+def open_part(run_dir: Path, step: int) -> Path:
+    """The folder that this rank writes into, once the main rank has begun; a machine's own where no disk is shared."""
+    beside(run_dir, step).mkdir(parents=True, exist_ok=True)
+    return beside(run_dir, step)
+
+
+def keep_part(run_dir: Path, step: int) -> None:
+    """Put a machine's own part in its place; called by every rank once the main rank has finished.
+
+    Raises:
+        CheckpointError: it could not be put there.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0" and beside(run_dir, step).exists():
+        with saving(f"this machine's part of {run_dir / name(step)}"):
+            put_in_place(run_dir, step)
 
 
 def finish(run_dir: Path, step: int) -> None:

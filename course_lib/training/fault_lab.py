@@ -129,7 +129,7 @@ SCENARIOS = {scenario.name: scenario for scenario in (
     Scenario("deadlocked pipeline", "hang", "a time-out, as of any collective",
              "nobody says anything, ever: a send over gloo has no time-out", WATCHDOG,
              "send and receive together, with batch_isend_irecv", stops.deadlocked_pipeline,
-             stops.sends_and_receives_at_once, culprits=frozenset({0, CULPRIT}), limit=3.0),
+             stops.sends_and_receives_at_once, culprits=frozenset({0, CULPRIT}), limit=5.0),
     Scenario("straggler", "slow", "one rank's steps are slower",
              "every rank's steps are equally slow", TIMES,
              "deal out the work by its length", numbers.straggler, numbers.long_texts_dealt_out),

@@ -202,7 +202,8 @@ def stopped_rank(folder: Path) -> list[float]:
 
 def stopped_rank_is_woken(folder: Path) -> list[float]:
     def stop_and_be_woken() -> None:
-        subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -CONT {os.getpid()}"])
+        # Until this process is gone: on a busy machine the first call may come before the stop.
+        subprocess.Popen(["sh", "-c", f"while sleep 0.2; do kill -CONT {os.getpid()} || exit; done 2>/dev/null"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
     return _stop_in_step_2(stop_and_be_woken)

@@ -1,12 +1,11 @@
 """What every trainer does around its steps: log, evaluate, keep the best, save, stop.
 
-A trainer says how to connect, prepare, step and join its processes (:class:`BasicTrainer` for one,
+A trainer says how to connect, prepare, step and join its processes (:mod:`interface`; :class:`BasicTrainer` for one,
 and those built on it for several); this frame does the rest, alike for all.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,16 @@ from course_lib.runtime import interrupts
 from course_lib.runtime.interrupts import StopRequest, stop_requests
 from course_lib.runtime.phases import Phases
 from course_lib.runtime.seeding import seed_everything
-from course_lib.training import checkpoint, on_cpu, resuming, stored, tensorfile
+from course_lib.training import checkpoint, on_cpu, resuming, tensorfile
 from course_lib.training.callbacks import Callback, EarlyStopping, JsonLinesLog, ProgressBar
 from course_lib.training.evaluation import evaluate_split, evaluating, larger_is_better
+from course_lib.training.interface import TrainerInterface
 from course_lib.training.optimization import make_optimizer, make_scheduler
-from course_lib.training.precision import autocast, pick_precision
+from course_lib.training.precision import pick_precision
 from course_lib.training.state import TrainState
 
 
-class TrainerFrame:
+class TrainerFrame(TrainerInterface):
     """The part of a trainer that is the same for all of them.
 
     Args:
@@ -47,11 +47,6 @@ class TrainerFrame:
         state: progress, see :class:`TrainState`.
         phases: seconds by phase.
     """
-
-    rank: int
-    num_processes: int
-    is_main: bool
-    device: torch.device
 
     def __init__(self, config: Config, loaded: LoadedModel, data: ProcessedData, processor: DataProcessor,
                  callbacks: Iterable[Callback] = ()):
@@ -106,102 +101,6 @@ class TrainerFrame:
         return GlobalBatchSampler(column(self.data.splits["train"], "length"), rows, self.data_ranks, accumulation,
                                   run.seed, self.config.data.group_by_length, run.global_batch_size)
 
-    # What each trainer says for itself.
-
-    def connect(self) -> None:
-        """Set rank, num_processes, is_main and device."""
-        raise NotImplementedError
-
-    @property
-    def data_ranks(self) -> int:
-        """How many share the rows of a global batch: all processes, but where several work on the same rows."""
-        return self.num_processes
-
-    def take_part(self, model: nn.Module) -> nn.Module:
-        """The part of the model that this process trains: all of it, but in a pipeline."""
-        return model
-
-    scores: Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
-    """In evaluation, what to call in the model's place; see :func:`evaluate_split`."""
-
-    def describe(self) -> Mapping[str, Any]:
-        """What else belongs into the run's summary."""
-        return {}
-
-    def prepare(self) -> None:
-        """Wrap model, optimizer and loaders as the engine wants them."""
-        raise NotImplementedError
-
-    def train_epoch(self) -> None:
-        """Step to the end of the epoch or of the run, calling :meth:`after_step` after each."""
-        raise NotImplementedError
-
-    def gather(self, tensors: Any) -> Any:
-        """All processes' rows of an evaluation batch, without the repeated ones."""
-        raise NotImplementedError
-
-    def sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over the processes."""
-        raise NotImplementedError
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """A plain value of every process, by rank."""
-        raise NotImplementedError
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        raise NotImplementedError
-
-    def autocast(self) -> AbstractContextManager:
-        """What a forward pass runs under."""
-        return autocast(self.precision, self.device)
-
-    def whole_weights(self) -> dict[str, torch.Tensor]:
-        """The model's state dict, whole, on the main rank; elsewhere perhaps nothing. A collective call."""
-        return self.model.state_dict()
-
-    def load_whole_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Put whole weights in, the same on every rank. A collective call."""
-        self.model.load_state_dict(weights)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every tensor of the model's state dict."""
-        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-
-    def write_whole_tensors(self, folder: Path) -> None:
-        """Store what every rank holds alike; called on the main rank."""
-        tensorfile.save(self.model.state_dict(), folder / stored.MODEL)
-        tensorfile.save(self.optimizer.state_dict(), folder / stored.OPTIMIZER)
-
-    def check_tensors(self, folder: Path) -> None:
-        """Refuse a checkpoint of another model or optimizer before anything is changed."""
-        if not stored.is_sharded(folder):
-            stored.check_model(tensorfile.load(folder / stored.MODEL), self.shapes(), folder)
-            stored.check_optimizer(tensorfile.load(folder / stored.OPTIMIZER), self.optimizer, folder)
-
-    def read_tensors(self, folder: Path) -> None:
-        """Fill model and optimizer from a checkpoint. A collective call."""
-        stored.read_into_whole(self.model, self.optimizer, folder, self.shapes())
-
-    @property
-    def engine_name(self) -> str:
-        """Whose state :meth:`engine_state` is."""
-        return "torch"
-
-    def engine_state(self) -> dict[str, Any]:
-        """What the engine has to remember in a checkpoint."""
-        raise NotImplementedError
-
-    def load_engine_state(self, state: dict[str, Any]) -> None:
-        """Put :meth:`engine_state` back."""
-        raise NotImplementedError
-
-    def asked_to_stop(self) -> int:
-        """Exit code to end with where a process was asked to stop, else 0; all processes give the same answer."""
-        raise NotImplementedError
-
-    # The run.
-
     def train(self) -> TrainState:
         """Run to the end, from the checkpoint that the config names, if it names one.
 
@@ -221,8 +120,9 @@ class TrainerFrame:
                 if "validation" in self.eval_loaders and self.state.evaluated_at != self.state.step:
                     self.validate()
                 self.load_best()
-            finally:
                 self.checkpoints_written()
+            finally:
+                self.let_checkpoints_end()
                 self.tell("on_train_end")
         return self.state
 
@@ -268,6 +168,7 @@ class TrainerFrame:
     def check_finite(self) -> None:
         """Raise TrainingDiverged, on all processes, where a step since the start was not finite."""
         if step := int(self.first_bad_step):
+            self.checkpoints_written()
             kept = checkpoint.in_order(self.output_dir)
             raise TrainingDiverged(
                 f"the loss or its gradient is not a finite number at step {step}; "
@@ -334,7 +235,8 @@ class TrainerFrame:
     def load_best(self) -> None:
         """Put back the weights of the best evaluation, where they are not those that stand."""
         if self.config.run.keep_best and self.state.best_step not in (None, self.state.step):
-            self.load_whole_weights(tensorfile.load(self.best_file))
+            # The main rank alone has written it, and machines may share no disk.
+            self.load_whole_weights(self.from_main(tensorfile.load(self.best_file) if self.is_main else {}))
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step, and delete those beyond save_total_limit."""
@@ -347,9 +249,6 @@ class TrainerFrame:
         checkpoint.write(self.output_dir, self.state.step, write_files, is_main=self.is_main, barrier=self.barrier)
         if self.is_main:
             checkpoint.prune(self.output_dir, self.config.output.save_total_limit)
-
-    def checkpoints_written(self) -> None:
-        """Wait for checkpoints that are still being written."""
 
     def say(self, line: str) -> None:
         """Print one line, on the main rank."""

@@ -21,11 +21,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from course_lib.parallel import units
 from course_lib.parallel.ddp import DataParallel
-from course_lib.parallel.flat import FlatUnit
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
 from course_lib.runtime.meter import Meter
 from course_lib.training import sharded
+from course_lib.training.slow_link import Waits, slow_gathers
 
 VOCABULARY, LENGTH, HEADS = 256, 32, 4
 GLOBAL_BATCH = 12  # rows; divides by 1, 2, 3, 4 and 6 ranks
@@ -157,25 +157,6 @@ def apart(some: Watched, others: Watched) -> float:
     return max(abs(a - b) for a, b in zip(some.losses, others.losses, strict=True))
 
 
-@dataclass(frozen=True)
-class Waits:
-    """One step over a slow link.
-
-    Attributes:
-        link: seconds that an all-gather takes.
-        step: seconds of the forward and backward.
-        spans: when this rank stood still for the link, in seconds from the beginning of the step.
-    """
-
-    link: float
-    step: float
-    spans: list[tuple[float, float]]
-
-    @property
-    def waited(self) -> float:
-        return sum(end - start for start, end in self.spans)
-
-
 def block_seconds(build: Build, rows: int) -> float:
     """The shortest forward of a block, on any rank, in two steps with so many rows a rank."""
     engine = _engine("scratch", build)
@@ -203,36 +184,13 @@ def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: 
     engine = _engine("scratch", build, prefetch=prefetch)
     steps = []
     for step in range(tries):
-        with _slow_gathers(link) as spans:
+        with slow_gathers(link) as spans:
             dist.barrier()
             start = time.perf_counter()
             batch_loss(engine, step, rows * dist.get_world_size()).backward()
             end = time.perf_counter()
         steps.append(Waits(link, end - start, [(begin - start, until - start) for begin, until in spans]))
     return min(steps, key=lambda waits: waits.step)
-
-
-@contextlib.contextmanager
-def _slow_gathers(seconds: float) -> Iterator[list[tuple[float, float]]]:
-    """Lets no all-gather end earlier than so many seconds after its beginning; yields when a rank waited for that."""
-    spans: list[tuple[float, float]] = []
-    ready: dict[FlatUnit, float] = {}
-    gather, wait = FlatUnit.gather, FlatUnit.wait
-
-    def slow_gather(unit: FlatUnit) -> None:
-        gather(unit)
-        if unit.work is not None:
-            ready.setdefault(unit, time.perf_counter() + seconds)
-
-    def slow_wait(unit: FlatUnit) -> None:
-        begin, until = time.perf_counter(), ready.pop(unit, 0.0)
-        if until > begin:
-            time.sleep(until - begin)
-            spans.append((begin, until))
-        wait(unit)
-
-    with mock.patch.object(FlatUnit, "gather", slow_gather), mock.patch.object(FlatUnit, "wait", slow_wait):
-        yield spans
 
 
 def gradient_after(build: Build, micro_batches: int, reduce_dtype: torch.dtype) -> Tensor:

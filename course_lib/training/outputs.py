@@ -58,7 +58,8 @@ def claim(config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if config.output.overwrite_output_dir:
             for path in [*checkpoint.in_order(folder), folder / MODEL, folder / MONITOR]:
-                shutil.rmtree(path, ignore_errors=True)
+                if path.exists():
+                    shutil.rmtree(path)  # or a later run might go on from what is left of it
             for name in (CONFIG, SUMMARY, METRICS, BEST, checkpoint.LATEST):
                 (folder / name).unlink(missing_ok=True)
         checkpoint.tidy(folder)

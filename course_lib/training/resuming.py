@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from course_lib.config_files import to_yaml, write_text
 from course_lib.errors import CheckpointError
 from course_lib.runtime.seeding import rng_state, seed_everything, set_rng_state
+from course_lib.runtime.worker import is_consequence
 from course_lib.training import checkpoint, tensorfile
 from course_lib.training.state import TrainState
 
@@ -116,6 +119,8 @@ def _contents_of(folder: Path) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_consequence(error) or isinstance(error, torch.OutOfMemoryError):
+            raise  # another rank's failure, or too little memory: no fault of the checkpoint
         told = str(error).partition("\n")[0][:200]
         raise CheckpointError(f"checkpoint {folder} is whole, but holds something else than this version writes "
                               f"({type(error).__name__}: {told})", "resume from another checkpoint") from error

@@ -83,7 +83,7 @@ def read_sweep(path: Path) -> Sweep:
     """A sweep from a YAML file as ``wandb sweep`` reads it.
 
     Raises:
-        ConfigError: no such file, an unknown key, field, method or distribution.
+        ConfigError: no such file, an unknown key, field, method or distribution, or a value of another type.
     """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -93,20 +93,25 @@ def read_sweep(path: Path) -> Sweep:
     if not isinstance(tree, dict) or not isinstance(tree.get("parameters"), dict) or not tree["parameters"]:
         raise ConfigError(f"sweep {path} has no parameters", "write `parameters:` with a field and its values")
     if unknown := [key for key in tree if key not in KEYS]:
-        raise ConfigError(f"{path}: unknown key `{unknown[0]}`", nearest(unknown[0], KEYS))
+        raise ConfigError(f"{path}: unknown key `{unknown[0]}`", nearest(str(unknown[0]), KEYS))
     method = tree.get("method", "grid")
     if method not in METHODS:
         raise ConfigError(f"{path}: method `{method}` is not run here", f"choose from {', '.join(METHODS)}")
     metric = tree.get("metric") or {"name": "loss", "goal": "minimize"}
+    if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
+        raise ConfigError(f"{path}: metric is `{metric}`", "write `metric: {name: loss, goal: minimize}`")
     goal = metric.get("goal", "minimize")
     if goal not in ("maximize", "minimize"):
         raise ConfigError(f"{path}: goal `{goal}`", "choose from maximize, minimize")
-    parameters = {config_files.canonical(name): _values(name, given, method, path)
+    for key, least in (("run_cap", 1), ("seed", 0)):
+        if tree.get(key) is not None and not (isinstance(tree[key], int) and least <= tree[key] < 2**32):
+            raise ConfigError(f"{path}: {key} is `{tree[key]}`", f"give a whole number, {least} or more")
+    parameters = {config_files.canonical(str(name)): _values(name, given, method, path)
                   for name, given in tree["parameters"].items()}
     if "output_dir" in parameters:
         raise ConfigError(f"{path}: output_dir cannot be varied", "each run has a folder of the sweep")
-    return Sweep(tree.get("name", path.stem), method, parameters, metric["name"].removeprefix("eval."), goal,
-                 tree.get("run_cap"), tree.get("seed", 0))
+    return Sweep(str(tree.get("name") or path.stem), method, parameters, metric["name"].removeprefix("eval."), goal,
+                 tree.get("run_cap"), tree.get("seed") or 0)
 
 
 def _values(name: str, given: Any, method: str, path: Path) -> Any:
@@ -116,10 +121,14 @@ def _values(name: str, given: Any, method: str, path: Path) -> Any:
     if "value" in given:
         return [given["value"]]
     if "values" in given:
-        return list(given["values"])
+        if not isinstance(given["values"], list) or not given["values"]:
+            raise ConfigError(f"{path}: parameter {name} has the values `{given['values']}`", HOW)
+        return given["values"]
     if not {"min", "max"} <= given.keys():
         raise ConfigError(f"{path}: parameter {name} has no values", HOW)
     low, high = given["min"], given["max"]
+    if not all(isinstance(end, int | float) and abs(end) < 2**62 for end in (low, high)):
+        raise ConfigError(f"{path}: {name} from {low} to {high}", "min and max have to be numbers such as 2 or 1.0e-5")
     whole = isinstance(low, int) and isinstance(high, int)
     kind = given.get("distribution", "int_uniform" if whole else "uniform")
     if kind not in DISTRIBUTIONS:
@@ -130,6 +139,8 @@ def _values(name: str, given: Any, method: str, path: Path) -> Any:
     if method == "grid":
         raise ConfigError(f"{path}: {name} has a distribution, and a grid needs values", "use `method: random`")
     if kind == "int_uniform":
+        if not whole:
+            raise ConfigError(f"{path}: {name} from {low} to {high} with {kind}", "give it whole numbers")
         return scipy.stats.randint(low, high + 1)
     return scipy.stats.loguniform(low, high) if kind == "log_uniform_values" else scipy.stats.uniform(low, high - low)
 

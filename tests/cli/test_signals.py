@@ -91,23 +91,23 @@ def hang():
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex), lock(mutex)  # for ever, in C: as in a collective, no handler of Python's is run
 
-def work():
+def work(rest):
     while not request:
         time.sleep(0.01)
-    time.sleep(1.5)  # the rest of the step
+    time.sleep(rest)  # of the step
 
 with interrupts.stop_requests() as request:
     print("ready", flush=True)
-    {does}()
+    {does}
 print("granted", int(request.signal), flush=True)
 """
 
 
 TWICE = {  # what the rank does, seconds to the second signal, that signal, exit code
-    "forwarded twice": ("work", 0.05, signal.SIGUSR1, 0),
-    "forwarded as another": ("work", 0.05, signal.SIGTERM, 0),
-    "a second wish": ("work", SAME_WISH + 0.3, signal.SIGINT, -signal.SIGINT),
-    "a second wish in a collective": ("hang", SAME_WISH + 0.3, signal.SIGTERM, 128 + signal.SIGTERM),
+    "forwarded twice": ("work(1.5)", 0.05, signal.SIGUSR1, 0),
+    "forwarded as another": ("work(1.5)", 0.05, signal.SIGTERM, 0),
+    "a second wish": ("work(60)", SAME_WISH + 0.3, signal.SIGINT, -signal.SIGINT),
+    "a second wish in a collective": ("hang()", SAME_WISH + 0.3, signal.SIGTERM, 128 + signal.SIGTERM),
 }
 
 
@@ -163,11 +163,13 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
         args=(train_for_ever, tmp_path / "run"))
     launcher.start()
     lines, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not lines.exists() or len(lines.read_text().splitlines()) < 3:
-        assert launcher.is_alive() and time.monotonic() < end
-        time.sleep(0.05)
-    ranks = psutil.Process(launcher.pid).children(recursive=True)
-    launcher.kill()
+    try:
+        while not lines.exists() or len(lines.read_text().splitlines()) < 3:
+            assert launcher.is_alive() and time.monotonic() < end
+            time.sleep(0.05)
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+    finally:
+        launcher.kill()
     gone, left = psutil.wait_procs(ranks, timeout=60)
     for rank in left:
         rank.kill()

@@ -215,17 +215,6 @@ def test_what_cannot_work_is_refused_with_the_reason(build_it, told):
     assert told in str(refused.value) and refused.value.instead
 
 
-def test_version_2_is_given_the_same_job(spot):
-    config = build({"model": "tiny-bert", "max_steps": 4})
-    chosen = job(config=config, max_hours=3, spot=True, max_wait_hours=5, name="tweets")
-    found = sagemaker.estimator_v2(chosen, Account(ROLE, bucket="mine", tags={"team": "nlp"}))
-    assert found["hyperparameters"] == spot["HyperParameters"] and found["tags"] == spot["Tags"]
-    assert found["metric_definitions"] == spot["AlgorithmSpecification"]["MetricDefinitions"]
-    assert found["image_uri"] == spot["AlgorithmSpecification"]["TrainingImage"]
-    assert (found["max_run"], found["max_wait"], found["use_spot_instances"]) == (10800, 18000, True)
-    assert found["distribution"] == {"torch_distributed": {"enabled": True}}
-
-
 @pytest.mark.parametrize(("more", "keys", "told"), [
     ([], False, "is no ARN of a role"),
     (["--role", ROLE], False, "no AWS credentials were found"),

@@ -22,7 +22,7 @@ from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CheckpointError, ConfigError, TrainingInterrupted
 from course_lib.modeling import presets
 from course_lib.parallel.shards import Piece
-from course_lib.runtime.launch import launch
+from course_lib.runtime.launch import RankError, launch
 from course_lib.runtime.seeding import rng_state, seed_everything
 from course_lib.training import background, checkpoint, outputs, resuming, sharded, tensorfile
 from course_lib.training.callbacks import Callback
@@ -359,6 +359,17 @@ def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
     assert resuming.find(trainer("auto", copied)) == nine.parent / checkpoint.name(12)
 
 
+@pytest.mark.timeout(60)
+def test_a_rank_that_dies_meanwhile_is_no_fault_of_the_checkpoint(tmp_path, nine):
+    trainer = trainer_of(tmp_path, Recorder(), resume_from_checkpoint=str(nine))
+    for error, told in ((RuntimeError("Connection closed by peer [127.0.0.1]:9"), RuntimeError),
+                        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+                        (KeyError("weight"), CheckpointError)):
+        trainer.read_tensors = mock.Mock(side_effect=error)
+        with pytest.raises(told):
+            resuming.resume(trainer)
+
+
 SHARDED = [{"strategy": "ddp", "engine": "torch"}, {"strategy": "zero1", "engine": "torch"},
            {"strategy": "zero2", "engine": "scratch"}, {"strategy": "zero3", "engine": "scratch"},
            {"strategy": "fsdp", "engine": "torch", "async_save": True},
@@ -406,7 +417,40 @@ def on_two_ranks(folder):
     for name, copy in (("copied", background.replace), ("not copied", lambda piece, data: piece)):
         with mock.patch.object(background, "replace", copy):
             found[name] = saved_while_training(folder / name)
+
+    found["parts"] = saved_without_a_shared_disk(folder / "parts")
+    found["best"] = [best_without_a_shared_disk(folder / f"best {i}", SHARDED[i]) for i in (0, 1, 4, 5)]
     return found
+
+
+def saved_without_a_shared_disk(folder):
+    """The files of each machine's part of a checkpoint that was written while training went on, a rank a machine."""
+    rank = torch.distributed.get_rank()
+    run_dir = folder / f"machine {rank}"
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        saver = background.BackgroundSaver(run_dir, None, torch.distributed.barrier)
+        piece = Piece(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
+        saver.start(1, lambda part: (part / f"rank-{rank}").touch(), {"model/w": piece})
+        saver.wait()
+    return sorted(path.name for path in (run_dir / checkpoint.name(1)).iterdir())
+
+
+def best_without_a_shared_disk(folder, options):
+    """Lose the weights after an evaluation that was the best; gives what came back otherwise, and who has the file."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    plain = {"training_type": "accelerated", "batch_size": 1}
+    trainer = trainer_of(folder / f"machine {torch.distributed.get_rank()}", Recorder(), **(plain | options))
+    tensors = ({name: piece.data for name, piece in trainer.engine.pieces().items()} if trainer.engine.shards_state
+               else trainer.model.state_dict())
+    trainer.save_best()
+    best = dict(leaves(tensors, ""))
+    for tensor in tensors.values():
+        tensor.zero_()
+    lost = differing(dict(leaves(tensors, "")), best)
+    trainer.state.best_step, trainer.state.step = 1, 2
+    trainer.load_best()
+    return len(lost), differing(dict(leaves(tensors, "")), best), trainer.best_file.exists()
 
 
 def saved_while_training(folder):
@@ -432,10 +476,10 @@ def saved_while_training(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, small_models):
-    return launch(on_two_ranks, tmp_path_factory.mktemp("ranks"), num_processes=2, timeout=150)
+    return launch(on_two_ranks, tmp_path_factory.mktemp("ranks"), num_processes=2, timeout=400)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("i", range(len(SHARDED)), ids=[f"{o.get('strategy', 'pipeline')}" for o in SHARDED])
 def test_ranks_resume_to_the_bit(two_ranks, i):
     results = [rank["chains"][i] for rank in two_ranks]
@@ -446,14 +490,37 @@ def test_ranks_resume_to_the_bit(two_ranks, i):
         assert sorted(row for rows in both for row in rows) == list(range(22)), "an epoch, each row on one rank"
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 def test_a_rank_more_than_saved_has_a_stream_of_its_own(two_ranks):
     (_, before_0, after_0), (_, before_1, after_1) = (rank["streams"] for rank in two_ranks)
     assert len({before_0, after_0, before_1, after_1}) == 4
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 def test_asynchronous_saving_never_mixes_two_steps(two_ranks):
     for rank in two_ranks:
         assert rank["copied"] == {1: {1.0}, 2: {2.0}}
         assert rank["not copied"] == {1: {2.0}, 2: {3.0}}, "the copy is what does it"
+
+
+@pytest.mark.timeout(450)
+def test_machines_without_a_shared_disk_keep_their_parts_and_get_the_best_weights_back(two_ranks):
+    first, second = two_ranks
+    assert first["parts"] == [checkpoint.MANIFEST, "rank-0", "shards"] and second["parts"] == ["rank-1", "shards"]
+    for rank in two_ranks:
+        assert [differences for _, differences, _ in rank["best"]] == [[]] * 4
+        assert all(lost for lost, _, _ in rank["best"]) and len(rank["best"]) == 4
+    assert {has for *_, has in first["best"]} == {True} and {has for *_, has in second["best"]} == {False}
+
+
+def fails_alone(folder):
+    """Rank 1 fails a step after a checkpoint was begun, which the other rank knows nothing of."""
+    torch.distributed.init_process_group("gloo")
+    recorder = Recorder(crash_at=4 if torch.distributed.get_rank() else None)
+    trainer_of(folder, recorder, **{"training_type": "accelerated", "batch_size": 1} | SHARDED[4]).train()
+
+
+@pytest.mark.timeout(100)
+def test_a_rank_that_fails_while_a_checkpoint_is_written_says_so_and_waits_for_nobody(tmp_path):
+    with pytest.raises(RankError, match=r"rank 1 raised \S+Crash"):
+        launch(fails_alone, tmp_path, num_processes=2, timeout=60)

@@ -110,8 +110,6 @@ def test_broken_inspected_fixed(trial):
     CHECKS.get(name, lambda *outcomes: None)(broken, fixed)
 
 
-
-
 def test_of_two_ranks_each_is_the_others_only_suspect():
     scenario = lab.SCENARIOS["different dtypes"]
     assert scenario.tool.named(lab.run(scenario, 2, "inspected")) == {0, 1}

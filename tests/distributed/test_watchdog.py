@@ -23,9 +23,10 @@ from course_lib.runtime.flight import FlightRecorder
 from course_lib.runtime.launch import RankError, launch
 from course_lib.runtime.meter import Meter
 from course_lib.runtime.page import ENDED, Page, read_page
+from course_lib.runtime.verdicts import BUSY_FACTOR
 from course_lib.runtime.watchdog import Watchdog, read_reports
 
-SECONDS = 1.0
+SECONDS, LONG_SECONDS = 1.0, 30.0
 STEPS, FAULTY, CULPRIT = 6, 3, 1
 HERE = os.path.relpath(__file__)
 
@@ -55,7 +56,7 @@ def train(fault, folder):
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     loader = torch.utils.data.DataLoader(Stuck(), batch_size=None, num_workers=1) if fault == "loader" else range(STEPS)
     rows = torch.ones(4)
-    with Watchdog(SECONDS, folder / "hang") as dog:
+    with Watchdog(LONG_SECONDS if fault == "dead" else SECONDS, folder / "hang") as dog:
         batches = iter(loader)
         for step in range(STEPS):
             if step == FAULTY:
@@ -138,15 +139,17 @@ def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, mon
         assert f"line {line_of('elsewhere')}, in train" in reports[0].stacks, "rank 1's stack stands in rank 0's report"
         backend = json.loads((tmp_path / "hang" / "hang-rank0.json").read_text())["backend"]
         assert backend["entries"][-1]["profiling_name"] == "gloo:all_reduce" and not backend["entries"][-1]["retired"]
-    assert written < SECONDS + 2 or fault == "dead"
-    assert (written < 2 and ended < 5) or fault != "dead"
+    if fault == "dead":
+        assert ended < LONG_SECONDS / 2, "a death is seen at once"
+    else:
+        assert written < BUSY_FACTOR * SECONDS, "it counts as no work"
 
 
 @pytest.mark.timeout(60)
 def test_a_receive_whose_send_never_comes(tmp_path):
     """Rank 0 waits for rank 1's send, and rank 1 for rank 0's all-reduce: a circle, of which both are named."""
     reports, written, _, _ = after("recv", tmp_path, ranks=2)
-    assert {report.rank for report in reports} == {0, 1} and written < SECONDS + 2
+    assert {report.rank for report in reports} == {0, 1} and written < BUSY_FACTOR * SECONDS
     for report in reports:
         first, second = report.verdicts
         assert (first.rank, first.collective, first.line) == (0, "recv", line_of("recv"))
@@ -180,8 +183,8 @@ def works():
                 time.sleep(0.05)
 
     def beats():
-        for step in range(4):
-            time.sleep(SECONDS / 2)
+        for step in range(8):
+            time.sleep(SECONDS / 4)
             dog.beat(step)
 
     for slow in (evaluates, compiles, saves, beats):
@@ -274,7 +277,6 @@ def ends_on_request(holds, folder):
     with Watchdog(30, folder / "hang", holds_sigterm=holds):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
             (folder / "still there").touch()
         time.sleep(20)
 
@@ -290,8 +292,8 @@ def test_sigterm_is_held_back_for_the_report_and_no_longer(holds, tmp_path):
 
 
 def hangs_alone(folder, ends):
-    with Watchdog(0.5, folder, ends=ends):
-        deadline = time.monotonic() + 10
+    with Watchdog(SECONDS, folder, ends=ends):
+        deadline = time.monotonic() + 20
         while not (folder / "hang-rank0.txt").exists() and time.monotonic() < deadline:
             threading.Event().wait(1)
     return read_reports(folder)

@@ -42,6 +42,7 @@ def test_the_search_and_its_maps(lesson):
     assert lesson["layouts"] == found.considered and lesson["mfu"] == found.best.cost.mfu
     assert 0 < lesson["fits"] <= lesson["layouts"]
     assert 4 <= lesson["places_with_nothing"] < 25 and 5 < lesson["rule_agrees"] < 49
+    assert 0 < lesson["ties"] < 49 - lesson["rule_agrees"], "some disagreements are ties, and not all"
     assert lesson["rows_compared"] == 139 and lesson["median_error"].endswith("%")
 
 

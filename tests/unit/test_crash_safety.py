@@ -227,11 +227,20 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(tmp_path):
 
 
 def saves_for_ever(run):
-    step = max((read(folder)[0] for folder in checkpoint.in_order(run)), default=0)
-    while True:
-        step += 1
-        checkpoint.write(run, step, files_of(step))
-        checkpoint.prune(run, 2)
+    """In a forked process; gives its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        step = max((read(folder)[0] for folder in checkpoint.in_order(run)), default=0)
+        while True:
+            step += 1
+            checkpoint.write(run, step, files_of(step))
+            checkpoint.prune(run, 2)
+    except BaseException:  # it must not get back into pytest
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 @pytest.mark.timeout(120)
@@ -240,14 +249,16 @@ def test_killed_at_thirty_moments(tmp_path):
     draw, last, unfinished = random.Random(0), 0, 0
     for _ in range(30):
         checkpoint.tidy(tmp_path)
-        pid = os.fork()
-        if not pid:
-            saves_for_ever(tmp_path)
-        while not ((tmp_path / checkpoint.name(last + 1)).exists() and any(tmp_path.glob(".checkpoint-*.writing"))):
-            time.sleep(0.0005)
-        time.sleep(draw.uniform(0, 0.01))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        pid = saves_for_ever(tmp_path)
+        try:
+            while not ((tmp_path / checkpoint.name(last + 1)).exists()
+                       and any(tmp_path.glob(".checkpoint-*.writing"))):
+                assert not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "it goes on saving"
+                time.sleep(0.0005)
+            time.sleep(draw.uniform(0, 0.01))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         unfinished += any(tmp_path.glob(".checkpoint-*"))
         step, _ = read(checkpoint.latest(tmp_path))
         assert step > last

@@ -62,6 +62,16 @@ def test_an_operator_without_a_deterministic_form_is_named():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_what_was_asked_for_before_is_put_back():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic():
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 RUN = ("train", "--training_type", "basic", "--model", "tiny-bert", "--device", "cpu", "--max_train_samples", "16",
        "--max_eval_samples", "9", "--max_length", "16", "--batch_size", "4", "--max_steps", "3", "--logging_steps", "1",
        "--save_steps", "0", "--eval_steps", "0", "--keep_best", "false", "--baselines", "false",

@@ -234,6 +234,40 @@ def test_plans(tmp_path):
     assert ends[0] and ends[2]
 
 
+@st.composite
+def sweep_files(draw):
+    """A sweep that is nearly right."""
+    parts = st.fixed_dictionaries({}, optional={
+        "values": st.just([1, 2]) | TREES, "value": TREES, "min": st.integers(0, 4) | SCALARS,
+        "max": st.integers(3, 9) | SCALARS, "distribution": st.sampled_from(["int_uniform", "uniform"]) | SCALARS})
+    right = st.sampled_from([{"values": [1, 2]}, {"value": 3}, {"min": 1, "max": 4}])
+    names = st.sampled_from(["batch_size", "seed"])
+    parameters = st.dictionaries(names, right, min_size=1) | st.dictionaries(names | SCALARS, right | parts) | TREES
+    tree = draw(st.fixed_dictionaries(
+        {"method": st.sampled_from(["grid", "random"]), "parameters": parameters},
+        optional={"metric": TREES, "run_cap": st.integers(-2, 40) | WORDS, "seed": SCALARS, "name": TREES}))
+    return yaml.safe_dump(tree, allow_unicode=True)
+
+
+@pytest.mark.timeout(200)
+def test_sweeps(tmp_path):
+    ends, path = Counter(), tmp_path / "sweep.yaml"
+
+    @fuzz(50)
+    @given(sweep_files())
+    @example("method: grid\nparameters: {seed: {values: [1, 2]}}\n")
+    @example("method: random\nparameters: {learning_rate: {min: 1e-5, max: 1e-3}}\n")
+    @example("metric: loss\nparameters: {seed: {values: [1]}}\n")
+    @example("1: 2\nparameters: {1: {values: [1]}}\n")
+    @example("parameters: {seed: {values: 12}}\n")
+    def check(content):
+        path.write_text(content, encoding="utf-8")
+        ends[called(["sweep", str(path), "--dry_run"])] += 1
+
+    check()
+    assert ends[0] > 3 and ends[2] > 5 and [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
 def fresh(tmp_path):
     folder = tmp_path / "fuzzed-output"
     shutil.rmtree(folder, ignore_errors=True)

@@ -5,8 +5,10 @@ import subprocess
 
 import pytest
 import yaml
+from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from deepspeed.runtime.config import DeepSpeedConfig
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import HfArgumentParser, TrainingArguments
 
 from course_lib import cli, config_files
@@ -20,7 +22,9 @@ CASES = {  # by family: the options of `course plan`, and what lies beside the f
                ["deepspeed.json", "training_arguments.json", "sagemaker.sh"]),
     "offload": ("--model facebook/opt-6.7b --gpu A100-40 --gpus 8 --max-memory-gb 12 --families ZeRO-3",
                 ["deepspeed.json", "training_arguments.json", "sagemaker.sh"]),
-    "FSDP": ("--model llama-8b --gpu RTX-4090 --gpus 8 --families FSDP --sequence-length 512",
+    "FSDP offload": ("--model facebook/opt-6.7b --gpu A100-40 --gpus 8 --max-memory-gb 12 --families FSDP",
+                     ["training_arguments.json", "sagemaker.sh"]),
+    "FSDP": ("--model llama-8b --gpu RTX-4090 --gpus 8 --families FSDP --sequence-length 512 --global-batch 64",
              ["training_arguments.json"]),
     "pipeline": ("--model gpt2-xl --gpu H100 --gpus 8 --families 3-D --sequence-length 512", ["sagemaker.sh"]),
     "masked": ("--model bert-base-uncased --gpu T4 --gpus 4 --families ZeRO-2 --sequence-length 128",
@@ -43,8 +47,16 @@ def test_each_file_is_read_by_its_tool(emitted, monkeypatch):
     config = config_files.load([folder / "course.yaml"])
     read = load_config_from_file(str(folder / "accelerate.yaml"))
     assert read.num_processes == config.run.num_processes and read.num_machines == {"ZeRO-3": 2, "FSDP": 2}.get(name, 1)
-    fsdp = {"FSDP": "LlamaDecoderLayer"}.get(name)
+    fsdp = {"FSDP": "LlamaDecoderLayer", "FSDP offload": "OPTDecoderLayer"}.get(name)
     assert read.fsdp_config.get("fsdp_transformer_layer_cls_to_wrap") == fsdp
+    assert (config.parallel.offload != "none") == name.endswith("offload")
+    if fsdp:
+        asked = read.fsdp_config["fsdp_offload_params"]
+        assert asked == (name == "FSDP offload")
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=asked)
+        assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) == asked
+        arguments = json.loads((folder / "training_arguments.json").read_text())
+        assert arguments["fsdp_config"]["cpu_offload"] == asked
     for script in folder.glob("*.s*"):
         if script.suffix in (".sh", ".sbatch"):
             subprocess.run(["bash", "-n", script], check=True, timeout=20)

@@ -15,7 +15,8 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.fsdp_torch import shard_with_torch
 from course_lib.planning import memory, models
 from course_lib.planning import simulate as simulated
-from course_lib.planning.simulate import STRATEGIES, Setting, compare, simulate
+from course_lib.planning.formula_check import compare
+from course_lib.planning.simulate import STRATEGIES, Setting, simulate
 from course_lib.runtime.launch import launch
 from course_lib.runtime.ledger import KINDS, Ledger
 from course_lib.runtime.meter import Meter

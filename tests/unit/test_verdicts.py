@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from course_lib.runtime.board import Board, Identity
+from course_lib.runtime.flight import FlightRecorder
 from course_lib.runtime.liveness import Activity, process_state, start_ticks
 from course_lib.runtime.page import (
     CALLS,
@@ -255,11 +258,32 @@ def test_with_more_streams_than_a_page_has_room_for_nobody_is_accused_of_missing
     assert seen.has_issued("stream 79", 1) and not seen.has_issued("stream 3", 2)
 
 
-def test_a_call_that_was_cut_short_is_left_out():
+def test_what_was_cut_short_is_left_out():
     page = page_of(("0", 1), ("0", 2))
-    whole = len(read(page).calls)
+    page.write_words({"file": "a.py"})
+    whole = read(page)
     page.write_call(3, 3, 3.0, 2, "0", b'{"stream": "0", "na')
-    assert whole == 2 == len(read(page).calls)
+    words = page.memory.find(b'"a.py"')
+    page.memory[words : words + 6] = b'"b.py,'  # copied while its writer was at it
+    cut = read(page)
+    assert (len(whole.calls), whole.words) == (2, {"file": "a.py"}) and (len(cut.calls), cut.words) == (2, {})
+
+
+@pytest.mark.parametrize(("path", "ranks"), [
+    ("train.py", (0, 1)), ("/home/проект/" * 60 + "train.py", (0, 1)), ("train.py", (*range(200), 999)),
+    ("/home/проект/" * 60 + "train.py", (*range(200), 999))])
+def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_ranks(path, ranks):
+    page, group = Page(), SimpleNamespace(rank=lambda: 0)
+    recorder = FlightRecorder(page)
+    recorder._groups["0"] = ranks
+    key = "allreduce_", (2, 3), torch.float32, 1, "0", None, None, 0, 7
+    text, stream, _ = recorder._text(key, group, compile("", path, "exec"))
+    page.write_call(1, 1, 1.0, 0, stream, text)
+    page.write_call(2, 2, 1.0, 0, stream, text)
+    for call in read(page).calls:
+        assert (call.name, call.shape, call.line, call.file) == ("all_reduce", (2, 3), 7, path[-40:])
+        assert call.ranks == (ranks if len(ranks) == 2 else ())
+    assert len(read(page).calls) == 2
 
 
 @pytest.mark.parametrize(("state", "declared", "life", "shown"), [
@@ -296,11 +320,16 @@ def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
         while boards[0].sightings()[1].step != 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert boards[0].sightings()[1].step == 3 and boards[0].is_local(1) == (machine == "one")
-        boards[1].page.write_flags(RUNNING, declared=True, reported=False)
         boards[1].page.write_words({"dead": [0]})
+        boards[1].page.write_flags(RUNNING, declared=True, reported=False)
         while not boards[0].is_alarming() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert boards[0].is_alarming() and boards[0].sightings()[0].life == "dead", "so says rank 1"
+        boards[1].page.write_flags(LEFT, declared=False, reported=False)
+        boards.pop().close()
+        while boards[0].sightings()[1].life != "left" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert boards[0].sightings()[1].life == "left" and not boards[0].is_alarming(), "its last word arrives"
     finally:
         for board in boards:
             board.close()

@@ -20,7 +20,19 @@ from course_lib.parallel.units import blocks
 from course_lib.training.engines.pieces import PieceEngine
 
 
-class TorchZero1(PieceEngine):
+class _OnParameters(PieceEngine):
+    """An engine whose optimizer updates the model's own parameters: the pieces are theirs."""
+
+    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
+        mine = {id(parameter) for group in self.state_owner.param_groups for parameter in group["params"]}
+        return {name: (piece, parameter) for (name, piece), parameter
+                in zip(self.pieces().items(), self.model.parameters(), strict=True) if id(parameter) in mine}
+
+    def refresh(self) -> None:
+        pass  # the next forward reads, or gathers, what stands in the pieces
+
+
+class TorchZero1(_OnParameters):
     """DDP, and an optimizer that keeps the state of its share of the parameters (whole tensors, dealt out)."""
 
     optimizer: ZeroRedundancyOptimizer
@@ -46,20 +58,12 @@ class TorchZero1(PieceEngine):
         return {name: Piece(parameter.shape, 0, parameter.detach().view(-1))
                 for name, parameter in self.model.named_parameters()}
 
-    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
-        mine = {id(parameter) for group in self.optimizer.optim.param_groups for parameter in group["params"]}
-        return {name: (piece, parameter) for (name, piece), parameter
-                in zip(self.pieces().items(), self.model.parameters(), strict=True) if id(parameter) in mine}
-
     @property
     def state_owner(self) -> Optimizer:
         return self.optimizer.optim
 
-    def refresh(self) -> None:
-        pass  # the pieces are the parameters
 
-
-class TorchFSDP(PieceEngine):
+class TorchFSDP(_OnParameters):
     """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -92,16 +96,8 @@ class TorchFSDP(PieceEngine):
                                 parameter.detach().to_local().view(-1))
         return found
 
-    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
-        mine = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        return {name: (piece, parameter) for (name, piece), parameter
-                in zip(self.pieces().items(), self.model.parameters(), strict=True) if id(parameter) in mine}
-
     def state_piece(self, piece: Piece, value: torch.Tensor) -> Piece:
         return super().state_piece(piece, value.to_local() if isinstance(value, DTensor) else value)
-
-    def refresh(self) -> None:
-        pass  # the next forward gathers what stands in the pieces
 
 
 class AccelerateFSDP(TorchFSDP):

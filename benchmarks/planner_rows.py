@@ -1,0 +1,224 @@
+"""How each published row is read: as a model, a plan, a cluster, and what was measured.
+
+What a source leaves open (the micro-batch, stages a pipeline rank) is the fastest of 1, 2, 4, 8, as people tune it;
+what it measured is never looked at for that. What a row leaves out but its source says is cited here.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from course_lib.planning import cost, hardware, models
+from course_lib.planning.plan import Checkpointing, Plan
+
+TRITON_ATTENTION = (0.37, 0.25)
+"""Share of an A100's peak that the first FlashAttention reaches in Triton, forward and backward, the causal half and
+2.5 backward FLOPs counted as here: Triton's own regression test (triton-lang/triton,
+python/test/regression/test_performance.py, ``flash_attention_data``). FlashAttention-2's paper says 25 to 40 %."""
+ROCE = 200e9
+"""Bytes/s of a node's network in MosaicML's A100 tables: 1,600 Gb/s by their headings."""
+GRAND_TETON = {"bandwidth": 2.4e12, "peak": (1 + 835 / 989) / 2}
+"""torchtitan's H100: HBM2e at 2.4 TB/s, limited to 500 W; of its peak the source says only that it lies between SXM's
+(989 TFLOP/s, the datasheet's) and NVL's (835), so the middle (benchmarks/llama3_h100_202412_torchtitan.md, note 2)."""
+
+Setting = tuple[models.Model, Plan, hardware.Cluster, float]
+"""Model, plan, cluster, and the measured tokens/s a GPU."""
+
+
+def gpt(hidden: int, layers: int, heads: int, vocab: int, sequence: int, dropout: float = 0.1) -> models.Model:
+    """A GPT of Megatron's or MosaicML's sizes."""
+    return models.from_config({"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads,
+                               "vocab_size": vocab, "n_positions": sequence, "resid_pdrop": dropout,
+                               "activation_function": "gelu"})
+
+
+def fastest(settings: list[Setting]) -> Setting:
+    """Of what a source leaves open, the choice with which the planner is fastest."""
+    return max(settings, key=lambda each: cost.estimate(*each[:3]).tokens_per_second)
+
+
+def open_choices(model: models.Model, base: dict[str, Any], batch: int, cluster: hardware.Cluster,
+                 tokens: float, micro: int | None = None) -> Setting:
+    """Every micro-batch (and stages a rank, where the schedule is interleaved) that makes up the global batch."""
+    sequences = batch // base["data"]
+    settings = []
+    for size in (1, 2, 4, 8) if micro is None else (micro,):
+        for virtual in (1, 2, 3, 4) if base.get("schedule") == "interleaved" and "virtual" not in base else (None,):
+            if sequences % size or (virtual or 1) * base.get("pipeline", 1) > model.layers:
+                continue
+            extra = {"virtual": virtual} if virtual else {}
+            settings.append((model, Plan(**{**base, **extra}, micro_batch=size, accumulation=sequences // size),
+                             cluster, tokens))
+    return fastest(settings)
+
+
+def megatron_tokens(model: models.Model, tflops: float, sequence: int, passes: int) -> float:
+    """Tokens/s from FLOP/s in Megatron's count, arXiv 2104.04473 section 5.1; ``passes`` 4 with recomputation."""
+    h = model.hidden
+    per_token = 24 * passes * model.layers * h * h * (1 + sequence / 6 / h) + 6 * h * model.vocab
+    return tflops * 1e12 / per_token
+
+
+def megatron_2021(row: dict[str, Any]) -> Setting | None:
+    c = row["config"]
+    if "tp" not in c or "iteration_ms" in row["value"]:
+        return None
+    h100 = c["gpu"] == "H100"
+    model = gpt(c["hidden"], c["layers"], c["heads"], c["vocab"], c["seq"])
+    tokens = megatron_tokens(model, row["value"]["tflops_per_gpu"], c["seq"], 3 if h100 else 4)
+    base = {"sequence_length": c["seq"], "engine": "megatron", "data": c["dp"], "tensor": c["tp"],
+            "pipeline": c["pp"], "compiled": True, "schedule": "interleaved" if c["pp"] > 1 else "1f1b"}
+    if h100:
+        base |= {"stage": 1, "overlap_tensor": True}
+    else:  # 2021: no fused attention, no sequence parallelism, gradients summed after the backward pass
+        base |= {"checkpointing": "full", "flash": False, "sequence_parallel": False, "overlap": False,
+                 "precision": "fp16"}
+    return open_choices(model, base, c["batch"], hardware.cluster("H100" if h100 else "A100-80", c["gpus"]), tokens)
+
+
+def megatron_iteration(row: dict[str, Any]) -> Setting | None:
+    c = row["config"]
+    seconds = row["value"].get("iteration_s_selective_sp") or row["value"].get("iteration_s")
+    if seconds is None:
+        return None
+    base = {"sequence_length": 2048, "engine": "megatron", "data": c["dp"], "tensor": c["tp"], "pipeline": c["pp"],
+            "compiled": True, "schedule": "interleaved", "virtual": 3, "checkpointing": "selective",
+            "flash": False, "overlap": False, "precision": "fp16"}
+    model = gpt(20480, 105, 128, 51200, 2048)
+    tokens = c["global_batch"] * 2048 / seconds / c["gpus"]
+    return open_choices(model, base, c["global_batch"], hardware.cluster("A100-80", c["gpus"]), tokens, 1)
+
+
+def zero3_against_ptd(row: dict[str, Any]) -> Setting:
+    c = row["config"]
+    big = c["params_B"] > 500
+    model = gpt(20480, 105, 128, 51200, 2048) if big else gpt(12288, 96, 96, 51200, 2048)
+    tokens = megatron_tokens(model, row["value"]["tflops_per_gpu"], 2048, 4)
+    cluster = hardware.cluster("A100-80", c["gpus"])
+    base = {"sequence_length": 2048, "checkpointing": "full", "flash": False, "compiled": True, "precision": "fp16",
+            "sequence_parallel": False}
+    if "ZeRO" in c["scheme"]:
+        base |= {"engine": "deepspeed", "stage": 3, "data": c["gpus"]}
+    else:
+        base |= {"engine": "megatron", "tensor": 8, "pipeline": 35, "data": c["gpus"] // 280,
+                 "schedule": "interleaved", "overlap": False}
+    return open_choices(model, base, c["batch"], cluster, tokens, c["microbatch"])
+
+
+def llama_405b(row: dict[str, Any]) -> Setting:
+    c = row["config"]
+    model = models.load("llama-405b")
+    tokens = row["value"]["tflops_per_gpu"] * 1e12 / model.flops(c["seq"] // 2)  # counts the causal half
+    base = {"sequence_length": c["seq"], "engine": "fsdp", "stage": 3, "data": c["dp"], "tensor": c["tp"],
+            "pipeline": c["pp"], "context": c["cp"], "compiled": True, "schedule": "interleaved"}
+    return open_choices(model, base, c["dp"] * c["batch_per_dp"], hardware.cluster("H100", c["gpus"]), tokens, 1)
+
+
+def mosaic(row: dict[str, Any], flash2: bool = False) -> Setting:
+    """A step of MosaicML's.
+
+    The tables' script sets ``attn_impl`` to ``triton``, as the models' YAML files do (mosaicml/llm-foundry,
+    scripts/train/benchmarking/submit_benchmarks.py at 12a63191, scripts/train/yamls): FlashAttention of the first
+    version. For H100, on which nobody published that kernel's rate, it is read as the catalogue's FlashAttention-2;
+    the sweep of large clusters (sweep.py there) took either.
+
+    Args:
+        row: of published.json.
+        flash2: read A100's rows with the catalogue's FlashAttention-2 too, against what the script says.
+    """
+    c = row["config"]
+    name = {"a100_40gb": "A100-40", "a100_80gb": "A100-80", "h100_80gb": "H100"}[c["gpu"]]
+    cluster = hardware.cluster(name, c["gpus"], network=None if name == "H100" else ROCE)
+    if name != "H100" and not flash2:
+        peak = cluster.accelerator.peak["bf16"]
+        rates = TRITON_ATTENTION[0] * peak, TRITON_ATTENTION[1] * peak
+        cluster = replace(cluster, accelerator=replace(cluster.accelerator, attention=rates))
+    plan = Plan(c["seq"], "fsdp", 3, data=c["gpus"], micro_batch=int(c["microbatch"]), compiled=False,
+                accumulation=int(c["grad_accum"]), checkpointing="full" if c["activation_checkpointing"] else "none",
+                precision="fp8" if c["precision"] == "amp_fp8" else "bf16",
+                recipe="mixed" if c["mp_mode"] == "PURE" else "autocast")
+    model = gpt(c["hidden"], c["layers"], c["heads"], c["vocab"], c["seq"], dropout=0.0)
+    return model, plan, cluster, row["value"]["tokens_per_s_per_gpu"]
+
+
+def nanotron(row: dict[str, Any]) -> Setting:
+    c = row["config"]
+    model = models.from_config({
+        "model_type": "llama", "hidden_size": c["hidden"], "num_hidden_layers": c["layers"],
+        "num_attention_heads": c["heads"], "num_key_value_heads": c["kv_heads"], "intermediate_size": c["ffn"],
+        "vocab_size": c["vocab"], "tie_word_embeddings": c["tied_embeddings"]})
+    plan = Plan(c["seq"], "megatron", c["zero"], data=c["dp"], tensor=c["tp"], pipeline=c["pp"],
+                micro_batch=c["mbs"], accumulation=c["grad_accum"], recipe="mixed, fp32 gradients", compiled=True)
+    measured = row["value"].get("tokens_per_s_per_gpu") or (
+        row["value"]["mfu_pct"] / 100 * 989e12 / model.flops(c["seq"]))
+    return model, plan, hardware.cluster("H100", c.get("gpus", plan.gpus)), measured
+
+
+def torchtitan(row: dict[str, Any]) -> Setting | None:
+    c, value = row["config"], row["value"]
+    if "tokens_per_s_per_gpu" not in value and "tokens_per_s_per_gpu_vanilla_tp" not in value:
+        return None
+    size = next((size for size in ("405B", "70B", "8B") if size in c["model"]), None)
+    if size is None:
+        return None
+    low = c.get("float8") or "float8" in f"{c.get('opt')}{c.get('quantization')}"
+    stages, local = c.get("pp", 1), c.get("local_batch", 1)
+    plan = Plan(c.get("seq", 8192), "fsdp", 3, data=c["fsdp"], tensor=c.get("tp", 1), context=c.get("cp", 1),
+                pipeline=stages, micro_batch=local if stages == 1 else 1, accumulation=1 if stages == 1 else local,
+                checkpointing=CHECKPOINTING[c["ac"]], compiled=c.get("compile", "opt" in c),
+                precision="fp8" if low else "bf16",
+                overlap_tensor=bool(c.get("async_tp")) or "asyncTP" in c.get("opt", ""))
+    measured = value.get("tokens_per_s_per_gpu") or value["tokens_per_s_per_gpu_vanilla_tp"]
+    return models.load(f"llama-{size.lower()}"), plan, _titan_cluster(c), measured
+
+
+CHECKPOINTING: dict[str, Checkpointing] = {
+    "full": "full", "selective (op)": "operators", "selective op": "operators", "per-op SAC": "operators",
+    "selective layer": "alternate"}
+"""torchtitan's names; a "selective layer" recomputes every second block by default."""
+
+
+def _titan_cluster(c: dict[str, Any]) -> hardware.Cluster:
+    cluster = hardware.cluster("A100-80" if "A100" in c.get("gpu", "") else "H100", c["gpus"])
+    if "2.4TB/s" not in c.get("gpu", ""):
+        return cluster
+    chip = cluster.accelerator
+    return replace(cluster, accelerator=replace(
+        chip, bandwidth=GRAND_TETON["bandwidth"],
+        peak={dtype: peak * GRAND_TETON["peak"] for dtype, peak in chip.peak.items()}))
+
+
+def megatron_bridge(row: dict[str, Any]) -> Setting | None:
+    c = row["config"]
+    name = c["system"].removeprefix("DGX-")
+    precision = c.get("Precision") or "FP8"
+    if not c["model"].startswith("LLAMA3") or name not in hardware.accelerators() or precision == "NVFP4":
+        return None
+    model = models.load("llama-" + c["model"].split("_")[1].lower())
+    sharded = bool(c.get("FSDP"))
+    tensor, pipeline, context = int(c["TP"]), int(c["PP"]), int(c["CP"])
+    data = int(c["#-GPUs"]) // (tensor * pipeline * context)
+    virtual = c["VP"]
+    plan = Plan(int(c["Sequence Length"]), "fsdp" if sharded else "megatron", 3 if sharded else 1, data=data,
+                tensor=tensor, pipeline=pipeline, context=context, micro_batch=int(c["MBS"]),
+                accumulation=max(1, round(c["GBS"] / data / c["MBS"])), compiled=True, overlap_tensor=True,
+                precision="bf16" if precision == "BF16" else "fp8",
+                **({"schedule": "interleaved", "virtual": int(virtual)} if virtual not in ("n/a", 1.0) else {}))
+    tokens = float(str(row["value"]["tokens_per_s_per_gpu"]).split(" ")[0])
+    return model, plan, hardware.cluster(name, plan.gpus), tokens
+
+
+READERS: dict[str, tuple[str, Callable[[dict[str, Any]], Setting | None]]] = {
+    "weak_scaling_throughput": ("Megatron, weak scaling", megatron_2021),
+    "iteration_time": ("Megatron, iteration", megatron_iteration),
+    "zero3_vs_ptd_throughput": ("ZeRO-3 against 3-D", zero3_against_ptd),
+    "parallel_config_throughput": ("Llama 3 405B", llama_405b),
+    "fsdp_throughput": ("MosaicML FSDP", mosaic),
+    "best_config": ("nanotron, best", nanotron),
+    "measured_memory_throughput": ("nanotron, logs", nanotron),
+    "fsdp_throughput_memory": ("torchtitan FSDP", torchtitan),
+    "tp_throughput_memory": ("torchtitan TP", torchtitan),
+    "cp_throughput_memory": ("torchtitan CP", torchtitan),
+    "megatron_bridge_throughput": ("Megatron Bridge", megatron_bridge),
+}
+"""By the rows' kind: what the table calls it, and how a row is read; a row that no plan can say gives None."""
