@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where verdicts and reports go; a stopped run goes on")
     parser.add_argument("--tasks", default="", metavar="NAMES",
                         help="tasks or lessons, with commas between [all]")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="answers graded at a time [2]")
+    parser.add_argument("--jobs", type=int, metavar="N", help="answers graded at a time [one a core]")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for a task of a learner [60]")
     parser.add_argument("--memory_gib", type=float, default=4.0, metavar="G", help="memory for one [4]")
     parser.add_argument("--seed", type=int, metavar="N", help="draws the hidden cases [that of --out, or a new one]")
@@ -35,6 +35,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Grade and write the reports, or test the checks themselves."""
+    import joblib
+
     from course_lib.grading.tasks import TASKS
 
     tasks = chosen(TASKS, args.tasks)
@@ -44,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("no submissions", "course grade SUBMISSIONS... --out DIR")
     if args.out is None:
         raise ConfigError("no --out", "say where verdicts and reports go: --out DIR")
-    if args.jobs < 1 or args.seconds <= 0 or args.memory_gib <= 0:
+    jobs = joblib.cpu_count() if args.jobs is None else args.jobs
+    if jobs < 1 or args.seconds <= 0 or args.memory_gib <= 0:
         raise ConfigError("--jobs, --seconds and --memory_gib have to be above 0")
 
     from course_lib.grading import reports
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     solutions = None if args.public_only else args.solutions or solutions_folder()
     limits = Limits(seconds=args.seconds, memory=int(args.memory_gib * 2**30))
     submissions = read_submissions(args.submissions, tasks)
-    grading = Grading(tasks, solutions, args.out, Sandbox(isolated=not args.no_sandbox), limits, args.jobs, args.seed)
+    grading = Grading(tasks, solutions, args.out, Sandbox(isolated=not args.no_sandbox), limits, jobs, args.seed)
     grades = grading.grade(submissions)
     reports.write_all(args.out, grades, tasks, submissions, isolated=not args.no_sandbox, hidden=solutions is not None)
     if args.no_sandbox:

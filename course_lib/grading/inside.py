@@ -5,11 +5,13 @@ by one that does. It hands a case's inputs over only when every rank is ready, a
 what went through the loopback from then until the last observation. What a rank writes it passes on as bytes.
 
 Standard input, each part behind its length: the job, then a case's inputs for each case. Standard output: STARTED, then
-records of case, rank, length and so many packed bytes; rank WIRE is the trusted process itself.
+records of case, rank, length and so many packed bytes; rank WIRE is the trusted process itself. In the job's case `met`
+rank 1 is a trusted process too (`course_lib.grading.peer`), and has an input of its own behind the others'.
 """
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import os
 import resource
@@ -23,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from course_lib.grading import peer
 from course_lib.grading.plain import NotPlain, pack, unpack
 from course_lib.grading.task import Case, Task
 
@@ -38,28 +41,36 @@ _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main() -> None:
-    """Grade the job on standard input."""
+    """Grade the job on standard input; never returns."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of the answer may read our memory or our open files
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     out = os.dup(1)
     job = unpack(_read_part(0))
-    task: Task = importlib.import_module(job["tasks"]).TASKS[job["task"]]
-    if task.needs_ranks:
+    task = _task(job["module"], job["task"])
+    if task.needs_ranks or "torch" in job["source"]:
         import torch.distributed  # once, before the ranks are forked
 
         torch.set_num_threads(1)
     _limit(job["limits"])
     _write(out, STARTED)
     for number, world_size in enumerate(job["world_sizes"]):
-        replies, wire = _Ranks(task, job, number, world_size, out).run()
+        ranks = _Ranks(task, job, number, world_size, out)
+        replies, wire = ranks.run()
         for rank, reply in replies.items():
             _write(out, RECORD.pack(number, rank, len(reply)) + reply)
         counted = pack(wire)
         _write(out, RECORD.pack(number, WIRE, len(counted)) + counted)
         _end_descendants()
-        if not all(replies.values()):
+        if not all(replies.values()) or ranks.failed():
             break
+    os._exit(0)  # to take torch's modules down one by one costs a tenth of the whole grading
+
+
+def _task(module: str, name: str) -> Task:
+    """The task of that name; only its module is imported."""
+    found = vars(importlib.import_module(module)).values()
+    return next(each for each in found if isinstance(each, Task) and each.name == name)
 
 
 def _limit(limits: dict[str, float]) -> None:
@@ -81,18 +92,24 @@ class _Ranks:
         self.said = [bytearray() for _ in range(world_size)]
         self.open = set(range(world_size))
         self.done: list[int] = []  # in this order: what fails after another has failed may be a consequence
+        self.met = number == job["met"]
+        self.announced: tuple[int, ...] = os.pipe() if self.met else ()  # from rank 0 to ours
 
     def run(self) -> tuple[dict[int, bytes], int]:
         """Each rank's packed observation, the first to be done first, empty where it gave none; bytes on the wire."""
         for rank in range(self.world_size):
             self._start(rank)
+        for each in self.announced:
+            os.close(each)
         self._read_until(parts=1)
-        inputs, wire = _read_part(0), 0
-        if not any(map(self._failed, range(self.world_size))):
+        inputs, wire = [_read_part(0)] * self.world_size, 0
+        if self.met:
+            inputs[peer.RANK] = _read_part(0)
+        if not self.failed():
             before = _loopback_bytes()
-            for _, writer in self.ends:
+            for (_, writer), its in zip(self.ends, inputs, strict=True):
                 with contextlib.suppress(BrokenPipeError):
-                    _send(writer, inputs)
+                    _send(writer, its)
             self._read_until(parts=2)
             wire = _loopback_bytes() - before
         for reader, writer in self.ends:
@@ -101,13 +118,24 @@ class _Ranks:
         ranks = dict.fromkeys([*self.done, *range(self.world_size)])
         return {rank: self._answer(rank) for rank in ranks}, wire
 
+    def failed(self) -> bool:
+        """Whether a rank has."""
+        return any(map(self._failed, range(self.world_size)))
+
     def _start(self, rank: int) -> None:
         to_us, theirs = os.pipe()
         ours, to_them = os.pipe()
         if os.fork() == 0:
             for each in (to_us, to_them, self.out, *(end for pair in self.ends for end in pair)):
                 os.close(each)
-            _be_rank(self.task, self.job, self.number, rank, self.world_size, ours, theirs)
+            join = functools.partial(_join, self.job, self.number, rank, self.world_size)
+            if not self.met:
+                _be_rank(self.task, self.job, join, self.world_size, rank, None, ours, theirs)
+            from_rank, to_peer = self.announced
+            os.close(to_peer if rank == peer.RANK else from_rank)
+            if rank == peer.RANK:
+                _be_peer(join, from_rank, ours, theirs)
+            _be_rank(self.task, self.job, join, self.world_size, rank, to_peer, ours, theirs)
         os.close(theirs)
         os.close(ours)
         self.ends.append((to_us, to_them))
@@ -156,22 +184,25 @@ class _Ranks:
         return b"" if not parts or parts[-1] == READY else parts[-1]
 
 
-def _be_rank(task: Task, job: dict[str, Any], number: int, rank: int, world_size: int, reader: int, writer: int
-             ) -> None:
+def _be_rank(task: Task, job: dict[str, Any], join: Callable[[], None], world_size: int, rank: int,
+             announces: int | None, reader: int, writer: int) -> None:
     """Observe the learner's function on one rank; never returns."""
     try:
         _quieten()
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         function = _function(job["source"], task.function)
         if task.needs_ranks:
-            import torch.distributed
+            join()
+        if announces is not None:
+            from course_lib.grading.recorder import Recorder
 
-            torch.distributed.init_process_group(
-                "gloo", init_method=f"file://{os.getcwd()}/ranks-{number}", rank=rank, world_size=world_size,
-                timeout=timedelta(seconds=job["limits"]["seconds"]))
+            Recorder.announces = announces
         _send(writer, READY)
         case = Case(world_size, unpack(_read_part(reader)))
-        _send(writer, pack(task.observe(function, case, rank)))
+        observed = pack(task.observe(function, case, rank))
+        if announces is not None:
+            os.close(announces)
+        _send(writer, observed)
         os.read(reader, 1)  # our connections stay open until the others have done
     except NotPlain as error:
         _send(writer, pack({"error": f"returned what is not plain data: {error}"[:ERROR_CHARACTERS]}))
@@ -179,6 +210,29 @@ def _be_rank(task: Task, job: dict[str, Any], number: int, rank: int, world_size
         _send(writer, pack({"error": f"raised {type(error).__name__}: {error}"[:ERROR_CHARACTERS]}))
     finally:
         os._exit(0)
+
+
+def _be_peer(join: Callable[[], None], announced: int, reader: int, writer: int) -> None:
+    """Be the rank that meets the learner's, and stay closed to its processes; never returns."""
+    try:
+        _quieten()
+        join()
+        _send(writer, READY)
+        given = unpack(_read_part(reader))
+        _send(writer, pack(peer.follow(announced, given["number"])))
+    except Exception as error:  # as the learner's rank may do anything to the connection
+        _send(writer, pack({"error": f"met {type(error).__name__}: {error}"[:ERROR_CHARACTERS]}))
+    finally:
+        os._exit(0)
+
+
+def _join(job: dict[str, Any], number: int, rank: int, world_size: int) -> None:
+    """Make the process group of a case."""
+    import torch.distributed
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{os.getcwd()}/ranks-{number}", rank=rank, world_size=world_size,
+        timeout=timedelta(seconds=job["limits"]["seconds"]))
 
 
 def _function(source: str, name: str) -> Callable[..., Any]:

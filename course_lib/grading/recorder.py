@@ -1,6 +1,7 @@
 """Notes what happens on a rank, in order: collectives as they are issued, waits for them, and what an observer adds."""
 
-from typing import Any
+import os
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,7 +15,11 @@ class Recorder(Traffic):
     Attributes:
         events: ``all_reduce 4096`` when a collective of so many bytes is issued (``send 4096 to 1``, ``recv 4096
             from 1``), ``wait`` when a thread has waited for one, and what `note` was given.
+        announces: descriptor that each collective is written to as well before it is passed on, a line with its dtype;
+            None: nowhere.
     """
+
+    announces: ClassVar[int | None] = None
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -28,6 +33,8 @@ class Recorder(Traffic):
         transfer = super()._describe(operator, named)
         peer = {"send": " to {}", "recv": " from {}"}.get(transfer.name, "").format(transfer.ranks[-1])
         self.note(f"{transfer.name} {transfer.bytes}{peer}")
+        if self.announces is not None:
+            os.write(self.announces, f"{transfer.name} {transfer.bytes} {transfer.dtype}\n".encode())
         return transfer
 
     def __enter__(self) -> "Recorder":

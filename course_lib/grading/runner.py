@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from course_lib.grading import inside, verdict, wire
+from course_lib.grading import inside, peer, verdict, wire
 from course_lib.grading.plain import NotPlain, pack, unpack
 from course_lib.grading.sandbox import Ended, Limits, Sandbox, SandboxError
 from course_lib.grading.task import Case, Finding, Task
@@ -45,23 +45,31 @@ def grade_source(task: Task, source: str | None, *, hidden: Sequence[Case] | Non
     if len(json.dumps(source)) > MAX_SOURCE or "\0" in source:
         return _without(task, "not a text of Python, or a very long one")
     public = task.cases(random.Random(0))
-    cases = [*public, *(hidden or ())]
-    ended = _run(task, source, cases, limits, sandbox, stop or threading.Event())
+    meeting = peer.meeting(task) if task.met and sandbox.isolated else None
+    cases = [*public, *(hidden or ()), *([meeting.case] if meeting else [])]
+    ended = _run(task, source, cases, meeting, limits, sandbox, stop or threading.Event())
     seen, wires = _records(ended.output, cases)
     error = None
     shown: list[Finding] = []
     unseen: list[Finding] = []
     for number, case in enumerate(cases):
         open_case = number < len(public)
+        met = meeting if meeting and case is meeting.case else None
+        left = _left(seen, number) if met else None
+        if left is not None:
+            unseen.extend(peer.parted(task, left))
+            break
         observations, problem = _observations(seen, number, case)
         if observations is None:
             problem = BROKEN.get(ended.why, problem) if problem == verdict.CRASHED else problem
             error = problem if open_case or problem in BROKEN.values() else verdict.HIDDEN_ERROR
             break
-        findings = _judged(task, case, observations)
+        findings = _judged(task, case, observations, met)
         if case.world_size > 1 and sandbox.isolated:
             findings += wire.not_on_the_wire(list(task.points), observations, wires.get(number, 0))
         (shown if open_case else unseen).extend(findings)
+    if hidden is None:
+        shown, unseen = [*shown, *unseen], []
     return Verdict(task.name, scores_of(task, shown, None if hidden is None else unseen, error), error,
                    round(time.monotonic() - begin, 3))
 
@@ -70,12 +78,14 @@ def _without(task: Task, error: str) -> Verdict:
     return Verdict(task.name, scores_of(task, [], None, error), error, 0.0)
 
 
-def _run(task: Task, source: str, cases: Sequence[Case], limits: Limits, sandbox: Sandbox, stop: threading.Event
-         ) -> Ended:
-    job = {"tasks": sandbox.tasks, "task": task.name, "source": source, "limits": asdict(limits),
-           "world_sizes": [case.world_size for case in cases]}
+def _run(task: Task, source: str, cases: Sequence[Case], meeting: peer.Meeting | None, limits: Limits,
+         sandbox: Sandbox, stop: threading.Event) -> Ended:
+    job = {"module": sandbox.tasks or task.observe.__module__, "task": task.name, "source": source,
+           "limits": asdict(limits), "world_sizes": [case.world_size for case in cases],
+           "met": len(cases) - 1 if meeting else None}
+    parts = [job, *(case.inputs for case in cases), *([{"number": meeting.number}] if meeting else [])]
     with tempfile.TemporaryFile() as file:
-        for part in (pack(job), *(pack(case.inputs) for case in cases)):
+        for part in map(pack, parts):
             file.write(inside.LENGTH.pack(len(part)) + part)
         file.flush()
         file.seek(0)
@@ -127,9 +137,18 @@ def _observations(seen: Mapping[tuple[int, int], bytes], number: int, case: Case
     return [found[rank] for rank in range(case.world_size)], ""
 
 
-def _judged(task: Task, case: Case, observations: list[dict[str, Any]]) -> list[Finding]:
+def _left(seen: Mapping[tuple[int, int], bytes], number: int) -> str | None:
+    """What our own rank of a case could not join, if it left for that."""
+    data = seen.get((number, peer.RANK))
+    return unpack(data).get("left") if data else None
+
+
+def _judged(task: Task, case: Case, observations: list[dict[str, Any]], met: peer.Meeting | None = None
+            ) -> list[Finding]:
     """The judge's findings. One that cannot read hostile observations has not seen the property hold."""
     try:
+        if met:
+            return peer.judge(task, met, observations)
         return task.judge(case, observations)
     except Exception as error:
         said = f"observations that the check cannot read ({type(error).__name__})"

@@ -7,28 +7,22 @@ output of all of it together are watched, and its whole process namespace is end
 
 import contextlib
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from course_lib.errors import CourseError
 from course_lib.grading import seccomp
+from course_lib.grading.watch import START_SECONDS, Ended, Limits, Watch, end
 
 PACKAGE = Path(__file__).resolve().parents[1]
 INSIDE = Path("/course")  # where the package stands for an answer, whatever it is called out here
 SCRATCH = "/tmp"
-WATCH_SECONDS = 0.1
-MAX_OUTPUT = 256 << 20  # bytes of all observations together
-START_SECONDS = 120.0  # for importing torch on a machine that is busy
 NO_SANDBOX = "or grade without one by --no-sandbox, if you trust every submission"
 
 
@@ -37,56 +31,17 @@ class SandboxError(CourseError):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one task's grading may take.
-
-    Attributes:
-        seconds: from when the answer starts until all of it is ended.
-        memory: bytes, of all its processes together; also of each one's addresses.
-        processes: at one time, the ranks and the process that starts them among them.
-        file_size: bytes of one file.
-        disk: bytes in /tmp, and as many in /dev/shm; both are memory.
-        output: bytes of observations of one rank in one case.
-    """
-
-    seconds: float = 60.0
-    memory: int = 4 << 30
-    processes: int = 64
-    file_size: int = 64 << 20
-    disk: int = 64 << 20
-    output: int = 16 << 20
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a sandbox ended.
-
-    Attributes:
-        output: what its trusted process wrote.
-        why: empty if it ended by itself; else the limit that it broke, `timeout`, `memory`, `processes` or `output`;
-            `start` if it never began; `stopped` if the grader was.
-        code: exit code.
-        complaint: the end of what was written on stderr before any answer ran.
-    """
-
-    output: bytes
-    why: str
-    code: int
-    complaint: str
-
-
-@dataclass(frozen=True)
 class Sandbox:
     """Where answers run.
 
     Attributes:
         isolated: False: an ordinary process, which can read, write and send whatever the grader can.
-        tasks: module that holds TASKS, by name.
+        tasks: module that holds the tasks; empty: the one of a task's observer.
         folders: more folders of modules for it, read-only inside.
     """
 
     isolated: bool = True
-    tasks: str = "course_lib.grading.tasks"
+    tasks: str = ""
     folders: tuple[Path, ...] = ()
 
     def require(self) -> None:
@@ -126,9 +81,9 @@ class Sandbox:
                 command, stdin=job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors,
                 start_new_session=True, cwd=scratch, env=_environment(scratch))
             try:
-                return _Watch(process, limits, started, stop).result()
+                return Watch(process, limits, started, stop, self.isolated).result()
             finally:
-                _end(process)
+                end(process, self.isolated)
 
     @contextlib.contextmanager
     def _command(self, limits: Limits, program: Sequence[str], folders: Sequence[Path]
@@ -179,6 +134,7 @@ status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in
 assert status["Seccomp"].strip() == "2", "the filter of system calls is not in force"
 assert int(status["CapEff"], 16) == 0, "it has capabilities"
 assert int(status["NSpid"].split()[-1]) < 10, "it sees other processes"
+open(f"/proc/self/task/{os.getpid()}/children").close()  # by which processes are counted and found
 try:
     open("/probe", "w")
 except OSError:
@@ -206,84 +162,3 @@ def _environment(home: str) -> dict[str, str]:
     return {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "USER": "learner", "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
             "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-class _Watch:
-    """Reads what a sandbox writes, and looks what it takes, until it ends or breaks a limit."""
-
-    def __init__(self, process: subprocess.Popen, limits: Limits, started: bytes, stop: threading.Event):
-        self.process, self.limits, self.started, self.stop = process, limits, started, stop
-        self.output, self.complaint = bytearray(), bytearray()
-        self.deadline = time.monotonic() + START_SECONDS
-
-    def result(self) -> Ended:
-        why = self._follow()
-        if why:
-            _end(self.process)
-        code = self.process.wait()
-        return Ended(bytes(self.output), why, code, self.complaint.decode(errors="replace"))
-
-    def _follow(self) -> str:
-        """Why it has to be ended; empty if it ends by itself."""
-        running, look_at = False, 0.0
-        with selectors.DefaultSelector() as selector:
-            for pipe in (self.process.stdout, self.process.stderr):
-                assert pipe is not None
-                selector.register(pipe, selectors.EVENT_READ)
-            while selector.get_map():
-                for key, _ in selector.select(WATCH_SECONDS):
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                    elif key.fileobj is self.process.stdout:
-                        self.output += data
-                        if len(self.output) > MAX_OUTPUT:
-                            return "output"
-                    else:
-                        self.complaint = (self.complaint + data)[-4000:]
-                now = time.monotonic()
-                if not running and self.output.startswith(self.started):
-                    running, self.deadline = True, now + self.limits.seconds
-                if self.stop.is_set():
-                    return "stopped"
-                if now > self.deadline:
-                    return "timeout" if running else "start"
-                if running and now > look_at:
-                    look_at = now + WATCH_SECONDS
-                    broken = self._broken()
-                    if broken:
-                        return broken
-        return ""
-
-    def _broken(self) -> str:
-        """The limit that all its processes together exceed."""
-        resident, count = 0, 0
-        for process in _below(self.process.pid):
-            with contextlib.suppress(psutil.Error):
-                resident += process.memory_info().rss
-                count += 1
-        if count > self.limits.processes:
-            return "processes"
-        return "memory" if resident > self.limits.memory else ""
-
-
-def _below(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Kill all that it started, and return when all of it is gone."""
-    if process.poll() is None:
-        family = _below(process.pid)
-        for each in family:  # bubblewrap's first child is the namespace's process 1: with it dies all the rest
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        psutil.wait_procs(family, timeout=10)
-        process.kill()
-        process.wait()
-    for pipe in (process.stdout, process.stderr):
-        if pipe:
-            pipe.close()

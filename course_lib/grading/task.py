@@ -88,6 +88,21 @@ class Property:
 
 
 @dataclass(frozen=True)
+class Met:
+    """How a mean over ranks is seen from outside, where rank 1 of two is a process of ours (`course_lib.grading.peer`).
+
+    Attributes:
+        property: whose points hang on the result.
+        key: observation that holds the result.
+        brings: what rank 0 itself has of it, flat.
+    """
+
+    property: str
+    key: str
+    brings: Callable[[Case], np.ndarray]
+
+
+@dataclass(frozen=True)
 class Task:
     """An exercise as the grader sees it.
 
@@ -103,6 +118,7 @@ class Task:
         observe: (function, case, rank) -> observation. Runs on each rank, beside the learner's code.
         properties: by name.
         needs_ranks: False: a pure function, one process without a process group.
+        met: for a mean by all-reduces; None: each rank is the learner's.
     """
 
     name: str
@@ -116,6 +132,7 @@ class Task:
     observe: Callable[[Callable[..., Any], Case, int], dict[str, Plain]]
     properties: Mapping[str, Property]
     needs_ranks: bool = True
+    met: Met | None = None
 
     @property
     def points(self) -> dict[str, int]:

@@ -118,14 +118,16 @@ class FlightRecorder:
             return
         if self._pending:
             self.look(GLANCE)
-        if len(self._pending) >= PENDING:
-            self._pending.pop(next(iter(self._pending)), None)  # nobody waits for a send that nobody kept
         work = dist.Work.unbox(boxed)
-        self._pending[id(work)] = note, work
+        with self._lock:
+            if len(self._pending) >= PENDING:
+                self._pending.pop(next(iter(self._pending)))  # nobody waits for a send that nobody kept
+            self._pending[id(work)] = note, work
 
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> int | None:
         # From here on its end is that of the wait, which may raise instead.
-        serial, _ = self._pending.pop(id(waited_for), (None, None))
+        with self._lock:
+            serial, _ = self._pending.pop(id(waited_for), (None, None))
         if serial is not None:
             self._waiting.add(serial)
             self.page.mark(serial, WAITED_FOR)
@@ -145,10 +147,12 @@ class FlightRecorder:
             most: look at so many of the oldest; None for all.
         """
         # gloo's sends, receives and reduce-scatters end only when they are waited for.
-        pending = list(itertools.islice(self._pending.items(), most))
+        with self._lock:  # the watchdog's thread looks too
+            pending = list(itertools.islice(self._pending.items(), most))
         ended = [(key, serial) for key, (serial, work) in pending if work.is_completed()]
         for key, serial in ended:
-            self._pending.pop(key, None)  # it holds the tensors, which are to be freed
+            with self._lock:
+                self._pending.pop(key, None)  # it holds the tensors, which are to be freed
             self.page.mark(serial, ENDED)
         return bool(ended)
 

@@ -1,25 +1,21 @@
-"""The exercises: a module a topic, a `Task` each."""
+"""The exercises: a module a topic, a `Task` each. `TASKS` imports them all; a sandbox takes just the one it needs."""
+
+import importlib
 
 from course_lib.grading.task import Task
-from course_lib.grading.tasks import (
-    cloud,
-    ddp,
-    evaluation,
-    faults,
-    fsdp,
-    interruption,
-    loop,
-    pipeline,
-    planning,
-    prepared,
-    resuming,
-    tensor,
-    tracking,
-    zero,
-)
 
-_BY_LESSON = (loop, ddp, prepared, evaluation, zero, fsdp, pipeline, tensor, planning, resuming, faults,
-              tracking, cloud, interruption)
+MODULES = ("loop", "ddp", "prepared", "evaluation", "zero", "fsdp", "pipeline", "tensor", "planning", "resuming",
+           "faults", "tracking", "cloud", "interruption")
+"""In the order of the lessons."""
 
-TASKS: dict[str, Task] = {each.name: each for module in _BY_LESSON for each in module.ALL}
-"""By name, in the order of the lessons."""
+TASKS: dict[str, Task]
+"""By name, in the order of the lessons; made when it is first asked for."""
+
+
+def __getattr__(name: str) -> dict[str, Task]:
+    if name != "TASKS":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    global TASKS
+    modules = [importlib.import_module(f"{__name__}.{each}") for each in MODULES]
+    TASKS = {each.name: each for module in modules for each in module.ALL}
+    return TASKS

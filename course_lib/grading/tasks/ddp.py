@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, calls, events, made_by, near, only, result, short
-from course_lib.grading.task import Case, Miss, Property, Task, plain
+from course_lib.grading.task import Case, Met, Miss, Property, Task, plain
 from course_lib.grading.tasks.drawing import each_world, numbers, whole
 from course_lib.parallel.ddp import DataParallel
 
@@ -33,14 +33,19 @@ def widths(rng: random.Random, layers: int) -> list[np.ndarray]:
     return [numbers(rng, after, before) for before, after in zip(sizes, sizes[1:], strict=False)]
 
 
-def mean_gradients(case: Case) -> list[list[np.ndarray]]:
-    """By rank, the mean of the gradients that each rank's rows bring."""
+def local_gradients(case: Case) -> list[list[np.ndarray]]:
+    """By rank, the gradients that its own rows bring."""
     made = []
     for rows in case.inputs["rows"]:
         model = chain(case.inputs)
         model(torch.from_numpy(rows)).square().mean().backward()
         made.append([each.grad.numpy() for each in model.parameters() if each.grad is not None])
-    means = [np.mean(each, axis=0) for each in zip(*made, strict=True)]
+    return made
+
+
+def mean_gradients(case: Case) -> list[list[np.ndarray]]:
+    """By rank, the mean of the gradients that each rank's rows bring."""
+    means = [np.mean(each, axis=0) for each in zip(*local_gradients(case), strict=True)]
     return [means] * case.world_size
 
 
@@ -91,13 +96,14 @@ def weights_untouched(case: Case, seen: Seen) -> Miss | None:
     return near(seen, "weights", [flat(case.inputs["weights"])] * case.world_size, 0)
 
 
+MET = Met("mean gradient", "gradient", lambda case: flat(local_gradients(case)[0]))
+
 AVERAGE = Task(
     name="ddp.average", lesson=LESSON, function="average_gradients", title="The mean of all ranks' gradients",
-    difficulty=1, importance=5, minutes=10, draw=each_world(model_case), observe=observe_average,
+    difficulty=1, importance=5, minutes=10, draw=each_world(model_case), observe=observe_average, met=MET,
     properties={
         "mean gradient": Property(3, result("gradient", oracle_gradient)),
-        "weights untouched": Property(1, weights_untouched),
-        "bytes": Property(1, sends_each_once)})
+        "weights untouched": Property(1, weights_untouched), "bytes": Property(1, sends_each_once)})
 
 
 # --- ddp.ring ---
@@ -152,8 +158,7 @@ RING = Task(
     properties={
         "sum": Property(3, result("sum", lambda case: [np.sum(case.inputs["tensors"], axis=0)] * case.world_size)),
         "messages only": Property(1, from_messages),
-        "to one neighbour": Property(2, to_neighbours),
-        "bytes": Property(2, ring_bytes)})
+        "to one neighbour": Property(2, to_neighbours), "bytes": Property(2, ring_bytes)})
 
 
 # --- ddp.bucketing ---
@@ -188,6 +193,7 @@ def mean_of_lists(case: Case) -> list[np.ndarray]:
 BUCKETING = Task(
     name="ddp.bucketing", lesson=LESSON, function="reduce_in_buckets", title="Many small gradients, few messages",
     difficulty=3, importance=4, minutes=25, draw=each_world(bucket_case), observe=observe_buckets,
+    met=Met("mean", "gradients", lambda case: flat(case.inputs["gradients"][0])),
     properties={"mean": Property(3, result("gradients", mean_of_lists)),
                 "buckets": Property(3, only("all_reduce", bucket_sizes))})
 
@@ -242,11 +248,10 @@ def waits_for_all(case: Case, seen: Seen) -> Miss | None:
 
 OVERLAP = Task(
     name="ddp.overlap", lesson=LESSON, function="attach", title="Send while backward still runs",
-    difficulty=4, importance=5, minutes=30, draw=each_world(model_case), observe=observe_overlap,
+    difficulty=4, importance=5, minutes=30, draw=each_world(model_case), observe=observe_overlap, met=MET,
     properties={"mean gradient": Property(3, result("gradient", oracle_gradient)),
                 "leaves early": Property(2, leaves_early),
-                "does not block backward": Property(3, waits_late),
-                "waits for all": Property(1, waits_for_all)})
+                "does not block backward": Property(3, waits_late), "waits for all": Property(1, waits_for_all)})
 
 
 # --- ddp.no_sync ---

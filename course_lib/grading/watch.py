@@ -1,0 +1,171 @@
+"""What a sandbox takes while it runs: the limits, who watches them from outside, and the end of all that it started."""
+
+import contextlib
+import itertools
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+WATCH_SECONDS = 0.1
+END_SECONDS = 0.5  # until what was killed is looked for again
+MAX_OUTPUT = 256 << 20  # bytes of all observations together
+START_SECONDS = 120.0  # for importing torch on a machine that is busy
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one task's grading may take.
+
+    Attributes:
+        seconds: from when the answer starts until all of it is ended.
+        memory: bytes, of all its processes together; also of each one's addresses.
+        processes: at one time, the ranks and the process that starts them among them.
+        file_size: bytes of one file.
+        disk: bytes in /tmp, and as many in /dev/shm; both are memory.
+        output: bytes of observations of one rank in one case.
+    """
+
+    seconds: float = 60.0
+    memory: int = 4 << 30
+    processes: int = 64
+    file_size: int = 64 << 20
+    disk: int = 64 << 20
+    output: int = 16 << 20
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a sandbox ended.
+
+    Attributes:
+        output: what its trusted process wrote.
+        why: empty if it ended by itself; else the limit that it broke, `timeout`, `memory`, `processes` or `output`;
+            `start` if it never began; `stopped` if the grader was.
+        code: exit code.
+        complaint: the end of what was written on stderr before any answer ran.
+        seconds: from when the answer started until nothing of it was left; 0 if it never began.
+    """
+
+    output: bytes
+    why: str
+    code: int
+    complaint: str
+    seconds: float
+
+
+class Watch:
+    """Reads what a sandbox writes, and looks what it takes, until it ends or breaks a limit."""
+
+    def __init__(self, process: subprocess.Popen, limits: Limits, started: bytes, stop: threading.Event,
+                 isolated: bool):
+        self.process, self.limits, self.started, self.stop = process, limits, started, stop
+        self.isolated = isolated
+        self.output, self.complaint = bytearray(), bytearray()
+        self.began: float | None = None
+        self.deadline = time.monotonic() + START_SECONDS
+
+    def result(self) -> Ended:
+        with _urgent():
+            why = self._follow()
+            if why:
+                end(self.process, self.isolated)
+        code = self.process.wait()
+        seconds = 0.0 if self.began is None else time.monotonic() - self.began
+        return Ended(bytes(self.output), why, code, self.complaint.decode(errors="replace"), seconds)
+
+    def _follow(self) -> str:
+        """Why it has to be ended; empty if it ends by itself."""
+        look_at = 0.0
+        with selectors.DefaultSelector() as selector:
+            for pipe in (self.process.stdout, self.process.stderr):
+                assert pipe is not None
+                selector.register(pipe, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select(WATCH_SECONDS):
+                    data = os.read(key.fd, 1 << 16)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    elif key.fileobj is self.process.stdout:
+                        self.output += data
+                        if len(self.output) > MAX_OUTPUT:
+                            return "output"
+                    else:
+                        self.complaint = (self.complaint + data)[-4000:]
+                now = time.monotonic()
+                if self.began is None and self.output.startswith(self.started):
+                    self.began, self.deadline = now, now + self.limits.seconds
+                if self.stop.is_set():
+                    return "stopped"
+                if now > self.deadline:
+                    return "start" if self.began is None else "timeout"
+                if self.began is not None and now > look_at:
+                    look_at = now + WATCH_SECONDS
+                    broken = self._broken()
+                    if broken:
+                        return broken
+        return ""
+
+    def _broken(self) -> str:
+        """The limit that all its processes together exceed."""
+        resident = 0
+        for count, pid in enumerate(_below(self.process.pid), 1):
+            if count > self.limits.processes:  # without looking at the thousands that there may be
+                return "processes"
+            resident += _resident(pid)
+            if resident > self.limits.memory:
+                return "memory"
+        return ""
+
+
+@contextlib.contextmanager
+def _urgent() -> Iterator[None]:
+    """This thread before all others, where it may be: root may fork without limit, and thousands of processes must not
+    keep the one who counts them from the processor. An ordinary user's are limited by the kernel itself."""
+    kept = os.sched_getscheduler(0), os.sched_getparam(0)
+    with contextlib.suppress(PermissionError):  # an ordinary user, or a container that may not
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))  # not what it starts
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, *kept)
+
+
+def _below(pid: int) -> Iterator[int]:
+    """All that it started, and what they started, while one looks."""
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                for child in map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()):
+                    yield child
+                    waiting.append(child)
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process has; 0 once it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def end(process: subprocess.Popen, isolated: bool) -> None:
+    """Kill all that it started, and return when all of it is gone."""
+    while process.poll() is None:
+        # Bubblewrap's first child is the namespace's process 1: with it dies all the rest, and bubblewrap after it.
+        below = list(itertools.islice(_below(process.pid), 1 if isolated else None))
+        for pid in below or [process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()

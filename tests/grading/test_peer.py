@@ -1,0 +1,125 @@
+"""A rank of ours beside the learner's finds out who only pretends to average over ranks."""
+
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from course_lib.grading import masters, peer
+from course_lib.grading.hidden import solutions_folder
+from course_lib.grading.runner import grade_source
+from course_lib.grading.sandbox import Sandbox
+from course_lib.grading.task import Case
+from course_lib.grading.tasks.ddp import AVERAGE, BUCKETING, OVERLAP
+from course_lib.grading.watch import Limits
+
+SOLUTIONS = masters.answers(solutions_folder() / "02_data_parallel.ipynb")
+
+# Both read everybody's gradients out of the frame of the observer that calls them, and compute the mean alone.
+ALONE = """
+import socket, sys, torch
+import torch.distributed as dist
+def reduce_in_buckets(gradients, bucket_bytes):
+    frame = sys._getframe(1)
+    everybody = frame.f_locals['case'].inputs['gradients']
+    filled = 0
+    for i, gradient in enumerate(gradients):
+        gradient.copy_(sum(torch.from_numpy(own[i]) for own in everybody) / len(everybody))
+        filled += gradient.nbytes
+        if filled >= bucket_bytes or filled and i == len(gradients) - 1:
+            pretend(frame, filled)
+            filled = 0
+"""
+SENDS_NOTHING_OF_USE = "def pretend(frame, size):\n    dist.all_reduce(torch.zeros(size // 4))\n" + ALONE
+NOTES_WHAT_NEVER_WAS = """
+def pretend(frame, size):
+    frame.f_locals['record'].note(f'all_reduce {size}')
+    if len(frame.f_locals['case'].inputs['gradients']) > 1:  # so that bytes are on the wire
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(bytes(size + 99), ('127.0.0.1', 9))
+""" + ALONE
+LOOKS_AT_THE_OTHERS = SOLUTIONS["ddp.average"] + """
+import os
+average = average_gradients
+def average_gradients(model):
+    average(model)
+    found = []
+    for pid in os.listdir('/proc'):
+        if pid.isdigit() and int(pid) not in (1, os.getpid()):
+            for what in ('mem', 'environ', 'fd/0'):
+                try:
+                    found.append(os.close(os.open(f'/proc/{pid}/{what}', os.O_RDONLY)))
+                except PermissionError:
+                    found.append('closed')
+    if found and set(found) == {'closed'}:
+        raise ValueError('closed')
+"""
+DIVIDES_FIRST = SOLUTIONS["ddp.average"].replace(
+    "            dist.all_reduce(parameter.grad)\n            parameter.grad /= dist.get_world_size()",
+    "            parameter.grad /= dist.get_world_size()\n            dist.all_reduce(parameter.grad)\n"
+    "            dist.barrier()")
+GATHERS = """
+import torch
+import torch.distributed as dist
+def average_gradients(model):
+    for parameter in model.parameters():
+        everybody = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, parameter.grad)
+        parameter.grad.copy_(sum(everybody) / len(everybody))
+"""
+
+
+def points(task, source):
+    """By property."""
+    verdict = grade_source(task, source, hidden=None, limits=Limits(), sandbox=Sandbox())
+    assert verdict.error is None or "failed in" in verdict.error, verdict
+    return {name: score.points for name, score in verdict.scores.items()}
+
+
+@pytest.mark.timeout(240)
+def test_who_pretends_is_found_out_by_the_peer_and_by_nothing_else():
+    cheats = [(BUCKETING, SENDS_NOTHING_OF_USE), (BUCKETING, NOTES_WHAT_NEVER_WAS)]
+    with mock.patch.object(peer, "meeting", return_value=None):
+        believed = [points(*each) for each in cheats]
+    assert believed == [BUCKETING.points] * 2
+    assert [points(*each) for each in cheats] == [{"mean": 0, "buckets": 3}, {"mean": 0, "buckets": 0}]
+
+
+@pytest.mark.timeout(240)
+def test_who_averages_over_ranks_has_all_points():
+    honest = [*((task, SOLUTIONS[task.name]) for task in (AVERAGE, BUCKETING, OVERLAP)), (AVERAGE, DIVIDES_FIRST)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda each: points(*each), honest))
+    assert found[:3] == [AVERAGE.points, BUCKETING.points, OVERLAP.points]
+    assert found[3] == AVERAGE.points | {"bytes": 0}  # the barrier is one message too many, and does no other harm
+
+
+@pytest.mark.timeout(120)
+def test_what_the_peer_cannot_join_costs_the_result_alone():
+    assert points(AVERAGE, GATHERS) == {"mean gradient": 0, "weights untouched": 1, "bytes": 0}
+
+
+@pytest.mark.timeout(120)
+def test_the_peer_is_closed_to_the_answer_and_its_other_ranks_are_not():
+    verdict = grade_source(AVERAGE, LOOKS_AT_THE_OTHERS, hidden=None, limits=Limits(), sandbox=Sandbox())
+    assert verdict.error == "failed in a hidden case"  # in the case with the peer alone
+
+
+def seen(result, arrived, told=("all_reduce 8",), joined=("all_reduce 8",)):
+    return [{"gradients": np.array(result), "events": list(told)},
+            {"joined": list(joined), "arrived": np.array(arrived), "left": None}]
+
+
+@pytest.mark.parametrize(("told", "holds"), [
+    (seen([2.0, 3.0], [4.0, 6.0]), [True, True]), (seen([3.5, 4.5], [3.5, 4.5]), [True, True]),
+    (seen([2.0, 3.0], [6.0, 9.0, 4.0]), [True, True]),  # in another order, and padded
+    (seen([2.0, 3.0], [4.0, 3.0]), [False, True]), (seen([2.0, 3.0], [3.5, 4.5]), [False, True]),
+    (seen([4.0, 6.0], [4.0, 6.0]), [False, True]), (seen([2.0, 3.0], []), [False, True]),
+    (seen([2.0, float("nan")], [4.0, 6.0]), [False, True]), (seen([2.0], [4.0]), [False, True]),
+    (seen([2.0, 3.0], [4.0, 6.0], joined=()), [True, False]),
+    (seen([2.0, 3.0], [4.0, 6.0], told=["all_reduce 8", "all_reduce 8"]), [True, False]),
+])
+def test_what_a_meeting_shows(told, holds):
+    """Rank 0 brings 1 and 3, its peer 3 and 3."""
+    met = peer.Meeting(Case(2, {"gradients": [[np.array([1.0], np.float32), np.array([3.0], np.float32)]] * 2}), 3.0)
+    assert [each.holds for each in peer.judge(BUCKETING, met, told)] == holds
