@@ -27,15 +27,14 @@ def life(description: Mapping[str, Any], lines: Sequence[str], elsewhere: Mappin
              if len(attempts) > 1 else f"{len(attempts[0])} steps without an interruption")
     with canvas(title, height=4.2, nrows=2, height_ratios=(1, 2)) as (figure, (top, bottom)):
         _phases(top, description)
-        bottom.plot(list(elsewhere), list(elsewhere.values()), color=COLOURS["idle"], linewidth=8, zorder=0)
-        bottom.annotate("uninterrupted, on this machine", list(elsewhere.items())[-1], xytext=(0, 12), ha="right",
-                        textcoords="offset points", color=COLOURS["neutral"])
+        bottom.plot(list(elsewhere), list(elsewhere.values()), color=COLOURS["idle"], linewidth=8, zorder=0,
+                    label="uninterrupted, on this machine")
         for number, losses in enumerate(attempts):
-            bottom.plot(list(losses), list(losses.values()), marker="o", markersize=5, color=SERIES[number])
-            bottom.annotate(f"attempt {number + 1}", next(iter(losses.items())), xytext=(0, -16), ha="left",
-                            textcoords="offset points", color=SERIES[number], fontweight="bold")
+            bottom.plot(list(losses), list(losses.values()), marker="o", markersize=5, color=SERIES[number],
+                        label=f"attempt {number + 1}")
+        bottom.legend(loc="lower left", ncols=3)
         bottom.set(xlabel="optimizer step", ylabel="training loss (nats)")
-        bottom.margins(y=0.25)
+        bottom.margins(y=0.3)
     return figure
 
 
