@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import validate_repo_id
 
 from course_lib.errors import CourseError
-from course_lib.runtime import machine
+from course_lib.runtime import hub
 from course_lib.tracking.redact import redact
 
 CARD = "README.md"
@@ -77,7 +77,7 @@ def _reachable(repo: str) -> str:
                        "set HF_TOKEN, or log in with `hf auth login`")
     if constants.is_offline_mode():
         raise OfflineModeIsEnabled
-    if problem := machine.hub_problem(timeout=5.0):
+    if problem := hub.problem(timeout=5.0):
         raise ConnectionError(problem)
     return token
 

@@ -22,9 +22,8 @@ from course_lib.data import bundled, localfiles
 from course_lib.data.cache import progress_bars
 from course_lib.data.pydocs import load_pydocs
 from course_lib.errors import DataError, nearest
-from course_lib.runtime import machine
+from course_lib.runtime import hub
 
-HUB_TIMEOUT = 3.0
 """Seconds to wait for the Hub's first answer."""
 
 
@@ -109,7 +108,7 @@ def _hub(name: str, configuration: str | None) -> Source:
     plain, _, revision = name.partition("@")
     known = BY_NAME.get(plain)
     repository = known.repository if known else plain
-    problem = machine.hub_problem(HUB_TIMEOUT)
+    problem = hub.problem()
     if problem:
         where, licence = "from the Hub's local cache", None
         offline = f"{', '.join(OFFLINE_NAMES)} and local files work offline"

@@ -19,9 +19,8 @@ from huggingface_hub.utils import validate_repo_id
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError, nearest
 from course_lib.modeling import minilm, presets
-from course_lib.runtime import machine
+from course_lib.runtime import hub
 
-HUB_TIMEOUT = 3.0
 """Seconds to wait for the Hub's first answer."""
 
 
@@ -51,7 +50,7 @@ def locate(config: ModelConfig) -> Origin:
     if Path(name).expanduser().exists() or not _could_be_on_hub(name):
         refuse_revision(config, "a local folder")
         return local(name)
-    problem = machine.hub_problem(HUB_TIMEOUT)
+    problem = hub.problem()
     options = {"revision": config.revision or "main", "local_files_only": problem is not None}
     _check_on_hub(name, options, problem)
     return Origin(name, f"{name} at {options['revision']} from the Hub{'’s local cache' if problem else ''}", options)

@@ -16,6 +16,7 @@ import yaml
 
 from course_lib.errors import ModelError, nearest
 from course_lib.planning.families import FAMILIES, RENAMED, UNSUPPORTED, Parts
+from course_lib.runtime import hub
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,12 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     hint = nearest(name.lower(), _names())
+    problem = hub.problem()
     try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=3))
+        return Path(hf_hub_download(name, "config.json", local_files_only=problem is not None))
     except LocalEntryNotFoundError as error:
         raise ModelError(f"model `{name}` is not in the catalogue nor in the Hub's local cache, and the Hub cannot be "
-                         "reached", hint or "give a folder with its config.json") from error
+                         f"reached ({problem or error})", hint or "give a folder with its config.json") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"model `{name}` is not in the catalogue and not on the Hub ({reason})",

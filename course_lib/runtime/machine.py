@@ -4,18 +4,16 @@ import datetime
 import importlib.metadata
 import os
 import platform
-import ssl
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 import joblib
 import psutil
 import torch
+
+from course_lib.runtime import hub
 
 ENGINES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "deepspeed", "tokenizers", "wandb",
            "scikit-learn", "papermill")
@@ -85,7 +83,7 @@ def describe(hub_timeout: float = 1.0) -> Machine:
         gpus=tuple(Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties),
         backends=_backends(),
         engines={name: version(name) for name in ENGINES},
-        hub_problem=hub_problem(hub_timeout),
+        hub_problem=hub.problem(hub_timeout),
     )
 
 
@@ -142,40 +140,6 @@ def cgroup_memory_limit(proc: Path = Path("/proc/self/cgroup"), root: Path = Pat
                 text = (folder / file).read_text().strip()
                 limits += [] if text == "max" else [int(text)]
     return min(limits, default=None)
-
-
-def hub_problem(timeout: float = 1.0) -> str | None:
-    """None where the Hugging Face Hub answers, else why it does not, in a few words.
-
-    The Hub's client retries for 23 s where there is no network; asking here first keeps an offline start fast.
-    HF_HUB_OFFLINE, HF_ENDPOINT and the proxy variables are honoured.
-
-    Args:
-        timeout: seconds to wait, name resolution included.
-    """
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
-    answer: list[str | None] = []
-    # A thread, because getaddrinfo has no timeout of its own.
-    probe = threading.Thread(target=lambda: answer.append(_ask(constants.ENDPOINT, timeout)), daemon=True)
-    probe.start()
-    probe.join(timeout)
-    return answer[0] if answer else f"no answer from {constants.ENDPOINT} within {timeout:g} s"
-
-
-def _ask(url: str, timeout: float) -> str | None:
-    try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout).close()
-    except urllib.error.HTTPError:
-        return None  # an answer, whatever its status
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLCertVerificationError):
-            return None  # somebody is there; the client has its own certificates and its own complaint
-        return f"{url}: {getattr(reason, 'strerror', None) or reason}"
-    return None
 
 
 def native_bf16(device_type: str) -> bool:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from course_lib.runtime import machine
+from course_lib.runtime import hub, machine
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_any_answer_means_that_the_hub_is_there(endpoint, status):
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")
-        assert machine.hub_problem() is None
+        assert hub.problem() is None
         server.shutdown()
 
 
@@ -55,14 +55,14 @@ def test_a_refused_connection_is_named(endpoint):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # bound and not listening: refused, and nobody else can take the port
         endpoint(f"http://127.0.0.1:{bound.getsockname()[1]}")
-        assert "refused" in machine.hub_problem()
+        assert "refused" in hub.problem()
 
 
 def test_a_silent_hub_costs_no_more_than_the_timeout(endpoint):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
         start = time.perf_counter()
-        assert machine.hub_problem(timeout=0.3)
+        assert hub.problem(timeout=0.3)
         assert 0.25 < time.perf_counter() - start < 10
 
 
@@ -75,14 +75,14 @@ def test_a_name_server_that_hangs_costs_no_more_than_the_timeout(endpoint, monke
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
     start = time.perf_counter()
-    assert "within 0.2 s" in machine.hub_problem(timeout=0.2)
+    assert "within 0.2 s" in hub.problem(timeout=0.2)
     assert time.perf_counter() - start < 10
 
 
 def test_offline_mode_asks_nobody(endpoint, monkeypatch):
     endpoint("http://127.0.0.1:1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert machine.hub_problem() == "HF_HUB_OFFLINE is set"
+    assert hub.problem() == "HF_HUB_OFFLINE is set"
 
 
 def test_describe_agrees_with_other_sources(endpoint):
@@ -185,6 +185,6 @@ def test_peak_memory_grows_with_what_is_held():
 
 def test_peak_memory_is_the_process_own_and_not_its_launcher_s():
     block = fresh_pages(psutil.Process().memory_info().rss // 2 + 600_000_000)
-    code = "from course_lib.runtime import machine; print(machine.peak_memory_bytes('cpu'))"
+    code = "from course_lib.runtime import hub, machine; print(machine.peak_memory_bytes('cpu'))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert int(out) < 600_000_000 < block.size

@@ -17,7 +17,6 @@ import transformers
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
 from course_lib.modeling import load_trained, loading, minilm, presets
-from course_lib.runtime import machine
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the green hill", "Cats and dogs, again and again!",
          "naïve café, 100 % good", "it rained all day and we read"] * 4
@@ -377,7 +376,7 @@ def test_minilm_from_the_hub_is_verified_too(no_package, monkeypatch):
         return download(*args, local_files_only=True, **kwargs)
 
     monkeypatch.setattr(minilm, "snapshot_download", from_hub)
-    monkeypatch.setattr(machine, "hub_problem", lambda timeout: None)
+    monkeypatch.setattr("course_lib.runtime.hub.problem", lambda: None)
     content = b"tampered with"
     with pytest.raises(ModelError, match="is not the published file"):
         minilm.find()

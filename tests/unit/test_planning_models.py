@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
@@ -135,6 +136,17 @@ def test_mistakes_are_named(asked, says, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=says):
         models.load(asked)
+
+
+def test_a_hub_out_of_reach_is_noticed_at_once_and_not_by_the_clients_retries(monkeypatch):
+    asked = []
+    monkeypatch.setattr("course_lib.runtime.hub.problem", lambda: "no network")
+    real = huggingface_hub.hf_hub_download
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: asked.append(options) or real(
+        *args, **options))
+    with pytest.raises(ModelError, match=r"cannot be reached \(no network\): did you mean `facebook/opt-6.7b`"):
+        models.load("facebook/opt-6.9b")
+    assert asked == [{"local_files_only": True}]
 
 
 def test_a_file_that_is_no_config(tmp_path):
