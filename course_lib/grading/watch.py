@@ -7,6 +7,7 @@ import resource
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -128,6 +129,9 @@ class Watch:
 def _urgent() -> Iterator[None]:
     """This thread before all others, where it may be: root may fork without limit, and thousands of processes must not
     keep the one who counts them from the processor. An ordinary user's are limited by the kernel itself."""
+    if not sys.platform.startswith("linux"):  # no sandbox there either, only --no-sandbox
+        yield
+        return
     kept = os.sched_getscheduler(0), os.sched_getparam(0)
     with contextlib.suppress(PermissionError):  # an ordinary user, or a container that may not
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))  # not what it starts
