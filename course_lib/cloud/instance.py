@@ -71,7 +71,9 @@ class Instance:
         """Run the container's command, its output going to a file."""
         algorithm = request["AlgorithmSpecification"]
         command = [self.here(part) for part in (*algorithm["ContainerEntrypoint"], *algorithm["ContainerArguments"])]
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        # Each would take all cores, which the instances share here.
+        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(self.hosts)))}
+        environment |= {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= request.get("Environment", {}) | {
             "TRAINING_JOB_NAME": request["TrainingJobName"], "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
