@@ -1,10 +1,11 @@
 """A schedule under your fingers: what ``course schedule`` prints and draws, with sliders."""
 
+import html
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ipywidgets as widgets
-from IPython.display import display
 from matplotlib.figure import Figure
 
 from course_lib.errors import ConfigError
@@ -63,6 +64,9 @@ def explorer(**start: Any) -> widgets.VBox:
 def with_sliders(controls: Mapping[str, widgets.Widget], view: Callable[..., tuple[str, Figure]]) -> widgets.VBox:
     """Controls above a text and a figure that follow them.
 
+    No ``Output`` widget shows them, so ``ipywidgets.interact`` is not used either: nbclient answers those over the
+    socket on which it waits for the cell's reply, and now and then waits for ever (jupyter/nbclient, issue 312).
+
     Args:
         controls: by the names of ``view``'s arguments.
         view: text and figure for the controls' values; a ConfigError is shown in their place.
@@ -70,20 +74,24 @@ def with_sliders(controls: Mapping[str, widgets.Widget], view: Callable[..., tup
     for key, control in controls.items():
         control.description, control.continuous_update = key.replace("_", " "), False
         control.style = {"description_width": "8em"}
-    shown = widgets.Output()
+    text, picture = widgets.HTML(), widgets.Image(format="png")
 
     def refresh(_: Mapping[str, Any] | None = None) -> None:
-        shown.clear_output(wait=True)
-        with shown:
-            try:
-                text, figure = view(**{key: control.value for key, control in controls.items()})
-            except ConfigError as error:
-                print(error)
-            else:
-                print(text)
-                display(figure)
+        try:
+            said, figure = view(**{key: control.value for key, control in controls.items()})
+        except ConfigError as error:
+            said, picture.layout.display = str(error), "none"
+        else:
+            picture.value, picture.layout.display = _png(figure), ""
+        text.value = f"<pre>{html.escape(said)}</pre>" if said else ""
 
     for control in controls.values():
         control.observe(refresh, names="value")
     refresh()
-    return widgets.VBox([*controls.values(), shown])
+    return widgets.VBox([*controls.values(), text, picture])
+
+
+def _png(figure: Figure) -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=figure.dpi, bbox_inches="tight")
+    return image.getvalue()

@@ -10,6 +10,7 @@ import signal
 import struct
 import threading
 import time
+import warnings
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,7 @@ GRACE_SECONDS = 0.5  # after a failure, for the others' to arrive: the first cau
 DEATH_GRACE_SECONDS = 2.5  # after a death without a word, for the others' watchdogs to say what they saw
 ENDED_BY_LAUNCHER = ("died", "was killed by SIGTERM")  # what becomes of the others once it has seen one fail
 STACK_SECONDS = 2.0  # for the ranks to write their stacks
+EXIT_SECONDS = 60.0  # for the ranks to end, once all have returned
 
 
 class RankError(RuntimeError):
@@ -71,7 +73,8 @@ class Watch(threading.Thread):
         self.log_folders: set[Path] = set()
         self.outcomes: dict[int, Returned | Failure] = {}
         self.grace: float | None = None  # when the ranks are ended after a failure
-        self.hung = self.ended = False
+        self.children_before = set(multiprocessing.active_children())
+        self.returned = self.hung = self.ended = False
         self.error: BaseException | None = None
         self.selector = selectors.DefaultSelector()
         self.wake, self.waker = multiprocessing.Pipe(duplex=False)
@@ -137,7 +140,8 @@ class Watch(threading.Thread):
             self.grace = time.monotonic() + (GRACE_SECONDS if message.traceback else DEATH_GRACE_SECONDS)
         if len(self.outcomes) == len(self.own):
             if self.grace is None:
-                self.deadline = float("inf") if not self.hung else self.deadline
+                if not self.hung:
+                    self.returned, self.deadline = True, time.monotonic() + EXIT_SECONDS
                 self._tell_all()
             else:
                 self.grace = time.monotonic()
@@ -149,13 +153,15 @@ class Watch(threading.Thread):
             self.kill()
             self.grace = None if not self.pids else float("inf")
         elif now >= self.deadline:
-            self.hung, self.deadline = True, float("inf")
+            self.hung, self.deadline = not self.returned, float("inf")
             self._collect_stacks()
             self.kill()
 
     def _collect_stacks(self) -> None:
-        """Ask every rank that has not reported for its stacks, and read them."""
-        waiting = [rank for rank in self.pids if rank not in self.outcomes]
+        """Ask every rank that has not reported, or has and does not end, for its stacks, and read them."""
+        there = {key.data for key in self.selector.get_map().values()}
+        waiting = [rank for rank in self.pids
+                   if (rank, "stacks") in there and (self.returned or rank not in self.outcomes)]
         for rank in waiting:
             self.stacks[rank] = bytearray()
             with contextlib.suppress(ProcessLookupError):
@@ -177,11 +183,14 @@ class Watch(threading.Thread):
                 os.write(ends.control.fileno(), b"\0")
 
     def kill(self) -> None:
-        """End every rank with the processes that it started: each leads a session of its own."""
+        """End every rank with the processes that it started: each leads a session of its own once it has started."""
         self.ended = True
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        if len(self.pids) < len(self.own):  # one that hangs before it has started has not told its process either
+            for child in set(multiprocessing.active_children()) - self.children_before:
+                child.kill()
 
     def _how_it_died(self, rank: int) -> str:
         """Exit code or signal of a rank, looked at without taking it from whoever waits for it."""
@@ -243,8 +252,9 @@ class Watch(threading.Thread):
             raise self.error
         failures = {rank: o for rank, o in self.outcomes.items() if isinstance(o, Failure)}
         if self.hung:
-            raise RanksHung(timeout, {rank: _own_frames(stack.decode(errors="replace"))
-                                      for rank, stack in self.stacks.items()})
+            absent = {rank: "nowhere yet: it had not started" for rank in range(len(self.own)) if rank not in self.pids}
+            stacks = {rank: _own_frames(stack) for rank, stack in self.stacks.items()}
+            raise RanksHung(timeout, stacks | absent)
         if failures:
             rank = min(failures, key=lambda r: (failures[r].consequence, failures[r].at))
             said = {other: failure.summary for other, failure in failures.items() if other != rank}
@@ -254,14 +264,19 @@ class Watch(threading.Thread):
             raise error from error.cause
         if len(self.outcomes) < len(self.own):
             raise LaunchError("the ranks ended before they started", "look at what they printed")
+        still_here = {rank: stack for rank, stack in self.stacks.items() if b"runtime/worker.py" in stack}
+        for rank, stack in (still_here or self.stacks).items():  # the launcher's other ranks wait for those
+            warnings.warn(f"rank {rank} returned, did not end within {EXIT_SECONDS:g} s of that, and was ended here; "
+                          f"it was at\n{_own_frames(stack, ending=True)}", RuntimeWarning, stacklevel=3)
         return [pickle.loads(self.outcomes[rank].value) for rank in range(len(self.own))]  # type: ignore[union-attr]
 
 
-def _own_frames(stack: str) -> str:
-    """A stack as faulthandler writes it, less the frames below the function that was launched."""
+def _own_frames(stack: bytearray, ending: bool = False) -> str:
+    """A stack as faulthandler writes it, less the frames below the function that was launched or, at the rank's end,
+    below what ends it."""
     threads = []
-    for thread in stack.split("\n\n"):
+    for thread in stack.decode(errors="replace").split("\n\n"):
         lines = thread.splitlines()
         below = next((i for i, line in enumerate(lines) if "runtime/worker.py" in line), len(lines))
-        threads.append("\n".join(lines[:below]))
+        threads.append("\n".join(lines[:below + ending]))
     return "\n\n".join(threads)

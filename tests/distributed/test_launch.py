@@ -1,5 +1,6 @@
 """The launcher: real ranks, labelled output, first causes, stacks of hung ranks, and nothing left running."""
 
+import atexit
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
 from course_lib.errors import ConfigError, LaunchError
+from course_lib.runtime import watch, worker
 from course_lib.runtime.launch import RankError, RanksHung, launch
 
 pytestmark = pytest.mark.timeout(90)
@@ -177,6 +179,36 @@ def test_a_hang_ends_with_every_ranks_stack():
     assert all("wait_for_the_other" in stack for stack in error.value.stacks.values())
     assert "all_reduce" in error.value.stacks[0] and "all_reduce" not in error.value.stacks[1]
     assert "worker.py" not in str(error.value)
+
+
+@pytest.mark.parametrize("stuck", [{0, 1}, {1}])
+def test_ranks_that_hang_before_they_have_started_are_ended_too(monkeypatch, stuck):
+    leave = worker._leave_caller
+
+    def hang():
+        if rank() in stuck:
+            time.sleep(300)
+        leave()
+
+    monkeypatch.setattr(worker, "_leave_caller", hang)
+    start = time.monotonic()
+    with pytest.raises(RanksHung) as error:
+        launch(rank, timeout=3)
+    assert time.monotonic() - start < 30
+    assert {r for r in (0, 1) if "it had not started" in error.value.stacks[r]} == stuck
+
+
+def test_ranks_that_have_returned_and_do_not_end_are_ended_and_told(monkeypatch):
+    monkeypatch.setattr(watch, "EXIT_SECONDS", 3.0)
+
+    def linger():
+        atexit.register(time.sleep, 300) if rank() == 1 else None
+        return rank()
+
+    start = time.monotonic()
+    with pytest.warns(RuntimeWarning, match=r"rank 1 returned, did not end within 3 s(.|\n)*worker.py"):
+        assert launch(linger, timeout=20) == [0, 1]
+    assert time.monotonic() - start < 15
 
 
 def test_what_cannot_be_returned_is_named():

@@ -71,13 +71,17 @@ def test_the_training(lesson):
     assert lesson["weights_differ_by"] < 5e-6 and len(set(lesson["losses"]["plain"])) == 3
 
 
-def test_the_explorer_says_what_its_sliders_say(capsys):
+def test_the_explorer_says_what_its_sliders_say():
     text, figure = view("zb_h1", 4, 8, 2, 1, 1, 1, 0)
     assert "bubble 11.11% (1/9)" in text and "3F0,3I0" in text and "11.1% idle" in figure.get_suptitle()
     box = explorer(name="dualpipev", ranks=4)
-    capsys.readouterr()
-    box.children[2].value = 2
-    assert "it takes at least as many as stages, 8" in capsys.readouterr().out
+    *controls, said, picture = box.children
+    before = picture.value
+    assert before.startswith(b"\x89PNG") and "dualpipev" in said.value
+    controls[2].value = 2
+    assert "it takes at least as many as stages, 8" in said.value and picture.layout.display == "none"
+    controls[2].value = 12
+    assert picture.layout.display == "" and picture.value.startswith(b"\x89PNG") and picture.value != before
 
 
 def test_what_goes_wrong_says_what_the_lesson_says():
