@@ -36,7 +36,7 @@ def compare_curves(metrics: pd.DataFrame, names: Sequence[str]) -> Figure:
 
 
 def compare_results(runs: pd.DataFrame, metric: str) -> Figure:
-    """The last value of one metric in each run, the best run on top and marked.
+    """The last value of one metric in each run, the best run, or those that share its value, on top and marked.
 
     Args:
         runs: as ``tracking.collect.runs_frame`` gives it; runs without the metric are left out.
@@ -45,12 +45,13 @@ def compare_results(runs: pd.DataFrame, metric: str) -> Figure:
     smaller = metric.rpartition("/")[2].endswith(SMALLER_IS_BETTER)
     known = runs.dropna(subset=[metric]).sort_values(metric, ascending=not smaller, kind="stable")
     best = known.iloc[-1]
+    equal = int((known[metric] == best[metric]).sum())
     places = range(len(known))
-    with canvas(f"{best['name']} has the best {metric}: {best[metric]:.4g}", height=1.1 + 0.32 * len(known)) as (figure,
-                                                                                                               axes):
+    finding = f"{best['name']} has the best {metric}" if equal == 1 else f"{equal} runs share the best {metric}"
+    with canvas(f"{finding}: {best[metric]:.4g}", height=1.1 + 0.32 * len(known)) as (figure, axes):
         axes.hlines(places, known[metric].min(), known[metric], color=COLOURS["idle"])
         axes.scatter(known[metric], places, zorder=3,
-                     color=[COLOURS["neutral"]] * (len(known) - 1) + [COLOURS["right"]])
+                     color=[COLOURS["neutral"]] * (len(known) - equal) + [COLOURS["right"]] * equal)
         axes.set_yticks(places, known["name"])
         axes.set(xlabel=metric)
         axes.grid(axis="x")

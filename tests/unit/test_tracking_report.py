@@ -50,6 +50,8 @@ def test_frames_and_figures_hold_the_numbers_of_the_runs(runs_folder):
     assert best.get_suptitle() == "fast has the best test/macro_f1: 0.75"
     assert [text.get_text() for text in best.axes[0].get_yticklabels()] == ["slow", "fast"]
     assert "slow has the best train/loss" in compare_results(table, "train/loss").get_suptitle()
+    tied = compare_results(table.assign(**{"test/macro_f1": 0.5}), "test/macro_f1")
+    assert tied.get_suptitle() == "3 runs share the best test/macro_f1: 0.5"
 
 
 def test_groups_are_drawn_with_their_mean_and_classes_with_their_counts(runs_folder):
