@@ -17,21 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from course_lib.config_sections import (
-    ENGINES,
-    TRACKERS,
-    DataConfig,
-    GuardConfig,
-    ModelConfig,
-    MonitorConfig,
-    OptimConfig,
-    OutputConfig,
-    ParallelConfig,
-    PipelineConfig,
-    RunConfig,
-    Strict,
-    TrackingConfig,
-)
+from course_lib.config_sections.fields import Strict
+from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
+from course_lib.config_sections.parallel import ENGINES, ParallelConfig, PipelineConfig
+from course_lib.config_sections.watching import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig
 from course_lib.errors import ConfigError, nearest
 
 

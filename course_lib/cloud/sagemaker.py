@@ -86,8 +86,6 @@ def hyperparameters(job: Job) -> dict[str, str]:
     for name, value in fields.items():
         if "'" in value:  # the drivers write it between single quotes into a file that bash reads
             raise CloudError(f"{name} {value} cannot travel as a hyperparameter", "leave out the apostrophe")
-    if job.instance_count > 1:
-        fields["keep_best"] = "false"  # instances share no disk, so only one would have the file to read back
     return fields
 
 

@@ -24,8 +24,6 @@ from course_lib.data.pydocs import load_pydocs
 from course_lib.errors import DataError, nearest
 from course_lib.runtime import hub
 
-"""Seconds to wait for the Hub's first answer."""
-
 
 @dataclass(frozen=True)
 class Known:

@@ -2,7 +2,8 @@
 
 Inside: no network but its own loopback, the system and Python read-only, folders of its own in memory, no
 environment, no capability, and a filter of system calls. From outside, the time, the processes, the memory and the
-output of all of it together are watched, and its whole process namespace is ended at once.
+output of all of it together are watched, and its whole process namespace is ended at once. Where the grader can make a
+cgroup (`course_lib.grading.cgroup`), the kernel limits the processes of all of it together too.
 """
 
 import contextlib
@@ -18,6 +19,8 @@ from typing import IO
 
 from course_lib.errors import CourseError
 from course_lib.grading import seccomp
+from course_lib.grading.cgroup import Cgroup, processes_limited
+from course_lib.grading.inside import THREADS
 from course_lib.grading.watch import START_SECONDS, Ended, Limits, Watch, end
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -76,14 +79,23 @@ class Sandbox:
                 "from course_lib.grading import inside; inside.main()")
         folder = contextlib.nullcontext("/") if self.isolated else tempfile.TemporaryDirectory(prefix="course-grade-")
         with self._command(limits, [sys.executable, "-I", "-c", code], self.folders) as (command, descriptors), \
-                folder as scratch:
+                folder as scratch, self._limited(limits) as cgroup:
             process = subprocess.Popen(
-                command, stdin=job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors,
-                start_new_session=True, cwd=scratch, env=_environment(scratch))
+                cgroup.joined(command) if cgroup else command, stdin=job, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=True, cwd=scratch,
+                env=_environment(scratch))
             try:
-                return Watch(process, limits, started, stop, self.isolated).result()
+                return Watch(process, limits, started, stop, self.isolated, cgroup).result()
             finally:
                 end(process, self.isolated)
+
+    def _limited(self, limits: Limits) -> contextlib.AbstractContextManager[Cgroup | None]:
+        """The kernel's limit on all of it together; the number that each process has as its RLIMIT_NPROC.
+
+        Threads count in it, so an answer that is within its limit of processes stays below it by far: the exact count
+        of processes is the watch's.
+        """
+        return processes_limited(THREADS * limits.processes) if self.isolated else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _command(self, limits: Limits, program: Sequence[str], folders: Sequence[Path]

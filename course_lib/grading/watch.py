@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from course_lib.grading.cgroup import Cgroup
+
 WATCH_SECONDS = 0.1
 END_SECONDS = 0.5  # until what was killed is looked for again
 MAX_OUTPUT = 256 << 20  # bytes of all observations together
@@ -62,12 +64,16 @@ class Ended:
 
 
 class Watch:
-    """Reads what a sandbox writes, and looks what it takes, until it ends or breaks a limit."""
+    """Reads what a sandbox writes, and looks what it takes, until it ends or breaks a limit.
+
+    Args:
+        cgroup: what it runs in. Where the kernel has refused it a process or a thread, nothing that it says counts.
+    """
 
     def __init__(self, process: subprocess.Popen, limits: Limits, started: bytes, stop: threading.Event,
-                 isolated: bool):
+                 isolated: bool, cgroup: Cgroup | None):
         self.process, self.limits, self.started, self.stop = process, limits, started, stop
-        self.isolated = isolated
+        self.isolated, self.cgroup = isolated, cgroup
         self.output, self.complaint = bytearray(), bytearray()
         self.began: float | None = None
         self.deadline = time.monotonic() + START_SECONDS
@@ -79,6 +85,8 @@ class Watch:
                 end(self.process, self.isolated)
         code = self.process.wait()
         seconds = 0.0 if self.began is None else time.monotonic() - self.began
+        if self.began is not None and why != "stopped" and self._refused():  # also if it went on, and ended by itself
+            why, self.output = "processes", self.output[:len(self.started)]
         return Ended(bytes(self.output), why, code, self.complaint.decode(errors="replace"), seconds)
 
     def _follow(self) -> str:
@@ -115,6 +123,8 @@ class Watch:
 
     def _broken(self) -> str:
         """The limit that all its processes together exceed."""
+        if self._refused():
+            return "processes"
         resident = 0
         for count, pid in enumerate(_below(self.process.pid), 1):
             if count > self.limits.processes:  # without looking at the thousands that there may be
@@ -124,11 +134,15 @@ class Watch:
                 return "memory"
         return ""
 
+    def _refused(self) -> bool:
+        return self.cgroup is not None and self.cgroup.hit()
+
 
 @contextlib.contextmanager
 def _urgent() -> Iterator[None]:
-    """This thread before all others, where it may be: root may fork without limit, and thousands of processes must not
-    keep the one who counts them from the processor. An ordinary user's are limited by the kernel itself."""
+    """This thread before all others, where it may be: where there is no cgroup root may fork without limit, and
+    thousands of processes must not keep the one who counts them from the processor. An ordinary user's are limited by
+    the kernel itself."""
     if not sys.platform.startswith("linux"):  # no sandbox there either, only --no-sandbox
         yield
         return

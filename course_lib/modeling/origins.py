@@ -21,8 +21,6 @@ from course_lib.errors import ModelError, nearest
 from course_lib.modeling import minilm, presets
 from course_lib.runtime import hub
 
-"""Seconds to wait for the Hub's first answer."""
-
 
 @dataclass(frozen=True)
 class Origin:

@@ -107,21 +107,6 @@ def zero_volume(stage: int) -> int:
     return 3 if stage == 3 else 2
 
 
-def tensor_volume(model: Model, tokens: int, ranks: int, passes: int = 4) -> float:
-    """Elements that a rank's links carry for one block: an all-reduce of (tokens, hidden) for each pass.
-
-    Args:
-        model: its width.
-        tokens: of one micro-batch.
-        ranks: of tensor parallelism.
-        passes: all-reduces: two forward, two backward, two more where the block is recomputed.
-
-    Source: arXiv 2104.04473 section 3.2; a reduce-scatter and an all-gather carry the same, arXiv 2205.05198
-    section 4.2.2.
-    """
-    return passes * BUS_FACTOR["all_reduce"](ranks) * tokens * model.hidden
-
-
 def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
     """Seconds of one step.
 

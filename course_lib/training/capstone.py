@@ -177,9 +177,10 @@ def plan_rented(project: Project) -> Rented:
         return Rented(str(why))
     best = found.best
     hours = best.cost.hours(project.rows * project.rented.get("num_epochs", here.run.num_epochs) * length)
-    return Rented(strategy.explain(found)[0], best.plan.strategy, emit.options(best.plan, model),
-                  strategy.needed(best.memory), cluster.accelerator.memory, best.cost.step, hours,
-                  hours * (1 + planner_error()))
+    fields = emit.options(best.plan, model)
+    del fields["task"]  # a guess by the kind of model: the project has its own
+    return Rented(strategy.explain(found)[0], best.plan.strategy, fields, strategy.needed(best.memory),
+                  cluster.accelerator.memory, best.cost.step, hours, hours * (1 + planner_error()))
 
 
 def planner_error() -> float:
@@ -193,9 +194,8 @@ def rented_config(project: Project, plan: Rented) -> Config:
     here = project.config(Path("runs/capstone"))
     whole = {"max_steps": None, "max_eval_samples": None, "logging_steps": 10, "device": "auto",
              "overwrite_output_dir": False}
-    layout = {**plan.fields, "task": here.data.task}  # the planner knows models, and not what they are for
     changed = {name: value for name, value in project.rented.items() if name != "model"}  # by the planner's full name
-    return here.replace(**whole | layout | changed)
+    return here.replace(**{**whole, **plan.fields, **changed})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from course_lib.errors import LaunchError
 from course_lib.parallel import collectives, ddp
@@ -25,6 +25,7 @@ from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compress
 from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
 from course_lib.runtime.netns import in_own_network, not_private
+from course_lib.training import lab_gpt2
 
 VOCABULARY, LENGTH = 1024, 32
 TRIES = 3
@@ -103,12 +104,7 @@ def all_reduce_bytes(ranks: Sequence[int], numel: int) -> dict[str, dict[int, Mo
 
 def gpt2(layers: int, width: int) -> GPT2LMHeadModel:
     """A small GPT-2 without dropout on this rank's device, the same on every rank."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, n_embd=width, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY,
-                        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # which the class name does not say to transformers
-    return model.to(PartialState().device)
+    return lab_gpt2.gpt2(layers, width, LENGTH, VOCABULARY).to(PartialState().device)
 
 
 def tokens(seed: int, rows: int) -> Tensor:

@@ -17,7 +17,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from course_lib.parallel import units
 from course_lib.parallel.ddp import DataParallel
@@ -25,6 +25,7 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
 from course_lib.runtime.meter import Meter
 from course_lib.training import sharded
+from course_lib.training.lab_gpt2 import gpt2
 from course_lib.training.slow_link import Waits, slow_gathers
 
 VOCABULARY, LENGTH, HEADS = 256, 32, 4
@@ -35,10 +36,7 @@ Build = Callable[[], nn.Module]
 
 def small_gpt2(layers: int, width: int, checkpointing: bool = False) -> GPT2LMHeadModel:
     """A GPT-2 without dropout, the same weights on every call; its token embedding is its output head too."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=VOCABULARY, n_layer=layers, n_embd=width, n_head=HEADS, n_positions=LENGTH, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+    model = gpt2(layers, width, LENGTH, VOCABULARY, heads=HEADS, use_cache=False)
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()

@@ -20,7 +20,7 @@ from torch import nn
 
 from course_lib import modeling
 from course_lib.config import ENGINES, Config, build
-from course_lib.config_sections import DataConfig, ModelConfig
+from course_lib.config_sections.learning import DataConfig, ModelConfig
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.processing import ProcessedData
 from course_lib.modeling.loading import LoadedModel

@@ -15,6 +15,7 @@ from course_lib.parallel.fsdp_torch import shard_with_torch
 from course_lib.planning.simulate import Setting, simulate
 from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
+from course_lib.training.lab_gpt2 import gpt2_config
 
 ROWS, TOKENS = 2, 64
 ERRORS = Path("benchmarks/planner.md")
@@ -37,8 +38,7 @@ class Counted:
 
 def small_config(layers: int, width: int) -> GPT2Config:
     """A GPT-2 without dropout that a laptop trains."""
-    return GPT2Config(n_layer=layers, n_embd=width, n_head=4, n_positions=TOKENS, vocab_size=1024, bos_token_id=0,
-                      eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return gpt2_config(layers, width, TOKENS, vocabulary=1024)
 
 
 def real_step(layers: int, width: int) -> Counted:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.optim import AdamW
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from course_lib.parallel.exchanges import gather, gathered, scatter
 from course_lib.parallel.tensor import ColumnParallelLinear, RowParallelLinear, vocab_parallel_cross_entropy
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.tensor_torch import TorchTensorParallel
 from course_lib.runtime.meter import Meter
+from course_lib.training.lab_gpt2 import gpt2
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,8 @@ class Shape:
 
     def model(self, dropout: float = 0.0) -> GPT2LMHeadModel:
         """The same weights on every call, on the CPU."""
-        torch.manual_seed(0)
-        return GPT2LMHeadModel(GPT2Config(
-            vocab_size=self.vocabulary, n_layer=self.layers, n_embd=self.width, n_head=self.heads,
-            n_positions=self.tokens, bos_token_id=0, eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout,
-            attn_pdrop=dropout, use_cache=False)).train()
+        return gpt2(self.layers, self.width, self.tokens, self.vocabulary, heads=self.heads, dropout=dropout,
+                    use_cache=False)
 
     def loss(self, model: nn.Module, step: int = 0) -> Tensor:
         """Mean cross-entropy of chains of tokens that an affine map continues, the same rows on every rank."""

@@ -22,15 +22,12 @@ class WatchdogCallback(Callback):
     def __init__(self, config: Config):
         self.watchdog = Watchdog(config.guard.watchdog, config.output_dir / HANG_FOLDER, ends="RANK" in os.environ,
                                  holds_sigterm=False)  # the trainer saves a checkpoint then
-        self.is_entered = False
 
     def on_train_begin(self, trainer: "BasicTrainer") -> None:
         self.watchdog.__enter__()
-        self.is_entered = True
 
     def on_step_end(self, trainer: "BasicTrainer") -> None:
         self.watchdog.beat(trainer.state.step)
 
     def on_train_end(self, trainer: "BasicTrainer") -> None:
-        if self.is_entered:
-            self.watchdog.__exit__(*sys.exc_info())  # the error that ends the run, where one does
+        self.watchdog.__exit__(*sys.exc_info())  # the error that ends the run, where one does

@@ -1,7 +1,7 @@
 """Scripts for other launchers, each read by the parser of what is to run it: bash, torchrun, Accelerate, our trainer.
 
-SkyPilot's task is held against the fields and types of its schema, sky/utils/schemas.py of 0.14.1. Its own loader
-took both tasks; the package stays out of the tests for its size, 300 MB.
+Slurm itself reads and runs its script in test_launchers_slurm.py, and SkyPilot loads its task in
+test_launchers_skypilot.py, where their packages can be downloaded; here their text alone is looked at.
 """
 
 import re
@@ -108,12 +108,9 @@ def test_accelerate_loads_its_file_and_its_line(tmp_path):
     assert config_from(cli.parse(parsed.training_script_args)) == CONFIG
 
 
-def test_skypilots_task():
-    task = yaml.safe_load(written("skypilot"))
-    fields = {"name": str, "num_nodes": int, "resources": dict, "workdir": str, "setup": str, "run": str}
-    assert {name: type(value) for name, value in task.items()} == fields
-    assert task["resources"] == {"disk_size": 256, "accelerators": "A100:8", "use_spot": True,
-                                 "job_recovery": "FAILOVER"}
+def test_the_resources_of_skypilots_task():
+    resources = {"disk_size": 256, "accelerators": "A100:8", "use_spot": True, "job_recovery": "FAILOVER"}
+    assert yaml.safe_load(written("skypilot"))["resources"] == resources
     assert yaml.safe_load(written("skypilot", ALONE))["resources"] == {"disk_size": 256, "cpus": "4+"}
 
 

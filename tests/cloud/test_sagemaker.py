@@ -81,7 +81,7 @@ def test_channels_are_the_data_the_code_and_the_drivers(spot):
 
 def test_hyperparameters_are_options_of_the_trainer_and_give_the_same_run(spot):
     given = spot["HyperParameters"]
-    assert given == {"model": "tiny-bert", "max_steps": "4", "progress_bar": "false", "keep_best": "false"}
+    assert given == {"model": "tiny-bert", "max_steps": "4", "progress_bar": "false"}
     assert load([], given).run.max_steps == 4
 
 
@@ -108,7 +108,7 @@ def test_a_warm_pool_and_a_new_folder_for_checkpoints(request_of):
     assert ".dkr.ecr.eu-west-1.amazonaws.com/" in found["AlgorithmSpecification"]["TrainingImage"]
     assert found["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 900
     assert found["CheckpointConfig"]["S3Uri"].endswith(f"/{found['TrainingJobName']}/checkpoints")
-    assert "EnableManagedSpotTraining" not in found and "keep_best" not in found["HyperParameters"]
+    assert "EnableManagedSpotTraining" not in found
 
 
 def test_the_code_that_is_sent_is_the_package_and_its_requirements(tmp_path):

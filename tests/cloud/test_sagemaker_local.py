@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -21,6 +22,8 @@ COMMAND = [sys.executable, "-m", "course_lib", "submit", "--local", "--config", 
            "--instance_type", "ml.m5.xlarge", "--model", "tiny-bert", "--max_train_samples", "64", "--batch_size", "4",
            "--max_eval_samples", "32", "--max_length", "32", "--max_steps", "4", "--logging_steps", "2",
            "--baselines", "false", "--device", "cpu", "--tracker", "none"]
+RUINED = ["--eval_steps", "1", "--best_metric", "loss", "--learning_rate", "0.5", "--max_grad_norm", "0",
+          "--lr_scheduler", "constant", "--warmup_ratio", "0"]  # the first evaluation stays the best
 
 
 def submit(folder, *more):
@@ -33,7 +36,7 @@ def submit(folder, *more):
 def two(tmp_path_factory):
     """A job on two instances, in a network of its own, where there is nothing but the loopback interface."""
     folder = tmp_path_factory.mktemp("two")
-    done = in_own_network(submit, folder, "--instance_count", "2")
+    done = in_own_network(submit, folder, "--instance_count", "2", *RUINED)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (job,) = folder.iterdir()
     return done, job
@@ -66,6 +69,13 @@ def test_the_model_came_back_and_loads(two):
 
     model = AutoModelForSequenceClassification.from_pretrained(two[1] / "model")
     assert len(model.config.id2label) == 3
+
+
+def test_the_best_weights_came_back_though_the_instances_share_no_disk(two):
+    done, job = two
+    validation = [float(loss) for loss in re.findall(r"metrics: .*eval\.loss=(\S+)", done.stdout)]
+    (loss,) = re.findall(r"\| loss \| (\S+) \|", (job / "model" / "README.md").read_text())  # of the test split
+    assert len(validation) == 4 and float(loss) < 2 * validation[0] < validation[-1] / 2
 
 
 def test_no_key_of_this_machine_is_in_the_job(two):

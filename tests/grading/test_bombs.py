@@ -1,14 +1,18 @@
 """Answers that take all that they can get: each is over within its limit and two seconds, and nothing is left of it.
 
-The forks stop at 256 processes, below what the kernel allows an ordinary user here. It allows root any number, and a
-test must not take down the machine that it runs on where the grader's own count should fail.
+The forks stop at 128 processes, below what the kernel allows an ordinary user here, and at 1,024 where a cgroup holds
+them. A test must not take down the machine that it runs on, and without a cgroup the kernel allows root any number.
 """
 
+import contextlib
 from unittest import mock
 
 import psutil
 import pytest
 
+from course_lib.grading import sandbox as sandbox_module
+from course_lib.grading.cgroup import Cgroup, processes_limited
+from course_lib.grading.inside import THREADS
 from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.watch import Limits
@@ -16,9 +20,9 @@ from tests.grading.toys import toy_tasks
 
 LIMITS = Limits(seconds=3.0, memory=600 << 20, processes=24, file_size=32 << 20, disk=32 << 20, output=4 << 20)
 BOMBS = {
-    "forks": ("import os, time\nfor i in range(8): os.fork()\ntime.sleep(60)\n", "too many processes"),
+    "forks": ("import os, time\nfor i in range(7): os.fork()\ntime.sleep(60)\n", "too many processes"),
     "forks that spin, in sessions of their own": (
-        "import os, time\nend = time.monotonic() + 20\nfor i in range(8):\n    if os.fork() == 0: os.setsid()\n"
+        "import os, time\nend = time.monotonic() + 20\nfor i in range(7):\n    if os.fork() == 0: os.setsid()\n"
         "while time.monotonic() < end: pass\n", "too many processes"),
     "memory": ("held = []\nwhile True:\n    try: held.append(b'x' * (8 << 20))\n    except MemoryError: pass\n",
                "timeout"),
@@ -31,15 +35,51 @@ BOMBS = {
 }
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_over_within_its_limit_and_two_seconds(name, sandbox):
-    source, error = BOMBS[name]
+THOUSAND = ("import os, time\nend = time.monotonic() + 20\nfor i in range(10):\n    try: os.fork()\n"
+            "    except BlockingIOError: pass\nwhile time.monotonic() < end: pass\n")
+
+
+def processes(cgroup):
+    return int((cgroup.folder / "pids.current").read_text())
+
+
+def graded_bomb(source, sandbox):
+    """Its verdict, and how its sandbox ended; nothing of it is left."""
     ends, run = [], Sandbox.run
     before = set(psutil.Process().children(recursive=True))
     with mock.patch.object(Sandbox, "run", lambda *args: ends.append(run(*args)) or ends[-1]):
         verdict = grade_source(toy_tasks.TOTAL, source, hidden=None, limits=LIMITS, sandbox=sandbox)
+    assert set(psutil.Process().children(recursive=True)) == before
+    return verdict, ends[0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_over_within_its_limit_and_two_seconds(name, sandbox):
+    source, error = BOMBS[name]
+    verdict, ended = graded_bomb(source, sandbox)
     assert verdict.points == 0
     assert error in verdict.error
-    assert 0 < ends[0].seconds <= LIMITS.seconds + 2
-    assert set(psutil.Process().children(recursive=True)) == before
+    assert 0 < ended.seconds <= LIMITS.seconds + 2
+
+
+@pytest.mark.timeout(60)
+def test_a_thousand_spinning_forks_are_over_in_time_where_a_cgroup_holds_them(sandbox):
+    kernel, peaks, hit = [], [], Cgroup.hit
+    with processes_limited(9) as possible:
+        if possible is None:
+            pytest.skip("no cgroup can be made here: not root, or no hierarchy with pids that can be written")
+
+    @contextlib.contextmanager
+    def noted(limit):
+        with processes_limited(limit) as cgroup:
+            kernel.append(int((cgroup.folder / "pids.max").read_text()))
+            assert kernel[0] == limit < 256  # before any of it runs
+            with mock.patch.object(Cgroup, "hit", lambda self: peaks.append(processes(self)) or hit(self)):
+                yield cgroup
+
+    with mock.patch.object(sandbox_module, "processes_limited", noted):
+        verdict, ended = graded_bomb(THOUSAND, sandbox)
+    assert verdict.error == "too many processes"
+    assert 1 < max(peaks) <= kernel[0] == THREADS * LIMITS.processes
+    assert 0 < ended.seconds <= LIMITS.seconds + 2

@@ -8,7 +8,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.runtime.launch import launch
 from course_lib.runtime.topology import RankGrid
-from course_lib.training import hybrid_lab
+from course_lib.training import grid_times, hybrid_lab
 from course_lib.training.tensor_lab import Shape
 from tests.notebooks.conftest import NOTEBOOKS
 
@@ -75,7 +75,7 @@ def test_the_order_of_the_axes_is_worth_more_than_the_gpus(lesson):
 
 def test_where_three_axes_pay(lesson):
     models = {"small": (24, 2048), "medium": (32, 4096), "large": (80, 8192), "huge": (96, 12288)}
-    grids = hybrid_lab.best_grids(models, (8, 64, 256), hybrid_lab.Machines())
+    grids = grid_times.best_grids(models, (8, 64, 256), grid_times.Machines())
     assert lesson["best_on_256"] == {name: found[-1] for name, found in grids.items()}
     sizes = {name.split(",")[0]: [[int(size) for size in each.split(" × ")] if "×" in each else None for each in found]
              for name, found in grids.items()}
@@ -88,8 +88,8 @@ def test_where_three_axes_pay(lesson):
 
 def test_the_computed_time_by_hand():
     """Two layers on 2 x 2 x 2 in machines of two: tp inside, pp and dp across."""
-    machines = hybrid_lab.Machines(gpus=2, inside=100.0, across=10.0, flops=1000.0)
-    training, grid = hybrid_lab.Training(layers=2, width=10, tokens=5, rows=4), RankGrid(2, 2, 2)
+    machines = grid_times.Machines(gpus=2, inside=100.0, across=10.0, flops=1000.0)
+    training, grid = grid_times.Training(layers=2, width=10, tokens=5, rows=4), RankGrid(2, 2, 2)
     seconds = training.seconds(grid, machines)
     hidden, share = 2 * 5 * 10, 12 * 2 * 100 / 4
     once = 6 * share * 5 / 1000, 4 * 1 * 1 * hidden / 100, 2 * hidden / 10

@@ -1,23 +1,11 @@
-"""The sections of a run's configuration: plain fields, each with its docstring and unit.
+"""What is learned, from what, how long, and what is kept of it."""
 
-The docstring under a field is its help on the command line, where every field is an option.
-"""
-
-import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-Positive = Annotated[int, Ge(1)]
-NotNegative = Annotated[int, Ge(0)]
-Fraction = Annotated[float, Ge(0), Lt(1)]
-
-
-class Strict:
-    """Unknown keys are errors (read by pydantic when a mapping is validated)."""
-
-    __pydantic_config__ = {"extra": "forbid"}
+from course_lib.config_sections.fields import Fraction, NotNegative, Positive, Strict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,60 +98,6 @@ class OptimConfig(Strict):
     """Steps of warm-up; overrides warmup_ratio where above 0."""
 
 
-ENGINES = {
-    "ddp": ("torch", "scratch"),
-    "zero1": ("deepspeed", "torch", "scratch"),
-    "zero2": ("deepspeed", "torch", "scratch"),
-    "zero3": ("deepspeed", "torch", "scratch"),
-    "fsdp": ("torch", "scratch", "accelerate"),
-}
-"""Engines that carry each strategy out, the default one first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(Strict):
-    """How the ranks share one model's state and work."""
-
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "ddp"
-    """Every rank holds all state (ddp), or each a part: of optimizer states (zero1), gradients too (zero2), \
-parameters too (zero3, fsdp)."""
-    engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
-    """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
-deepspeed for zero, scratch for pipelines, else torch."""
-    bucket_mb: Annotated[float, Gt(0)] = 25.0
-    """Gradients that travel together, in MiB."""
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-    """State kept in the host's memory rather than the GPU's (deepspeed and torch)."""
-    shard_group_size: Positive | None = None
-    """Ranks over which fsdp shards, the groups replicating each other (HSDP); default: all."""
-
-    @property
-    def chosen_engine(self) -> str:
-        """The engine named, or the strategy's default."""
-        return self.engine or ENGINES[self.strategy][0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig(Strict):
-    """How a model is cut into stages, and in which order they work (training_type pipeline)."""
-
-    schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
-                      "dualpipev"] = "1f1b"
-    """Order of the ranks' forwards and backwards."""
-    pipeline_parallel_size: Positive | None = None
-    """Ranks of a pipeline; default: all that data_parallel_size leaves."""
-    data_parallel_size: Positive | None = None
-    """Pipelines side by side, each on its own rows; default: all that pipeline_parallel_size leaves, or 1."""
-    stages_per_rank: Positive | None = None
-    """Stages that a rank holds; default: what the schedule prescribes, or 2 where it takes any."""
-    pipeline_chunks: Positive | None = None
-    """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 a rank."""
-    split_spec: str | None = None
-    """Blocks to cut at, as in `transformer.h.5:end,transformer.h.8:beginning`; default: cut by split_by."""
-    split_by: Literal["flops", "parameters", "seconds"] = "flops"
-    """What to even out between the stages where there is no split_spec."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Strict):
     """How long, on what, and when to look."""
@@ -234,76 +168,3 @@ there is one, else from the start."""
     """Repository of the Hub, NAME or OWNER/NAME, to send the trained model to; needs HF_TOKEN or `hf auth login`."""
     hub_private: bool = False
     """Make that repository private, where it is not there yet."""
-
-
-TRACKERS = ("jsonl", "trackio", "wandb", "tensorboard")
-"""Trackers that can be named in ``tracker``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingConfig(Strict):
-    """Where a run's numbers go besides `metrics.jsonl`, and what goes with them."""
-
-    tracker: str = os.environ.get("COURSE_TRACKER", "trackio")
-    """`trackio` or `jsonl` (both local, read by `course runs` and `course dashboard`), `tensorboard`, `wandb` \
-(offline without WANDB_API_KEY), several with commas between, or `none`; the environment's COURSE_TRACKER sets another \
-default."""
-    project: str = "distributed-transformers"
-    """Project that the trackers put the run in."""
-    run_name: str | None = None
-    """The run's name; default: that of its folder."""
-    run_group: str | None = None
-    """Group that the run belongs to, for example a sweep; with track_every_rank default: the run's name."""
-    track_every_rank: bool = False
-    """Track a run on every rank, all in one group, rather than one on rank 0."""
-    track_system: bool = True
-    """Track every rank's processor, memory and GPU with logged lines, at most every 10 steps."""
-    watch: Literal["none", "gradients", "parameters", "all"] = "none"
-    """Histograms of these tensors; of a rank's own shard where the state is sharded."""
-    watch_steps: Positive = 100
-    """Optimizer steps between two looks at the watched tensors; the last step is looked at too."""
-    log_predictions: NotNegative = 0
-    """Wrong predictions of the final evaluation to track, worst first, with the confusion matrix; 0: none."""
-    log_model: bool = False
-    """Track the trained model's files as an artifact."""
-    env_file: str | None = None
-    """File of `NAME=value` lines with keys, for example WANDB_API_KEY; its values are written nowhere."""
-
-    @property
-    def trackers(self) -> tuple[str, ...]:
-        """Names in ``tracker``, in order, each once; empty for `none`."""
-        names = [name.strip() for name in self.tracker.split(",")]
-        return tuple(dict.fromkeys(name for name in names if name != "none"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorConfig(Strict):
-    """What is watched on the ranks while they train; what is found goes to `monitor/` in the run's folder."""
-
-    memory_steps: NotNegative = 0
-    """Optimizer steps between two looks at every rank's memory; 0: none."""
-    memory_alert: Annotated[float, Gt(0), Le(1)] = 0.9
-    """Share of its memory at which a rank is reported, once."""
-    imbalance_alert: Annotated[float, Gt(1)] = 1.5
-    """Memory of the fullest rank by that of the emptiest at which they are reported, once."""
-    communication_steps: NotNegative = 0
-    """Optimizer steps between two whose communication is metered on every rank; 0: none."""
-    profile_steps: NotNegative = 0
-    """Steps that torch.profiler records on every rank, for Perfetto and TensorBoard; 0: none."""
-    profile_wait: NotNegative = 1
-    """Steps before the profiler begins."""
-    profile_warmup: NotNegative = 1
-    """Steps that are profiled and thrown away, since the profiler's start slows them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuardConfig(Strict):
-    """What ends a run that cannot go well, and says which rank it was."""
-
-    watchdog: Annotated[float, Ge(0)] = 300.0
-    """Seconds without progress after which the ranks report who is behind, where, and end; 0: wait for ever."""
-    desync_check: Literal["off", "sampled", "full"] = "sampled"
-    """Compare the ranks' model, config, data and step, and a hash of parameters that are the same on all: of a sample \
-of their elements, or of all."""
-    desync_steps: Positive = 100
-    """Optimizer steps between two such comparisons; the first is before the first step."""

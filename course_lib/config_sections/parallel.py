@@ -1,0 +1,61 @@
+"""How ranks share the work."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Gt
+
+from course_lib.config_sections.fields import Positive, Strict
+
+ENGINES = {
+    "ddp": ("torch", "scratch"),
+    "zero1": ("deepspeed", "torch", "scratch"),
+    "zero2": ("deepspeed", "torch", "scratch"),
+    "zero3": ("deepspeed", "torch", "scratch"),
+    "fsdp": ("torch", "scratch", "accelerate"),
+}
+"""Engines that carry each strategy out, the default one first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Strict):
+    """How the ranks share one model's state and work."""
+
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "ddp"
+    """Every rank holds all state (ddp), or each a part: of optimizer states (zero1), gradients too (zero2), \
+parameters too (zero3, fsdp)."""
+    engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
+    """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
+deepspeed for zero, scratch for pipelines, else torch."""
+    bucket_mb: Annotated[float, Gt(0)] = 25.0
+    """Gradients that travel together, in MiB."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """State kept in the host's memory rather than the GPU's (deepspeed and torch)."""
+    shard_group_size: Positive | None = None
+    """Ranks over which fsdp shards, the groups replicating each other (HSDP); default: all."""
+
+    @property
+    def chosen_engine(self) -> str:
+        """The engine named, or the strategy's default."""
+        return self.engine or ENGINES[self.strategy][0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Strict):
+    """How a model is cut into stages, and in which order they work (training_type pipeline)."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
+                      "dualpipev"] = "1f1b"
+    """Order of the ranks' forwards and backwards."""
+    pipeline_parallel_size: Positive | None = None
+    """Ranks of a pipeline; default: all that data_parallel_size leaves."""
+    data_parallel_size: Positive | None = None
+    """Pipelines side by side, each on its own rows; default: all that pipeline_parallel_size leaves, or 1."""
+    stages_per_rank: Positive | None = None
+    """Stages that a rank holds; default: what the schedule prescribes, or 2 where it takes any."""
+    pipeline_chunks: Positive | None = None
+    """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 a rank."""
+    split_spec: str | None = None
+    """Blocks to cut at, as in `transformer.h.5:end,transformer.h.8:beginning`; default: cut by split_by."""
+    split_by: Literal["flops", "parameters", "seconds"] = "flops"
+    """What to even out between the stages where there is no split_spec."""
