@@ -72,6 +72,7 @@ class Watch(threading.Thread):
         self.pids: dict[int, int] = {}
         self.log_folders: set[Path] = set()
         self.outcomes: dict[int, Returned | Failure] = {}
+        self.told: dict[int, Failure] = {}  # by the launcher
         self.grace: float | None = None  # when the ranks are ended after a failure
         self.children_before = set(multiprocessing.active_children())
         self.returned = self.hung = self.ended = False
@@ -210,15 +211,13 @@ class Watch(threading.Thread):
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         else:
             codes = {error.error_index: getattr(error, "exit_code", 1)}  # type: ignore[attr-defined]
+        ended, at = self.ended, time.monotonic()
         for rank, code in codes.items():
-            if self.ended and rank not in self.outcomes:
+            if ended and rank not in self.outcomes:
                 continue  # not by itself: it was ended here
-            died = Failure("died", time.monotonic(), consequence=False)  # perhaps seen here before its pipe ended
-            outcome = self.outcomes.setdefault(rank, died)
-            if isinstance(outcome, Failure) and outcome.summary == "died":
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
-                    f"exited with code {code} before the function returned"
-                self.outcomes[rank] = replace(outcome, summary=how)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
+                f"exited with code {code} before the function returned"
+            self.told[rank] = Failure(how, at, consequence=False)
 
     def end(self) -> None:
         """Called when the launcher is done, for better or worse: read what is left and clear up."""
@@ -230,6 +229,10 @@ class Watch(threading.Thread):
             self.waker.send_bytes(b"end")
             self.join()
         self.kill()  # what a rank left running
+        for rank, failure in self.told.items():  # only now: the thread, too, may have found out that it died
+            outcome = self.outcomes.setdefault(rank, failure)
+            if isinstance(outcome, Failure) and outcome.summary == "died":
+                self.outcomes[rank] = replace(outcome, summary=failure.summary)
         if self.error is None:
             self.shown.finish()
         self.selector.close()

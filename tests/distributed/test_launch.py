@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import nbformat
@@ -162,6 +163,26 @@ def test_a_rank_that_dies_is_named(end, told):
     with pytest.raises(RankError, match=told):
         launch(die, timeout=60)
     assert time.monotonic() - start < 15
+
+
+def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(monkeypatch):
+    looking, told = threading.Event(), threading.Event()
+    says = watch.Watch.launcher_says
+
+    def launcher_says(self, error):
+        assert looking.wait(20)
+        says(self, error)
+        told.set()
+
+    def too_late(self, rank):
+        looking.set()
+        assert told.wait(20)
+        return "died"
+
+    monkeypatch.setattr(watch.Watch, "launcher_says", launcher_says)
+    monkeypatch.setattr(watch.Watch, "_how_it_died", too_late)
+    with pytest.raises(RankError, match="rank 0 exited with code 7 before the function returned"):
+        launch(lambda: os._exit(7), num_processes=1, timeout=60)
 
 
 def wait_for_the_other():
