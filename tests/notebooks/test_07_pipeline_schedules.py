@@ -77,7 +77,7 @@ def test_the_explorer_says_what_its_sliders_say():
     box = explorer(name="dualpipev", ranks=4)
     *controls, said, picture = box.children
     before = bytes(picture.value)
-    assert before.startswith(b"\x89PNG") and "dualpipev" in said.value
+    assert before.startswith(b"\x89PNG") and "parts in flight: 9, 9, 9, 9" in said.value
     controls[2].value = 2
     assert "it takes at least as many as stages, 8" in said.value and picture.layout.display == "none"
     controls[2].value = 12
