@@ -14,6 +14,7 @@ shows one of a handful of cases instead.
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import random
 import signal
@@ -22,9 +23,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 import torch
@@ -183,13 +185,22 @@ def runs(args: argparse.Namespace) -> None:
     faults, phases, seeds = list(FAULTS), list(PHASES), range(args.seeds)
     if args.quick:
         faults, phases, seeds = ["SIGKILL", "full disk"], ["backward", "saving"], range(1)
-    found: list[Result] = []
-    for result in breakage.matrix(args.trainers, faults, phases, seeds):
+    found = [Result(**each | {"case": Case(**each["case"])}) for each in kept(args.journal)]
+    for result in breakage.matrix(args.trainers, faults, phases, seeds, {each.case for each in found}):
         found.append(result)
         print(result, flush=True)
+        if args.journal:
+            with args.journal.open("a", encoding="utf-8") as journal:
+                journal.write(json.dumps(asdict(result)) + "\n")
         publish(args, "runs", f"{breakage.STEPS} steps, a checkpoint every {breakage.SAVE_STEPS}, an evaluation every "
                 f"{breakage.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. A run that a single process "
                 "trains has nobody to notice that it is stopped.", table(found))
+
+
+def kept(journal: Path | None) -> list[dict[str, Any]]:
+    """What an earlier run, which was stopped, has found; a line that it was stopped in counts for nothing."""
+    lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal and journal.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def table(found: list[Result]) -> str:
@@ -263,6 +274,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a handful of each")
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
     parser.add_argument("--seeds", type=int, default=4, help="runs of every fault in every phase of a trainer")
+    parser.add_argument("--journal", type=Path, help="results of `runs` as JSON lines: a stopped run goes on there")
     parser.add_argument("--steps", type=int, default=6000, help="steps of a goodput run")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -7,12 +7,13 @@ SIGSTOP, or a disk that is full from then on. Then the run is started once more 
 """
 
 import hashlib
+import itertools
 import os
 import random
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -279,11 +280,10 @@ def whole(run: Path) -> Iterator[Path]:
 
 
 def matrix(trainers: Iterable[str], faults: Iterable[str], phases: Iterable[str], seeds: Iterable[int],
-           ) -> Iterator[Result]:
-    """Every fault in every phase of every trainer's runs, one after the other."""
-    for trainer in trainers:
-        for seed in seeds:
+           done: Container[Case] = ()) -> Iterator[Result]:
+    """Every fault in every phase of every trainer's runs, one after the other, but for those that are ``done``."""
+    for trainer, seed in itertools.product(trainers, seeds):
+        cases = [Case(trainer, fault, phase, seed) for fault, phase in itertools.product(faults, phases)]
+        if left := [case for case in cases if case.exists and case not in done]:
             wanted = undisturbed(trainer, seed)
-            for case in (Case(trainer, fault, phase, seed) for fault in faults for phase in phases):
-                if case.exists:
-                    yield broken(case, wanted)
+            yield from (broken(case, wanted) for case in left)

@@ -11,6 +11,9 @@ from transformers.masking_utils import eager_mask
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # glibc's malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD
 _DRAWS = 2**16
+# SplitMix64's constants as int64. Its last step shifts by 31 and multiplies by nothing.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 NAME = "dropout16"
 
 
@@ -27,6 +30,25 @@ def keep_freed_memory() -> None:
             mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def random_words(count: int) -> torch.Tensor:
+    """Random bits, on all cores: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from one number of torch's generator.
+
+    Torch fills a tensor of a CPU with random numbers on one core alone.
+
+    Args:
+        count: of words.
+    Returns:
+        [count], int64, whose 64 bits are random each.
+    """
+    z = torch.arange(count).mul_(_GOLDEN).add_(torch.empty((), dtype=torch.int64).random_(-(2**63), None))
+    shifted = torch.empty_like(z)
+    for shift, factor in _MIXING:
+        # An int64's shift repeats the sign, which the algorithm's, of unsigned words, does not.
+        torch.bitwise_right_shift(z, shift, out=shifted)
+        z.bitwise_xor_(shifted.bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+    return z
+
+
 def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
     """Zero each element with probability p, and scale the rest by 1/(1 - p), in expectation the same tensor.
 
@@ -37,9 +59,10 @@ def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
         p: in [0, 1).
     """
     dropped = round(p * _DRAWS)
-    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    keep = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - _DRAWS // 2
-    return x * keep.to(x.dtype).mul_(_DRAWS / (_DRAWS - dropped))
+    bits = random_words(-(-x.numel() // 4)).view(torch.int16)[: x.numel()].view(x.shape)
+    # Written in x's dtype at once: a tensor of bool costs several times as much to make and to convert.
+    keep = torch.ge(bits, dropped - _DRAWS // 2, out=torch.empty(x.shape, dtype=x.dtype))
+    return x * keep.mul_(_DRAWS / (_DRAWS - dropped))
 
 
 class Dropout16(nn.Dropout):

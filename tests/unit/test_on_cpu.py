@@ -74,3 +74,19 @@ def test_a_model_computes_what_it_computed(model):
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
     assert not torch.allclose(ours(input_ids=ids).logits, ours(input_ids=ids).logits)
+
+
+def test_words_are_splitmix64s(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "random_", lambda tensor, *_: tensor.fill_(1234567 + on_cpu._GOLDEN))
+    # The published first values for the seed 1234567 (https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64).
+    wanted = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert [word % 2**64 for word in on_cpu.random_words(5).tolist()] == wanted
+
+
+def test_every_bit_of_the_words_is_fair_and_none_follows_another():
+    torch.manual_seed(0)
+    words = on_cpu.random_words(2**16)
+    bits = torch.stack([words >> i & 1 for i in range(64)]).double()
+    assert (bits.mean(1) - 0.5).abs().max() < 5 * 0.5 / 2**8
+    assert (torch.corrcoef(bits) - torch.eye(64)).abs().max() < 6 / 2**8
+    assert (torch.corrcoef(torch.stack([bits[:, :-1].flatten(), bits[:, 1:].flatten()]))[0, 1]).abs() < 5 / 2**11
