@@ -20,11 +20,10 @@ import torch
 from course_lib import cli, modeling
 from course_lib.config import build
 from course_lib.data import DataConnector
-from course_lib.errors import LaunchError
 from course_lib.runtime import ranks
-from course_lib.runtime.hosts import hosts
 from course_lib.runtime.interrupts import NOTE
 from tests.cli.conftest import CLI
+from tests.several_hosts import hosts_or_skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 TORCHRUN = Path(sys.executable).parent / "torchrun"
@@ -210,14 +209,8 @@ def test_torchrun_loses_a_machine_and_gains_one_and_the_curve_is_the_undisturbed
 
 @pytest.fixture(scope="module")
 def four():
-    """Four hosts; where there can be none, what follows says that it was not run, and why."""
-    context = hosts(4)
-    try:
-        found = context.__enter__()
-    except LaunchError as error:
-        pytest.skip(f"not run: {error}")
-    yield found
-    context.__exit__(None, None, None)
+    with hosts_or_skip(4) as made:
+        yield made
 
 
 @pytest.mark.long

@@ -16,12 +16,13 @@ from course_lib import cli
 from course_lib.config import build
 from course_lib.errors import EXIT_HUNG, CourseError, LaunchError
 from course_lib.runtime.hang_report import HANG_FOLDER
-from course_lib.runtime.hosts import hosts, torchrun
+from course_lib.runtime.hosts import torchrun
 from course_lib.runtime.interrupts import NOTE
 from course_lib.runtime.watchdog import read_reports
 from course_lib.training import checkpoint, run
 from course_lib.training.callbacks import Callback
 from course_lib.training.guards import guards
+from tests.several_hosts import hosts_or_skip
 
 pytestmark = pytest.mark.timeout(300)
 CLI = Path(cli.__file__)
@@ -40,14 +41,8 @@ STRATEGIES = {  # hosts, ranks of each
 
 @pytest.fixture(scope="module")
 def three():
-    """Three hosts; where there can be none, what follows says that it was not run, and why."""
-    context = hosts(3)
-    try:
-        found = context.__enter__()
-    except LaunchError as error:
-        pytest.skip(f"not run: {error}")
-    yield found
-    context.__exit__(None, None, None)
+    with hosts_or_skip(3) as made:
+        yield made
 
 
 class Calm(Callback):
