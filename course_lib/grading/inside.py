@@ -1,8 +1,9 @@
 """What runs inside the sandbox: a trusted process that starts the ranks, and the ranks, which are the learner's.
 
 The trusted process is the namespace's process 1, never runs a line of the answer, and cannot be traced, read or killed
-by one that does. It hands a case's inputs over only when every rank is ready, and reads the kernel's count of
-what went through the loopback from then until the last observation. What a rank writes it passes on as bytes.
+by one that does. It hands a case's inputs over only when every rank is ready, to each without what is another rank's own,
+and reads the kernel's count of what went through the loopback from then until the last observation. What a rank writes
+it passes on as bytes.
 
 Standard input, each part behind its length: the job, then a case's inputs for each case. Standard output: STARTED, then
 records of case, rank, length and so many packed bytes; rank WIRE is the trusted process itself. In the job's case `met`
@@ -102,7 +103,8 @@ class _Ranks:
         for each in self.announced:
             os.close(each)
         self._read_until(parts=1)
-        inputs, wire = [_read_part(0)] * self.world_size, 0
+        given, wire = _read_part(0), 0
+        inputs = [self._part(given, rank) for rank in range(self.world_size)]
         if self.met:
             inputs[peer.RANK] = _read_part(0)
         if not self.failed():
@@ -117,6 +119,13 @@ class _Ranks:
             os.close(writer)
         ranks = dict.fromkeys([*self.done, *range(self.world_size)])
         return {rank: self._answer(rank) for rank in ranks}, wire
+
+    def _part(self, given: bytes, rank: int) -> bytes:
+        """A case's packed inputs as one rank gets them, without what is another's."""
+        if self.world_size == 1 or not self.job["own"]:
+            return given
+        whole = unpack(given)
+        return pack(whole | {name: self.task.own[name](whole[name], rank, self.world_size) for name in self.job["own"]})
 
     def failed(self) -> bool:
         """Whether a rank has."""

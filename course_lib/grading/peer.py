@@ -2,7 +2,7 @@
 
 In one more case of two ranks, rank 1 is a trusted process, which no process of the answer can read, write or trace. It
 joins each all-reduce that rank 0 announces, and brings one number in every place, which is drawn outside and handed to
-it alone. Who only computed from the inputs that lie beside the function, and who sent something else of that size, has
+it alone. Who reached the result in another way than by what was sent, and who sent something else of that size, has
 neither that number in the result nor its own values in what arrived here; who noted what was never sent is not met.
 """
 

@@ -82,7 +82,7 @@ def _run(task: Task, source: str, cases: Sequence[Case], meeting: peer.Meeting |
          sandbox: Sandbox, stop: threading.Event) -> Ended:
     job = {"module": sandbox.tasks or task.observe.__module__, "task": task.name, "source": source,
            "limits": asdict(limits), "world_sizes": [case.world_size for case in cases],
-           "met": len(cases) - 1 if meeting else None}
+           "own": list(task.own), "met": len(cases) - 1 if meeting else None}
     parts = [job, *(case.inputs for case in cases), *([{"number": meeting.number}] if meeting else [])]
     with tempfile.TemporaryFile() as file:
         for part in map(pack, parts):

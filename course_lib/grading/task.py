@@ -6,7 +6,7 @@ plain data, and hold the oracle. So nothing that a learner's code can reach deci
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,6 +71,8 @@ class Finding:
 
 
 Observation: TypeAlias = Mapping[str, Plain]
+Part: TypeAlias = Callable[[Any, int, int], Plain]
+"""(an input, rank, world size) -> the input in its form, without what is another rank's."""
 Rule: TypeAlias = Callable[[Case, Sequence[Observation]], Miss | None]
 
 
@@ -118,6 +120,8 @@ class Task:
         observe: (function, case, rank) -> observation. Runs on each rank, beside the learner's code.
         properties: by name.
         needs_ranks: False: a pure function, one process without a process group.
+        own: inputs of which each rank has its own part, each with what a rank is given of it in the sandbox: what the
+            others hold can only reach it from them.
         met: for a mean by all-reduces; None: each rank is the learner's.
     """
 
@@ -132,6 +136,7 @@ class Task:
     observe: Callable[[Callable[..., Any], Case, int], dict[str, Plain]]
     properties: Mapping[str, Property]
     needs_ranks: bool = True
+    own: Mapping[str, Part] = field(default_factory=dict)
     met: Met | None = None
 
     @property

@@ -5,7 +5,7 @@ and those built on it for several); this frame does the rest, alike for all.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +112,12 @@ class TrainerFrame(TrainerInterface):
             resuming.resume(self)
         if self.is_main:
             interrupts.remove_note(self.output_dir)
+        begun: list[Callback] = []
         with stop_requests() as self.stop_request:
-            self.tell("on_train_begin")
             try:
+                for callback in self.callbacks:
+                    self.tell("on_train_begin", to=[callback])
+                    begun.append(callback)
                 while not self.state.finished:
                     self.train_epoch()
                 if "validation" in self.eval_loaders and self.state.evaluated_at != self.state.step:
@@ -123,7 +126,7 @@ class TrainerFrame(TrainerInterface):
                 self.checkpoints_written()
             finally:
                 self.let_checkpoints_end()
-                self.tell("on_train_end")
+                self.tell("on_train_end", to=begun)
         return self.state
 
     def after_step(self, loss: torch.Tensor, gradient_norm: torch.Tensor) -> None:
@@ -255,7 +258,7 @@ class TrainerFrame(TrainerInterface):
         if self.is_main:
             print(line, flush=True)
 
-    def tell(self, hook: str, *arguments: Any) -> None:
-        """Call one hook of every callback."""
-        for callback in self.callbacks:
+    def tell(self, hook: str, *arguments: Any, to: Sequence[Callback] | None = None) -> None:
+        """Call one hook of every callback, or of those given."""
+        for callback in self.callbacks if to is None else to:
             getattr(callback, hook)(self, *arguments)

@@ -17,7 +17,7 @@ from course_lib.config_files import to_yaml, write_text
 from course_lib.errors import CheckpointError
 from course_lib.runtime.seeding import rng_state, seed_everything, set_rng_state
 from course_lib.runtime.worker import is_consequence
-from course_lib.training import checkpoint, tensorfile
+from course_lib.training import checkpoint, manifest, tensorfile
 from course_lib.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def find(trainer: TrainerFrame) -> Path | None:
         if asked in ("latest", "auto"):
             folder = checkpoint.latest(trainer.output_dir, trainer.say)
         else:
-            checkpoint.verify(folder)
-        mine = str(folder), checkpoint.sum_of(folder)
+            manifest.verify(folder)
+        mine = str(folder), manifest.sum_of(folder)
     except CheckpointError as error:
         mine = error
     found = trainer.gather_objects(mine)

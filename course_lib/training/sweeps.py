@@ -104,7 +104,7 @@ def read_sweep(path: Path) -> Sweep:
     if goal not in ("maximize", "minimize"):
         raise ConfigError(f"{path}: goal `{goal}`", "choose from maximize, minimize")
     for key, least in (("run_cap", 1), ("seed", 0)):
-        if tree.get(key) is not None and not (isinstance(tree[key], int) and least <= tree[key] < 2**32):
+        if tree.get(key) is not None and not (type(tree[key]) is int and least <= tree[key] < 2**32):
             raise ConfigError(f"{path}: {key} is `{tree[key]}`", f"give a whole number, {least} or more")
     parameters = {config_files.canonical(str(name)): _values(name, given, method, path)
                   for name, given in tree["parameters"].items()}

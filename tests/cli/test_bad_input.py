@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from course_lib import cli
-from course_lib.training import checkpoint
+from course_lib.training import checkpoint, manifest
 from tests.cli.conftest import QUICK, command, run
 
 BASE = ("train", *QUICK, "--training_type", "basic", "--eval_steps", "0")
@@ -155,7 +155,7 @@ def test_a_loss_that_is_no_number_stops_at_its_step(course, tmp_path):
     step = int(err.split("at step ")[1].split(";")[0])
     kept = checkpoint.in_order(tmp_path)
     assert json.loads((kept[-1] / "state.json").read_text())["state"]["step"] == step - 1
-    checkpoint.verify(kept[-1])
+    manifest.verify(kept[-1])
 
 
 @pytest.mark.timeout(120)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from course_lib.training import breakage, checkpoint, tensorfile
+from course_lib.training import breakage, checkpoint, manifest, tensorfile
 from course_lib.training.breakage import Case
 from tests.cli.conftest import command, run
 
@@ -74,6 +74,6 @@ def test_a_wrong_resume_would_be_seen(undisturbed):
     for kept in state["state"].values():
         kept["exp_avg"].zero_()
     tensorfile.save(state, folder / "optimizer.safetensors")
-    checkpoint.seal(folder)
+    manifest.seal(folder)
     assert breakage.attempt(Case("basic", "none", "none", 0), run_dir, []) is None
     assert breakage.digest(run_dir) != wanted

@@ -21,7 +21,7 @@ from course_lib.cloud.stand_in import ROLE
 from course_lib.config import build
 from course_lib.config_files import load
 from course_lib.errors import ConfigError
-from course_lib.training import checkpoint
+from course_lib.training import checkpoint, manifest
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,7 +180,7 @@ def test_machines_without_a_shared_disk_each_keep_their_part_of_a_checkpoint(tmp
     with ThreadPoolExecutor(2) as machines:
         list(machines.map(machine, (0, 1)))
     first, second = (tmp_path / f"machine{rank}" / "checkpoint-000002" for rank in (0, 1))
-    assert sorted(path.name for path in first.iterdir()) == [checkpoint.MANIFEST, "rank0"]
+    assert sorted(path.name for path in first.iterdir()) == [manifest.MANIFEST, "rank0"]
     assert [path.name for path in second.iterdir()] == ["rank1"]
     shutil.copytree(first, second, dirs_exist_ok=True)  # as a folder in S3 brings them together
     assert checkpoint.latest(second.parent) == second

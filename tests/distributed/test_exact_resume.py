@@ -24,7 +24,7 @@ from course_lib.modeling import presets
 from course_lib.parallel.shards import Piece
 from course_lib.runtime.launch import RankError, launch
 from course_lib.runtime.seeding import rng_state, seed_everything
-from course_lib.training import background, checkpoint, outputs, resuming, sharded, tensorfile
+from course_lib.training import background, checkpoint, manifest, outputs, resuming, sharded, tensorfile
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import TRAINERS
 from course_lib.training.state import TrainState
@@ -265,7 +265,7 @@ def test_whatever_is_not_put_back_is_noticed(tmp_path, undisturbed, nine, item):
     shutil.copytree(nine, folder)
     if item:
         DROPPED[item][0](folder)
-        checkpoint.seal(folder)
+        manifest.seal(folder)
     recorder = Recorder()
     trainer = trainer_of(tmp_path / "run", recorder, resume_from_checkpoint=str(folder))
     resuming.resume(trainer)
@@ -285,7 +285,7 @@ def test_without_its_best_weights_a_checkpoint_begins_the_search_anew(tmp_path, 
     folder = tmp_path / nine.name
     shutil.copytree(nine, folder)
     (folder / "best.safetensors").unlink()
-    checkpoint.seal(folder)
+    manifest.seal(folder)
     trainer = trainer_of(tmp_path / "run", Recorder(), resume_from_checkpoint=str(folder))
     trainer.train()
     assert "holds no weights of the best evaluation" in capsys.readouterr().out
@@ -355,7 +355,7 @@ def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
             resuming.find(trainer(asked, CheckpointError("it is damaged")))
     with pytest.raises(CheckpointError, match="rank 0 would go on from .*checkpoint-000012, and rank 1 from elsewhere"):
         resuming.find(trainer("latest", ("elsewhere", "another sum")))
-    copied = "elsewhere", checkpoint.sum_of(nine.parent / checkpoint.name(12))
+    copied = "elsewhere", manifest.sum_of(nine.parent / checkpoint.name(12))
     assert resuming.find(trainer("auto", copied)) == nine.parent / checkpoint.name(12)
 
 
@@ -403,7 +403,7 @@ def on_two_ranks(folder):
     if not torch.distributed.get_rank():
         shutil.copytree(first, folder / "one rank" / first.name)
         (folder / "one rank" / first.name / "random-1.safetensors").unlink()
-        checkpoint.seal(folder / "one rank" / first.name)
+        manifest.seal(folder / "one rank" / first.name)
     torch.distributed.barrier()
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -506,7 +506,7 @@ def test_asynchronous_saving_never_mixes_two_steps(two_ranks):
 @pytest.mark.timeout(450)
 def test_machines_without_a_shared_disk_keep_their_parts_and_get_the_best_weights_back(two_ranks):
     first, second = two_ranks
-    assert first["parts"] == [checkpoint.MANIFEST, "rank-0", "shards"] and second["parts"] == ["rank-1", "shards"]
+    assert first["parts"] == [manifest.MANIFEST, "rank-0", "shards"] and second["parts"] == ["rank-1", "shards"]
     for rank in two_ranks:
         assert [differences for _, differences, _ in rank["best"]] == [[]] * 4
         assert all(lost for lost, _, _ in rank["best"]) and len(rank["best"]) == 4

@@ -1,6 +1,7 @@
 """A rank of ours beside the learner's finds out who only pretends to average over ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -78,7 +79,8 @@ def points(task, source):
 
 @pytest.mark.timeout(240)
 def test_who_pretends_is_found_out_by_the_peer_and_by_nothing_else():
-    cheats = [(BUCKETING, SENDS_NOTHING_OF_USE), (BUCKETING, NOTES_WHAT_NEVER_WAS)]
+    everybodys = replace(BUCKETING, own={})  # else there is nothing to compute alone from
+    cheats = [(everybodys, SENDS_NOTHING_OF_USE), (everybodys, NOTES_WHAT_NEVER_WAS)]
     with mock.patch.object(peer, "meeting", return_value=None):
         believed = [points(*each) for each in cheats]
     assert believed == [BUCKETING.points] * 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from course_lib.errors import CheckpointError
-from course_lib.training import checkpoint, tensorfile
+from course_lib.training import checkpoint, manifest, tensorfile
 
 
 def test_state_comes_back_as_it_was(tmp_path):
@@ -63,18 +63,18 @@ def test_every_single_damage_is_found_and_named(run):
         for content in damaged:
             path.write_bytes(content)
             with pytest.raises(CheckpointError) as error:
-                checkpoint.verify(folder)
+                manifest.verify(folder)
             assert str(folder) in str(error.value) and name in str(error.value) and "\n" not in str(error.value)
             said = []
             assert checkpoint.latest(run, said.append).name == "checkpoint-000020" and len(said) == 1
         path.write_bytes(whole)
-        checkpoint.verify(folder)
+        manifest.verify(folder)
 
 
 def test_a_missing_file_is_named(run):
     (run / "checkpoint-000030" / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"lacks state\.json"):
-        checkpoint.verify(run / "checkpoint-000030")
+        manifest.verify(run / "checkpoint-000030")
 
 
 def test_no_whole_checkpoint(tmp_path):
@@ -101,10 +101,10 @@ def test_pruning_keeps_the_newest(run):
 
 @pytest.mark.parametrize("damage", [
     lambda folder: flip(folder / "model.safetensors"),
-    lambda folder: flip(folder / checkpoint.MANIFEST),
+    lambda folder: flip(folder / manifest.MANIFEST),
     lambda folder: os.truncate(folder / "model.safetensors", 100),
     lambda folder: (folder / "state.json").unlink(),
-    lambda folder: (folder / checkpoint.MANIFEST).unlink(),
+    lambda folder: (folder / manifest.MANIFEST).unlink(),
 ], ids=["bit", "bit of the manifest", "cut short", "file missing", "manifest missing"])
 def test_pruning_never_deletes_the_last_good_one(run, damage):
     damage(run / checkpoint.name(30))
@@ -121,11 +121,11 @@ def test_pruning_never_deletes_the_last_good_one(run, damage):
 def test_pruning_reads_no_file_again_that_nobody_wrote_to(run, monkeypatch):
     read = []
 
-    def file_digest(file, algorithm, real=checkpoint.hashlib.file_digest):
+    def file_digest(file, algorithm, real=manifest.hashlib.file_digest):
         read.append(file.name)
         return real(file, algorithm)
 
-    monkeypatch.setattr(checkpoint.hashlib, "file_digest", file_digest)
+    monkeypatch.setattr(manifest.hashlib, "file_digest", file_digest)
     checkpoint.prune(run, 2)
     assert read == []
     os.utime(run / checkpoint.name(30) / "state.json")
@@ -155,19 +155,19 @@ def test_a_copied_checkpoint_is_whole(run, tmp_path):
     """Times of files change where they are copied; what counts is what they hold."""
     copy = tmp_path / "elsewhere" / checkpoint.name(30)
     shutil.copytree(run / checkpoint.name(30), copy, copy_function=shutil.copyfile)
-    checkpoint.verify(copy)
+    manifest.verify(copy)
     flip(copy / "state.json", 3)
     with pytest.raises(CheckpointError, match=r"contents of state\.json have changed"):
-        checkpoint.verify(copy, trust_untouched=True)
+        manifest.verify(copy, trust_untouched=True)
 
 
 def test_a_file_that_cannot_be_read_is_named_and_the_one_before_is_used(run, monkeypatch):
-    def file_digest(file, algorithm, real=checkpoint.hashlib.file_digest):
+    def file_digest(file, algorithm, real=manifest.hashlib.file_digest):
         if "000030" in file.name:
             raise OSError(5, "Input/output error")
         return real(file, algorithm)
 
-    monkeypatch.setattr(checkpoint.hashlib, "file_digest", file_digest)
+    monkeypatch.setattr(manifest.hashlib, "file_digest", file_digest)
     said = []
     assert checkpoint.latest(run, said.append).name == checkpoint.name(20)
     assert said == [f"checkpoint {run / checkpoint.name(30)} is damaged: model.safetensors cannot be read "
@@ -184,7 +184,7 @@ def test_what_cannot_be_deleted_is_named(run, monkeypatch):
 
 
 def test_the_manifest_counts_the_checkpoints(run):
-    numbers = [json.loads((folder / checkpoint.MANIFEST).read_text())["number"] for folder in checkpoint.in_order(run)]
+    numbers = [json.loads((folder / manifest.MANIFEST).read_text())["number"] for folder in checkpoint.in_order(run)]
     assert numbers == [1, 2, 3]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from course_lib.errors import CheckpointError
-from course_lib.training import checkpoint, sharded, tensorfile
+from course_lib.training import checkpoint, manifest, sharded, tensorfile
 
 WRITING = os.O_WRONLY | os.O_RDWR
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.truncate", "os.chmod", "shutil.rmtree")
@@ -197,7 +197,7 @@ def in_place(run):
     shutil.rmtree(folder)
     folder.mkdir()
     files_of(20, attempt=1)(folder)
-    checkpoint.seal(folder)
+    manifest.seal(folder)
 
 
 @pytest.mark.timeout(60)
@@ -264,7 +264,7 @@ def test_killed_at_thirty_moments(tmp_path):
         assert step > last
         last = step
         named = (tmp_path / checkpoint.LATEST).read_text().strip()
-        checkpoint.verify(tmp_path / named)
+        manifest.verify(tmp_path / named)
     assert unfinished > 3, "kills met saves under way"
 
 

@@ -27,7 +27,7 @@ from course_lib.commands.options import config_from
 from course_lib.config import Config, options
 from course_lib.data import DataConnector
 from course_lib.errors import CheckpointError, CourseError
-from course_lib.training import checkpoint, resuming
+from course_lib.training import checkpoint, manifest, resuming
 from course_lib.training.run import build_trainer
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
@@ -408,7 +408,7 @@ def damaged(folder, damage, but=""):
 @pytest.mark.timeout(200)
 def test_damaged_checkpoints(saved, tmp_path):
     """Whatever is done to one file is noticed, and the file is named."""
-    checkpoint.verify(saved)
+    manifest.verify(saved)
 
     @fuzz(25)
     @given(damages())
@@ -416,7 +416,7 @@ def test_damaged_checkpoints(saved, tmp_path):
         folder = copied(saved, tmp_path)
         name = damaged(folder, damage)
         with pytest.raises(CheckpointError) as error:
-            checkpoint.verify(folder)
+            manifest.verify(folder)
         one_line(error.value)
         assert name in str(error.value)
 
@@ -436,8 +436,8 @@ def test_checkpoints_whose_sums_are_right_and_whose_content_is_not(saved, tmp_pa
     @given(damages())
     def check(damage):
         copied(saved, tmp_path)
-        damaged(folder, damage, but=checkpoint.MANIFEST)
-        checkpoint.seal(folder)
+        damaged(folder, damage, but=manifest.MANIFEST)
+        manifest.seal(folder)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 resuming.resume(trainer)

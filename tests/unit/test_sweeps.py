@@ -70,6 +70,7 @@ def test_random_draws_are_within_their_bounds_and_repeatable(sweep_of):
     ("parameters: {output_dir: {values: [a]}}\n", "output_dir cannot be varied"),
     ("paramters: {}\nparameters: {seed: {values: [1]}}\n", "unknown key `paramters`"),
     ("[1", "it is not YAML"),
+    (GRID + "run_cap: true\n", "run_cap is `True`"),
 ])
 def test_wrong_files_are_refused_in_one_line(sweep_of, text, told):
     with pytest.raises(ConfigError) as error:

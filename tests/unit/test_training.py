@@ -197,6 +197,26 @@ def test_users_callbacks_see_the_run_and_can_stop_it(trainer_of):
 
 
 @pytest.mark.timeout(60)
+def test_callbacks_that_began_end_also_when_the_next_cannot_begin(trainer_of):
+    calls = []
+
+    class First(Callback):
+        def on_train_end(self, trainer):
+            calls.append("first ends")
+
+    class Second(First):
+        def on_train_begin(self, trainer):
+            raise OSError("no such device")
+
+        def on_train_end(self, trainer):
+            calls.append("second ends")
+
+    with pytest.raises(OSError, match="no such device"):
+        trainer_of([First(), Second()]).train()
+    assert calls == ["first ends"]
+
+
+@pytest.mark.timeout(60)
 def test_split_batches_means_rows_over_all_processes(trainer_of):
     assert trainer_of(split_batches=True, batch_size=8, training_type="accelerated").sampler.batch_size == 8
 

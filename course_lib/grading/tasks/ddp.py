@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, calls, events, made_by, near, only, result, short
 from course_lib.grading.task import Case, Met, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import each_world, numbers, whole
+from course_lib.grading.tasks.drawing import each_world, entry, numbers, whole
 from course_lib.parallel.ddp import DataParallel
 
 LESSON = "02_data_parallel"
@@ -101,6 +101,7 @@ MET = Met("mean gradient", "gradient", lambda case: flat(local_gradients(case)[0
 AVERAGE = Task(
     name="ddp.average", lesson=LESSON, function="average_gradients", title="The mean of all ranks' gradients",
     difficulty=1, importance=5, minutes=10, draw=each_world(model_case), observe=observe_average, met=MET,
+    own={"rows": entry},
     properties={
         "mean gradient": Property(3, result("gradient", oracle_gradient)),
         "weights untouched": Property(1, weights_untouched), "bytes": Property(1, sends_each_once)})
@@ -155,6 +156,7 @@ def to_neighbours(case: Case, seen: Seen) -> Miss | None:
 RING = Task(
     name="ddp.ring", lesson=LESSON, function="ring_all_reduce", title="All-reduce by a ring",
     difficulty=4, importance=4, minutes=35, draw=each_world(ring_case), observe=observe_ring,
+    own={"tensors": entry},
     properties={
         "sum": Property(3, result("sum", lambda case: [np.sum(case.inputs["tensors"], axis=0)] * case.world_size)),
         "messages only": Property(1, from_messages),
@@ -193,6 +195,7 @@ def mean_of_lists(case: Case) -> list[np.ndarray]:
 BUCKETING = Task(
     name="ddp.bucketing", lesson=LESSON, function="reduce_in_buckets", title="Many small gradients, few messages",
     difficulty=3, importance=4, minutes=25, draw=each_world(bucket_case), observe=observe_buckets,
+    own={"gradients": entry},
     met=Met("mean", "gradients", lambda case: flat(case.inputs["gradients"][0])),
     properties={"mean": Property(3, result("gradients", mean_of_lists)),
                 "buckets": Property(3, only("all_reduce", bucket_sizes))})
@@ -249,6 +252,7 @@ def waits_for_all(case: Case, seen: Seen) -> Miss | None:
 OVERLAP = Task(
     name="ddp.overlap", lesson=LESSON, function="attach", title="Send while backward still runs",
     difficulty=4, importance=5, minutes=30, draw=each_world(model_case), observe=observe_overlap, met=MET,
+    own={"rows": entry},
     properties={"mean gradient": Property(3, result("gradient", oracle_gradient)),
                 "leaves early": Property(2, leaves_early),
                 "does not block backward": Property(3, waits_late), "waits for all": Property(1, waits_for_all)})
@@ -293,6 +297,7 @@ def at_the_end(case: Case, seen: Seen) -> Miss | None:
 NO_SYNC = Task(
     name="ddp.no_sync", lesson=LESSON, function="accumulate", title="Accumulate, and send once",
     difficulty=2, importance=5, minutes=15, draw=each_world(accumulation_case), observe=observe_accumulation,
+    own={"rows": entry},
     properties={"gradient": Property(3, result("gradient", sum_over_parts)),
                 "sent once": Property(2, at_the_end)})
 

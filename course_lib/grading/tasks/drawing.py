@@ -1,11 +1,12 @@
-"""What cases are made of."""
+"""What cases are made of, and what of it a rank is given."""
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from course_lib.grading.task import Case
+from course_lib.grading.task import Case, Part
 
 WORLDS = (1, 2, 3)
 """World sizes of the public cases."""
@@ -49,3 +50,23 @@ def in_turn(inputs: Callable[[random.Random, int], dict], count: int = 4) -> Cal
         return [Case(1, inputs(rng, place)) for place in range(count)]
 
     return draw
+
+
+def entry(values: Sequence[Any], rank: int, world_size: int) -> list[Any]:
+    """Of a list with an entry for each rank, its own and None for the others'."""
+    return [each if i == rank else None for i, each in enumerate(values)]
+
+
+def along(axis: int) -> Part:
+    """Of an array that the ranks split along an axis, its own piece and zeros."""
+
+    def piece(values: np.ndarray, rank: int, world_size: int) -> np.ndarray:
+        pieces = np.split(values, world_size, axis)
+        return np.concatenate([each * (i == rank) for i, each in enumerate(pieces)], axis)
+
+    return piece
+
+
+def every_nth(values: np.ndarray, rank: int, world_size: int) -> np.ndarray:
+    """Of rows that are dealt out to the ranks one by one, its own and zeros."""
+    return values * (np.arange(len(values)) % world_size == rank)[:, None].astype(values.dtype)

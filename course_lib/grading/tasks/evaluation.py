@@ -11,7 +11,7 @@ import torch
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, made_by, result, short
 from course_lib.grading.task import Case, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import each_world, numbers, whole
+from course_lib.grading.tasks.drawing import each_world, entry, every_nth, numbers, whole
 from course_lib.grading.tasks.prepared import few_bytes
 
 LESSON = "04_distributed_evaluation"
@@ -46,6 +46,7 @@ def no_pickle(case: Case, seen: Seen) -> Miss | None:
 GATHER = Task(
     name="evaluation.gather", lesson=LESSON, function="gather_rows", title="Gather with an uneven last batch",
     difficulty=3, importance=5, minutes=25, draw=each_world(gather_case), observe=observe_gather,
+    own={"rows": every_nth},
     properties={"rows": Property(4, result("rows", lambda case: [case.inputs["rows"]] * case.world_size)),
                 "bytes": Property(1, no_pickle)})
 
@@ -79,6 +80,7 @@ def f1(case: Case) -> list[float]:
 MACRO_F1 = Task(
     name="evaluation.macro_f1", lesson=LESSON, function="macro_f1", title="Macro-F1 of all ranks", difficulty=2,
     importance=4, minutes=20, draw=each_world(f1_case), observe=observe_f1,
+    own={"labels": entry, "predictions": entry},
     properties={"score": Property(3, result("score", f1)), "few bytes": Property(1, few_bytes(8 * 16))})
 
 
@@ -102,6 +104,7 @@ def perplexity(case: Case) -> list[float]:
 PERPLEXITY = Task(
     name="evaluation.perplexity", lesson=LESSON, function="perplexity", title="The perplexity of all tokens",
     difficulty=1, importance=4, minutes=10, draw=each_world(perplexity_case), observe=observe_perplexity,
+    own={"sums": entry, "tokens": entry},
     properties={"perplexity": Property(3, result("perplexity", perplexity)),
                 "few bytes": Property(1, few_bytes(32))})
 

@@ -11,7 +11,7 @@ import torch
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, items, made_by, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import in_turn, numbers
+from course_lib.grading.tasks.drawing import entry, in_turn, numbers
 from course_lib.grading.tasks.resuming import LESSON
 
 # --- faults.hang ---
@@ -135,6 +135,7 @@ def one_small_collective(case: Case, seen: Seen) -> Miss | None:
 AGREEMENT = Task(
     name="faults.agreement", lesson=LESSON, function="who_differs", title="Do all ranks still hold the same?",
     difficulty=2, importance=4, minutes=20, draw=agreement_cases, observe=observe_agreement,
+    own={"weights": entry, "biases": entry},
     properties={"ranks": Property(3, names_who_differs), "one small collective": Property(2, one_small_collective)})
 
 ALL = (HANG, AGREEMENT)

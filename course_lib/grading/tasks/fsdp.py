@@ -14,7 +14,7 @@ from torch import Tensor
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import NAMES, Seen, events, number, result, short
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import each_world, numbers
+from course_lib.grading.tasks.drawing import each_world, entry, numbers
 from course_lib.grading.tasks.prepared import few_bytes
 
 LESSON = "06_fsdp"
@@ -31,6 +31,16 @@ def shard(weight: np.ndarray, rank: int, ranks: int) -> Tensor:
     padded = np.zeros(-(-weight.size // ranks) * ranks, dtype=np.float32)
     padded[: weight.size] = weight.reshape(-1)
     return torch.from_numpy(np.split(padded, ranks)[rank].copy())
+
+
+def shards_alone(weights: list[np.ndarray], rank: int, ranks: int) -> list[np.ndarray]:
+    """The weights in their shapes, with zeros where another rank's shard lies."""
+    found = []
+    for weight in weights:
+        run = -(-weight.size // ranks)
+        mine = (np.arange(weight.size) // run == rank).reshape(weight.shape)
+        found.append(np.where(mine, weight, np.float32(0)))
+    return found
 
 
 def living(storages: list[weakref.ref]) -> int:
@@ -132,12 +142,14 @@ def waits_when_due(case: Case, seen: Seen) -> Miss | None:
 GATHER = Task(
     name="fsdp.gather", lesson=LESSON, function="sharded_forward", title="Gather, compute, free", difficulty=3,
     importance=5, minutes=25, draw=each_world(layers_case), observe=observe_forward,
+    own={"weights": shards_alone, "rows": entry},
     properties={"output": Property(2, result("output", outputs)), "each gathered once": Property(1, each_gathered_once),
                 "freed": Property(2, let_go), "one layer at a time": Property(2, gathered_ahead(0))})
 
 PREFETCH = Task(
     name="fsdp.prefetch", lesson=LESSON, function="prefetching_forward", title="Gather the next layer ahead of time",
     difficulty=4, importance=4, minutes=25, draw=each_world(layers_case), observe=observe_forward,
+    own={"weights": shards_alone, "rows": entry},
     properties={"output": Property(2, result("output", outputs)), "each gathered once": Property(1, each_gathered_once),
                 "freed": Property(1, let_go), "one layer ahead": Property(2, gathered_ahead(1)),
                 "does not block": Property(2, waits_when_due)})
@@ -178,6 +190,7 @@ def draw_clip(rng: random.Random, worlds: Any = (1, 2, 3)) -> list[Case]:
 CLIP = Task(
     name="fsdp.clip", lesson=LESSON, function="clip", title="Clip by the norm of all shards", difficulty=2,
     importance=4, minutes=15, draw=draw_clip, observe=observe_clip,
+    own={"gradients": entry},
     properties={"norm": Property(2, result("norm", lambda case: [norm(case)] * case.world_size)),
                 "scaled": Property(2, result("gradients", clipped)), "few bytes": Property(1, few_bytes(16))})
 

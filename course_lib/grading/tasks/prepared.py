@@ -11,7 +11,7 @@ import torch
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, array, items, made_by, near, result, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import alone, each_world, numbers, whole
+from course_lib.grading.tasks.drawing import alone, each_world, entry, numbers, whole
 
 LESSON = "03_accelerate"
 
@@ -110,6 +110,7 @@ def few_bytes(limit: int) -> Callable[[Case, Seen], Miss | None]:
 LOSS = Task(
     name="accelerate.loss", lesson=LESSON, function="mean_loss", title="The mean loss of uneven ranks", difficulty=2,
     importance=5, minutes=15, draw=each_world(loss_case), observe=observe_loss,
+    own={"losses": entry, "masks": entry},
     properties={"mean": Property(3, result("mean", global_mean)), "few bytes": Property(1, few_bytes(32))})
 
 

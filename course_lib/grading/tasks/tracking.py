@@ -8,7 +8,7 @@ from typing import Any
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, items, kind, made_by, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import in_turn
+from course_lib.grading.tasks.drawing import entry, in_turn
 
 LESSON = "11_wandb"
 
@@ -117,6 +117,7 @@ def as_few_as_needed(case: Case, seen: Seen) -> Miss | None:
 GROUPS = Task(
     name="tracking.groups", lesson=LESSON, function="track", title="Which rank keeps which run", difficulty=2,
     importance=4, minutes=25, draw=groups_cases, observe=observe_groups,
+    own={"losses": entry},
     properties={"runs": Property(2, runs_are), "rows": Property(2, rows_are), "finished": Property(1, each_is_finished),
                 "collectives": Property(1, as_few_as_needed)})
 

@@ -12,7 +12,7 @@ from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, events, items, made_by, number, result, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.ddp import chain, flat, mean_gradients
-from course_lib.grading.tasks.drawing import alone, each_world, numbers
+from course_lib.grading.tasks.drawing import alone, along, each_world, entry, numbers
 
 LESSON = "05_zero_stages"
 
@@ -136,6 +136,7 @@ def zero_traffic(case: Case, seen: Seen) -> Miss | None:
 STAGE1 = Task(
     name="zero.stage1", lesson=LESSON, function="zero1_step", title="A step of ZeRO-1", difficulty=3, importance=5,
     minutes=30, draw=each_world(step_case), observe=observe_step,
+    own={"gradients": entry, "momentum": along(0)},
     properties={
         "weights": Property(3, result("weights", lambda case: [
             case.inputs["weights"] - case.inputs["lr"] * momentum_after(case)] * case.world_size)),
@@ -200,6 +201,7 @@ def scattered_early(case: Case, seen: Seen) -> Miss | None:
 STAGE2 = Task(
     name="zero.stage2", lesson=LESSON, function="attach_zero2", title="ZeRO-2: reduce, scatter and let go",
     difficulty=4, importance=4, minutes=35, draw=each_world(stage2_case), observe=observe_stage2,
+    own={"rows": entry},
     properties={"shards": Property(3, result("shards", shards_of_mean)),
                 "freed": Property(2, freed), "while backward runs": Property(2, scattered_early)})
 
