@@ -1,7 +1,7 @@
 """What runs inside the sandbox: a trusted process that starts the ranks, and the ranks, which are the learner's.
 
 The trusted process is the namespace's process 1, never runs a line of the answer, and cannot be traced, read or killed
-by one that does. It hands a case's inputs over only when every rank is ready, to each without what is another rank's own,
+by one that does. It hands a case's inputs over only when every rank is ready, to each without what is another's own,
 and reads the kernel's count of what went through the loopback from then until the last observation. What a rank writes
 it passes on as bytes.
 
