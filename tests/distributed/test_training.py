@@ -12,7 +12,7 @@ from course_lib.training.run import build_trainer
 
 QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_samples": 44, "max_eval_samples": 33,
          "max_length": 32, "max_steps": 12, "logging_steps": 1, "progress_bar": False, "device": "cpu",
-         "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0}
+         "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0, "mixed_precision": "no"}
 
 
 def train(options, dropout=0.1, unsynchronised=False):

@@ -16,7 +16,7 @@ from course_lib.training.run import build_trainer
 
 QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 48, "max_eval_samples": 33,
          "max_length": 32, "batch_size": 4, "max_steps": 6, "logging_steps": 1, "progress_bar": False,
-         "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0}
+         "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0, "mixed_precision": "no"}
 
 
 @pytest.fixture
