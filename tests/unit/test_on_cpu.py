@@ -47,7 +47,7 @@ def models():
     yield LlamaForCausalLM(LlamaConfig(**small, num_key_value_heads=2, attention_dropout=0.1))
 
 
-@pytest.mark.parametrize("model", models(), ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("model", list(models()), ids=lambda model: type(model).__name__)
 def test_a_model_computes_what_it_computed(model):
     ours = copy.deepcopy(model)
     on_cpu.cheaper_dropout(ours)
