@@ -3,7 +3,7 @@
     python benchmarks/reliability.py storage runs goodput     # hours
     python benchmarks/reliability.py storage runs goodput --quick
     python benchmarks/reliability.py runs --trainers fsdp pipeline --seeds 2
-    python benchmarks/reliability.py runs --journal benchmarks/reliability-runs.jsonl  # goes on with what was run so far
+    python benchmarks/reliability.py runs --journal benchmarks/reliability-runs.jsonl  # goes on from there
 
 `storage` kills a process that saves for ever at random moments, and flips and cuts the bits of a checkpoint; beside it,
 torch.distributed.checkpoint saving into one folder. `runs` is every fault in every phase of every trainer's runs
