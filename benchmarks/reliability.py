@@ -27,7 +27,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import psutil
 import torch
@@ -186,22 +185,16 @@ def runs(args: argparse.Namespace) -> None:
     faults, phases, seeds = list(FAULTS), list(PHASES), range(args.seeds)
     if args.quick:
         faults, phases, seeds = ["SIGKILL", "full disk"], ["backward", "saving"], range(1)
-    found = [Result(**each | {"case": Case(**each["case"])}) for each in kept(args.journal)]
+    lines = args.journal.read_text(encoding="utf-8").splitlines() if args.journal and args.journal.exists() else []
+    found = [Result(**each | {"case": Case(**each["case"])}) for each in map(json.loads, lines)]
     for result in breakage.matrix(args.trainers, faults, phases, seeds, {each.case for each in found}):
         found.append(result)
         print(result, flush=True)
         if args.journal:
-            with args.journal.open("a", encoding="utf-8") as journal:
-                journal.write(json.dumps(asdict(result)) + "\n")
+            write_text(args.journal, "".join(f"{json.dumps(asdict(each))}\n" for each in found))
         publish(args, "runs", f"{breakage.STEPS} steps, a checkpoint every {breakage.SAVE_STEPS}, an evaluation every "
                 f"{breakage.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. A run that a single process "
                 "trains has nobody to notice that it is stopped.", table(found))
-
-
-def kept(journal: Path | None) -> list[dict[str, Any]]:
-    """What an earlier run, which was stopped, has found; a line that it was stopped in counts for nothing."""
-    lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal and journal.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def table(found: list[Result]) -> str:
