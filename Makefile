@@ -31,9 +31,12 @@ test: check  ## everything that needs no GPU: linters, types, all tests
 long: setup  ## more cases of what `make test` shows
 	$(BIN)/pytest -m long
 
+# Files with slow tests alone are not imported either: importing is much of what the fast ones take.
+SLOW := $(shell grep -lE '^pytestmark = .*\bslow\b' tests/unit/*.py tests/cli/*.py)
+
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check
-	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/unit tests/cli -m "not slow" -n 2 --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/unit tests/cli $(SLOW:%=--ignore=%) -m "not slow" -n 2 --dist loadfile
 
 check: setup  ## ruff, import-linter and mypy
 	$(BIN)/ruff check

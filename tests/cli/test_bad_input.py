@@ -158,6 +158,7 @@ def test_a_loss_that_is_no_number_stops_at_its_step(course, tmp_path):
     manifest.verify(kept[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_disk_that_fills_up_while_saving(tmp_path):
     """A process that may make no file of over 15 MB: the weights fit, the optimizer's state does not."""
@@ -169,6 +170,7 @@ def test_a_disk_that_fills_up_while_saving(tmp_path):
     assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_ranks_say_it_once(tmp_path):
     done = run("train", *QUICK, "--num_processes", "2", "--output_dir", tmp_path, "--dataset", "tweet", timeout=100)

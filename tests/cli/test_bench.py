@@ -49,6 +49,7 @@ def test_efficiency_is_throughput_by_the_growth_in_processes(tmp_path, monkeypat
     assert list(perfect.get_ydata()) == [100, 200, 400] and list(measured.get_ydata()) == pytest.approx([100, 150, 200])
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named(tmp_path):
     with pytest.raises(CourseError, match="^num_processes 1: .*nowhere"):
         scaling.study(["--dataset", str(tmp_path / "nowhere.csv")], (1, 2), tmp_path / "out")

@@ -23,6 +23,8 @@ from course_lib.runtime.launch import _end_openmp_threads
 from course_lib.training import run
 from course_lib.training.callbacks import Callback
 
+pytestmark = pytest.mark.slow
+
 STEPS, DIES_AT, JOINS_AT = 12, 5, 8
 TOLERANCE = 1e-5
 """Largest relative difference of a step's loss from that of the undisturbed run, in fp32 without dropout."""

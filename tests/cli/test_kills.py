@@ -11,6 +11,8 @@ from course_lib.training import breakage, checkpoint, manifest, tensorfile
 from course_lib.training.breakage import Case
 from tests.cli.conftest import command, run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
@@ -24,7 +26,6 @@ def arguments(case, folder):
     return [text for name, value in case.options(folder).items() for text in (f"--{name}", str(value))]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undisturbed):
     """By the very command that it was started with, as a scheduler repeats it."""
@@ -61,7 +62,6 @@ def test_a_killed_rank():
     assert result.finished and result.equal
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_wrong_resume_would_be_seen(undisturbed):
     """A run that goes on from a checkpoint without the first moments: the comparison can fail."""

@@ -25,6 +25,7 @@ def test_the_emitted_run_trains(tmp_path):
     assert (summary["strategy"], summary["world_size"]) == ("fsdp", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_benchmark_runs_here_and_calibrates_the_planner(tmp_path, capsys):

@@ -27,7 +27,7 @@ from course_lib.training import checkpoint
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import build_trainer
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
 
 def test_the_ranks_codes_are_those_of_the_wish():

@@ -41,6 +41,7 @@ def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
     assert again.returncode == 2 and "already holds a sweep" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_setting_that_no_run_could_take(tmp_path):
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(SWEEP)

@@ -15,6 +15,8 @@ from course_lib import config_files
 from course_lib.training import checkpoint
 from tests.cli.conftest import QUICK, command, run
 
+pytestmark = pytest.mark.slow
+
 ACCELERATE = ("-m", "accelerate.commands.launch")
 TORCHRUN = ("-m", "torch.distributed.run")
 

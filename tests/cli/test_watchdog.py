@@ -12,6 +12,8 @@ from course_lib.errors import EXIT_HUNG
 from course_lib.runtime.watchdog import read_reports
 from tests.cli.conftest import QUICK, command
 
+pytestmark = pytest.mark.slow
+
 
 def ranks_of(process):
     """The training processes below a launcher, by rank."""

@@ -19,6 +19,8 @@ import torch
 from course_lib.errors import CheckpointError
 from course_lib.training import checkpoint, manifest, sharded, tensorfile
 
+pytestmark = pytest.mark.slow
+
 WRITING = os.O_WRONLY | os.O_RDWR
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.truncate", "os.chmod", "shutil.rmtree")
 

@@ -147,6 +147,7 @@ def draws_of_epochs(loader, sampler, epochs):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_workers_draw_by_rank_worker_and_epoch_and_the_rank_itself_is_left_alone():
     rows = datasets.Dataset.from_dict({"input_ids": [[1]] * 8, "labels": [0] * 8})

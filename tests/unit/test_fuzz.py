@@ -30,6 +30,8 @@ from course_lib.errors import CheckpointError, CourseError
 from course_lib.training import checkpoint, manifest, resuming
 from course_lib.training.run import build_trainer
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
 

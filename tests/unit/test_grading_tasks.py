@@ -143,6 +143,7 @@ def test_every_task_stands_in_its_master_as_the_table_has_it():
     assert looked == len(TASKS)
 
 
+@pytest.mark.slow
 def test_exercises_are_what_the_masters_make():
     written = sorted(path.name for path in EXERCISES.glob("*.ipynb"))
     assert written == [path.name for path in masters.masters(SOLUTIONS)] and len(written) == len(LESSONS)

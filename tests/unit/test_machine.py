@@ -183,6 +183,7 @@ def test_peak_memory_grows_with_what_is_held():
     assert machine.peak_memory_bytes("cpu") - before > 190_000_000  # a peak does not fall
 
 
+@pytest.mark.slow
 def test_peak_memory_is_the_process_own_and_not_its_launcher_s():
     block = fresh_pages(psutil.Process().memory_info().rss // 2 + 600_000_000)
     code = "from course_lib.runtime import hub, machine; print(machine.peak_memory_bytes('cpu'))"

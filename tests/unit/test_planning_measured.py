@@ -7,6 +7,7 @@ from benchmarks import planner, planner_order
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.slow
 def test_states_within_5_and_activations_within_15_percent():
     found = planner.on_real_ranks()
     states = [each for each in found if each.kind == "two ranks, model states"]

@@ -24,6 +24,7 @@ def built(config, head):
         return sum(parameter.numel() for parameter in maker.from_config(config).parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_bundled_model_counts_what_transformers_builds():
     compared = 0

@@ -21,7 +21,7 @@ from course_lib.runtime.launch import launch
 from course_lib.runtime.ledger import KINDS, Ledger
 from course_lib.runtime.meter import Meter
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 TOKENS = 32
 
 

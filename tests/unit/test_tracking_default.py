@@ -113,6 +113,7 @@ def served(runs_folder):
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_trackios_dashboard_shows_the_runs_of_all_folders_as_they_come(runs_folder, served):
     headers, page = asked(served, "")

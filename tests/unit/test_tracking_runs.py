@@ -18,6 +18,8 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.run import build_trainer
 from course_lib.training.tracking_callback import TrackingCallback
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 44, "max_eval_samples": 33,
          "max_length": 32, "max_steps": 6, "logging_steps": 2, "eval_steps": 3, "save_steps": 4, "device": "cpu",
          "progress_bar": False, "baselines": False, "learning_rate": 1e-3, "tracker": "jsonl"}

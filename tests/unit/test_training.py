@@ -14,6 +14,8 @@ from course_lib.training.callbacks import Callback, FunctionCallback
 from course_lib.training.optimization import learning_rate_factor, make_optimizer
 from course_lib.training.run import build_trainer
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 48, "max_eval_samples": 33,
          "max_length": 32, "batch_size": 4, "max_steps": 6, "logging_steps": 1, "progress_bar": False,
          "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0, "mixed_precision": "no"}
@@ -132,7 +134,6 @@ def test_activation_checkpointing_and_padding_change_no_loss(trainer_of, tmp_pat
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path, monkeypatch):
     """Traced and differentiated as compiled models are; without Inductor's code, whose making takes minutes."""
     monkeypatch.setitem(presets.TINY["tiny-bert"].sizes, "num_hidden_layers", 1)

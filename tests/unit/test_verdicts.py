@@ -202,6 +202,7 @@ class Simulation:
         return bool(stalled) and is_hang(sightings, stalled[0].rank, SECONDS), sightings
 
 
+@pytest.mark.slow
 def test_no_accusation_in_200_slow_but_healthy_runs_and_the_culprit_in_200_that_hang():
     waited = 0
     for seed in range(200):
