@@ -21,7 +21,7 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 
 # Tests and lessons that measure moments have the machine to themselves; three files of the others, which wait a lot, at a time.
 ALONE := $(addprefix tests/distributed/test_,meter.py pipeline_lab.py) \
-    $(addprefix tests/notebooks/test_,02_data_parallel.py 07_pipeline_schedules.py)
+    $(addprefix tests/notebooks/test_,01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
 	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \

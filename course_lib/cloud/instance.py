@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-PASSED_ON = ("PATH", "HOME", "TMPDIR", "LANG", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+PASSED_ON = ("PATH", "HOME", "TMPDIR", "LANG", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
+             "CUDA_VISIBLE_DEVICES")
 """Of this process's environment, what the job sees besides the request's; the drivers print all that it sees."""
 
 

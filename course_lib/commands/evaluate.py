@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from course_lib.commands.options import add_config_options, config_from
+from course_lib.commands.options import add_config_options, config_from, importing
 
 NAME = "evaluate"
 HELP = "score a trained model on one split of a data set"
@@ -26,8 +26,9 @@ def run(args: argparse.Namespace) -> int:
         from course_lib.runtime.relaunch import relaunch
 
         return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu")
-    from course_lib.commands.report import print_scores
-    from course_lib.training import run as runs
+    with importing():
+        from course_lib.commands.report import print_scores
+        from course_lib.training import run as runs
 
     scores = runs.evaluate(config, args.split)
     if here.rank == 0:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from course_lib.cloud import container
-from course_lib.commands.options import add_config_options, config_from
+from course_lib.commands.options import add_config_options, config_from, importing
 
 NAME = "train"
 HELP = "train a model on one process or many, and score it beside honest baselines"
@@ -37,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
         return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu", output_dir=config.output_dir)
     if here.launched:
         interrupts.end_with_launcher()
-    from course_lib.commands.report import print_summary
-    from course_lib.training import run as runs
+    with importing():
+        from course_lib.commands.report import print_summary
+        from course_lib.training import run as runs
 
     summary = runs.train(config, container.metric_lines())
     if here.rank == 0:

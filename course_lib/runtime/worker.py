@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import faulthandler
 import functools
+import gc
 import io
 import logging
 import os
@@ -109,6 +110,7 @@ class Job:
                 for end in other:
                     end.close()
         _leave_caller()
+        gc.freeze()  # a collection would look through, and so copy, all that the caller had: most of a small step
         _redirect_output(ends.output.fileno())
         faulthandler.register(STACK_SIGNAL, file=ends.stacks.fileno(), all_threads=True, chain=False)
 

@@ -1,6 +1,7 @@
 """The launcher: real ranks, labelled output, first causes, stacks of hung ranks, and nothing left running."""
 
 import atexit
+import gc
 import os
 import re
 import shlex
@@ -69,6 +70,15 @@ def test_a_closure_and_the_callers_memory_after_it_used_its_cores():
 def work_on_all_cores():
     torch.set_num_threads(2)
     return float((torch.ones(600, 600) @ torch.ones(600, 600)).mean())
+
+
+def collected():
+    return gc.get_freeze_count(), len(gc.get_objects())
+
+
+def test_a_rank_looks_for_garbage_in_what_it_makes_itself_alone():
+    (kept, own), = launch(collected, num_processes=1, timeout=60)
+    assert kept > 100_000 > own
 
 
 def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
