@@ -102,20 +102,25 @@ def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 2, tim
 def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dict[str, list[Pass]]:
     """Each table's passes on this rank; their times are on the clock that the ranks of one machine share."""
     dist.init_process_group("gloo")
-    found: dict[str, list[Pass]] = {}
+    executors = {}
+    batches = {size: torch.zeros(size, 1, requires_grad=True)  # so that the first stage has an I too
+               for size in {schedule.microbatches for schedule in schedules.values()}}
     for name, schedule in schedules.items():
         seconds = [[float(cost) / 1000 for cost in costs.of(kind, schedule.stages)]
                    for kind in ("forward", "input", "weight")]
         stages = {stage: SleepingStage(0.0, 0.0, 0.0) for stage in schedule.stages_of(dist.get_rank())}
-        executor = PipelineExecutor(schedule, stages, lambda output, target: output.sum())
-        batch = torch.zeros(schedule.microbatches, 1, requires_grad=True)  # so that the first stage has an I too
-        executor.step(batch, targets=batch)  # shapes are told, connections made
+        executors[name] = PipelineExecutor(schedule, stages, lambda output, target: output.sum())
+        batch = batches[schedule.microbatches]
+        executors[name].step(batch, targets=batch)  # shapes are told, connections made
         for stage, module in stages.items():
             module.seconds = (seconds[0][stage], seconds[1][stage], seconds[2][stage])
-        found[name] = []
-        for _ in range(tries):
+    found: dict[str, list[Pass]] = {name: [] for name in schedules}
+    for _ in range(tries):
+        # By turns, so that what disturbs the machine for seconds spoils one try of several tables and not all of one.
+        for name, schedule in schedules.items():
+            batch = batches[schedule.microbatches]
             dist.barrier()
-            found[name].append(executor.step(batch, targets=batch))
+            found[name].append(executors[name].step(batch, targets=batch))
     dist.destroy_process_group()
     return found
 
