@@ -7,6 +7,7 @@ when half is done, and started again. Then come bombs, which have to be over wit
 """
 
 import argparse
+import csv
 import os
 import signal
 import subprocess
@@ -135,8 +136,9 @@ def main() -> None:
         before = {path: path.stat().st_mtime_ns for path in out.glob("verdicts/*/*.json")}
         second, peak_2, done = grade(hall, out, args.jobs, None)
         assert done == total and {path: path.stat().st_mtime_ns for path in before} == before, "a verdict was lost"
-        full = sum(row.split(",")[9] == row.split(",")[10]
-                   for row in (out / "grades.csv").read_text(encoding="utf-8").splitlines()[1:])
+        with (out / "grades.csv").open(encoding="utf-8", newline="") as stream:
+            grades = list(csv.DictReader(stream))
+        full, rows = sum(row["score"] == row["max_score"] for row in grades), len(grades)
     hourly = 3600 * total / (first + second)
     lines = [
         "# Grading a hall", "", machine.measured_on("torch"), "",
@@ -148,7 +150,7 @@ def main() -> None:
         f"| seconds, both runs | {first + second:,.0f} |",
         f"| verdicts kept over the kill | {kept} of {kept} |",
         f"| verdicts at the end | {done} of {total} |",
-        f"| learners' lessons with full points | {full} |",
+        f"| learners' lessons with full points | {full} of {rows} |",
         f"| the grader's own memory at most, MiB | {max(peak_1.grader, peak_2.grader) / 2**20:,.0f} |",
         f"| with all sandboxes, MiB | {max(peak_1.all, peak_2.all) / 2**20:,.0f} |", "",
         f"Bombs, under a limit of {BOMB_SECONDS:g} s and 2 GiB: seconds from when the answer began until nothing was "
