@@ -60,13 +60,13 @@ def predict(name: str, value: float, unit: str = "", because: str = "") -> float
 
 
 def measure(name: str, value: float, unit: str = "") -> float:
-    """Record a measurement, and show it beside its prediction with their ratio.
+    """Record a measurement, and show it beside its prediction with their ratio, or how far it is from a predicted 0.
 
     Raises:
         KeyError: nothing was predicted under that name.
     """
     predicted = _predictions[name]
-    ratio = f"{value / predicted:.2f} of the prediction" if predicted else "nothing was predicted but 0"
+    ratio = _compared(value, predicted)
     display({MIME: {"name": name, "value": value, "predicted": predicted},
              "text/plain": f"{name}: predicted {_number(predicted)}, measured {_number(value)} {unit} ({ratio})",
              "text/html": _box("#1f5f99", f"<b>Measured</b> {escape(name)}: <b>{_number(value)}</b> {escape(unit)} "
@@ -90,6 +90,12 @@ def source(thing: Callable | type, doc: bool = False) -> Code:
                 text = head.rstrip() + "\n" + rest.partition(quotes)[2].lstrip("\n")
                 break
     return Code(text, language="python")
+
+
+def _compared(value: float, predicted: float) -> str:
+    if predicted:
+        return f"{value / predicted:.2f} of the prediction"
+    return f"{_number(abs(value))} {'above' if value > 0 else 'below'} it" if value else "as predicted"
 
 
 def _number(value: float) -> str:
