@@ -112,7 +112,7 @@ def _predicted(asked: str, measured: float, planned: float, unit: float, name: s
     error = planned / measured - 1 if measured else math.inf
     return Criterion(asked, abs(error) <= CLOSE,
                      f"{planned / unit:.4g} {name} predicted, {measured / unit:.4g} measured",
-                     f"off by {error:+.1%}, and {CLOSE:.0%} is close"
+                     f"off by {error:+z.1%}, and {CLOSE:.0%} is close"
                      + ("" if abs(error) <= CLOSE else ": what does this engine do that the formula does not know?"))
 
 
