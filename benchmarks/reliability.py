@@ -187,14 +187,16 @@ def runs(args: argparse.Namespace) -> None:
         faults, phases, seeds = ["SIGKILL", "full disk"], ["backward", "saving"], range(1)
     lines = args.journal.read_text(encoding="utf-8").splitlines() if args.journal and args.journal.exists() else []
     found = [Result(**each | {"case": Case(**each["case"])}) for each in map(json.loads, lines)]
+    about = (f"{breakage.STEPS} steps, a checkpoint every {breakage.SAVE_STEPS}, an evaluation every "
+             f"{breakage.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. A run that a single process "
+             "trains has nobody to notice that it is stopped.")
     for result in breakage.matrix(args.trainers, faults, phases, seeds, {each.case for each in found}):
         found.append(result)
         print(result, flush=True)
         if args.journal:
             write_text(args.journal, "".join(f"{json.dumps(asdict(each))}\n" for each in found))
-        publish(args, "runs", f"{breakage.STEPS} steps, a checkpoint every {breakage.SAVE_STEPS}, an evaluation every "
-                f"{breakage.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. A run that a single process "
-                "trains has nobody to notice that it is stopped.", table(found))
+        publish(args, "runs", about, table(found))
+    publish(args, "runs", about, table(found))  # a journal may be whole
 
 
 def table(found: list[Result]) -> str:
