@@ -98,7 +98,7 @@ class Engine:
 
     def bare_model(self) -> nn.Module:
         """The model without what was wrapped around it; its weights may be elsewhere."""
-        return self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
+        return self.model
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The model's state dict, whole, on the main rank; elsewhere nothing. A collective call."""
