@@ -190,13 +190,14 @@ def runs(args: argparse.Namespace) -> None:
     about = (f"{breakage.STEPS} steps, a checkpoint every {breakage.SAVE_STEPS}, an evaluation every "
              f"{breakage.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. A run that a single process "
              "trains has nobody to notice that it is stopped.")
+    if found:  # and perhaps nothing is left to run
+        publish(args, "runs", about, table(found))
     for result in breakage.matrix(args.trainers, faults, phases, seeds, {each.case for each in found}):
         found.append(result)
         print(result, flush=True)
         if args.journal:
             write_text(args.journal, "".join(f"{json.dumps(asdict(each))}\n" for each in found))
         publish(args, "runs", about, table(found))
-    publish(args, "runs", about, table(found))  # a journal may be whole
 
 
 def table(found: list[Result]) -> str:

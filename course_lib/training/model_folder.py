@@ -1,12 +1,8 @@
 """The trained model in Hugging Face form: its files, its card, and the line that loads it."""
 
-import contextlib
 import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from huggingface_hub import EvalResult, ModelCardData
@@ -17,6 +13,7 @@ from course_lib.config import Config
 from course_lib.config_files import write_text
 from course_lib.training import checkpoint
 from course_lib.training.outputs import MODEL
+from course_lib.training.unwrapping import deepspeed_left_alone
 
 
 def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, torch.Tensor],
@@ -33,7 +30,7 @@ def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, torch.T
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
             logging.disable_progress_bar()  # one file, one line of noise
-            with _deepspeed_left_alone():
+            with deepspeed_left_alone():
                 model.save_pretrained(beside, state_dict=weights)
             tokenizer.save_pretrained(beside)
             write_text(beside / "README.md", card)
@@ -42,16 +39,6 @@ def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, torch.T
         finally:
             logging.enable_progress_bar()
             shutil.rmtree(beside, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _deepspeed_left_alone() -> Iterator[None]:
-    """Keep Accelerate from importing DeepSpeed, which takes seconds, to ask whether a model is DeepSpeed's engine.
-
-    Where nobody has imported it, nothing can be.
-    """
-    with mock.patch("accelerate.utils.other.is_deepspeed_available", lambda: "deepspeed" in sys.modules):
-        yield
 
 
 PIPELINES = {"classification": "text-classification", "causal_lm": "text-generation", "masked_lm": "fill-mask"}

@@ -11,14 +11,21 @@ pytestmark = pytest.mark.slow
 WRITE = """
 import json, sys
 from pathlib import Path
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
+from course_lib.config import Config
 from course_lib.modeling import presets
+from course_lib.training.engines.base import Engine
 from course_lib.training.model_folder import write_model
 
 config, tokenizer = presets.build("tiny-gpt2", ["some words to make a vocabulary of"], 16)
 model = AutoModelForCausalLM.from_config(config)
 folder = Path(sys.argv[1])
-write_model(folder / "ours", model, model.state_dict(), tokenizer, "# a card")
+engine = Engine(Config())
+engine.accelerator = Accelerator(cpu=True)
+engine.wrapped = engine.accelerator.prepare(model)
+assert engine.bare_model() is model
+write_model(folder / "ours", engine.bare_model(), model.state_dict(), tokenizer, "# a card")
 imported = ["deepspeed" in sys.modules]
 model.save_pretrained(folder / "theirs")
 imported.append("deepspeed" in sys.modules)

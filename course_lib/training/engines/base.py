@@ -15,6 +15,7 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.shards import Piece
 from course_lib.training.precision import autocast, pick_device, pick_precision
+from course_lib.training.unwrapping import deepspeed_left_alone
 
 
 class Engine:
@@ -98,7 +99,8 @@ class Engine:
 
     def bare_model(self) -> nn.Module:
         """The model without what was wrapped around it; its weights may be elsewhere."""
-        return self.model
+        with deepspeed_left_alone():
+            return self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The model's state dict, whole, on the main rank; elsewhere nothing. A collective call."""
