@@ -98,7 +98,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        raise ConfigError(f"no config file {path}", nearest(str(path), map(str, path.parent.glob("*.y*ml")))) from None
+        raise ConfigError(f"no config file {path}", nearest(str(path), map(str, path.parent.glob("*.y*ml")))
+                          or "name a YAML file that is there, or leave it out") from None
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

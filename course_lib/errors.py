@@ -84,6 +84,6 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(f"`{each}`" for each in close) + "?"
-    if len(known) <= 12:
+    if 0 < len(known) <= 12:
         return "choose from " + ", ".join(f"`{each}`" for each in known)
     return ""

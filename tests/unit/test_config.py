@@ -108,6 +108,8 @@ def test_missing_and_undecodable_files(tmp_path):
         config_files.load([tmp_path / "quickstart.yaml"])
     with pytest.raises(ConfigError, match=r"no config file .*quikstart.yaml: did you mean .*quickstart.yaml"):
         config_files.load([tmp_path / "quikstart.yaml"])
+    with pytest.raises(ConfigError, match=r"no config file .*x.yaml: name a YAML file that is there, or leave it out$"):
+        config_files.load([tmp_path / "nowhere" / "x.yaml"])
 
 
 def test_a_split_spec_may_be_a_mapping():
