@@ -14,6 +14,7 @@ shows one of a handful of cases instead.
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -190,6 +191,8 @@ def runs(args: argparse.Namespace) -> None:
     about = (f"{breakage.STEPS} steps, a checkpoint every {breakage.SAVE_STEPS}, an evaluation every "
              f"{breakage.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. A run that a single process "
              "trains has nobody to notice that it is stopped.")
+    for slow in ("deepspeed", "mlflow", "torch._inductor.compile_fx"):  # once here, and not on each rank of each run
+        importlib.import_module(slow)
     if found:  # and perhaps nothing is left to run
         publish(args, "runs", about, table(found))
     for result in breakage.matrix(args.trainers, faults, phases, seeds, {each.case for each in found}):
