@@ -239,7 +239,8 @@ class Killer(threading.Thread):
 def goodput(args: argparse.Namespace) -> None:
     """The same run with and without kills."""
     steps = 100 if args.quick else args.steps
-    more = {"max_steps": steps, "num_epochs": 10**6, "save_steps": 40, "eval_steps": 0, "logging_steps": 40}
+    more = {"max_steps": steps, "num_epochs": 10**6, "save_steps": args.save_steps, "eval_steps": 0,
+            "logging_steps": 40}
     lines = ["| trainer | steps | undisturbed | with kills | kills | starts | goodput | final weights |",
              "|---|---|---|---|---|---|---|---|"]
     for trainer in args.trainers[-1:] if args.quick else args.trainers:
@@ -263,8 +264,9 @@ def goodput(args: argparse.Namespace) -> None:
                      f"{100 * undisturbed / seconds:.0f} % | {'equal to the bit' if equal else 'DIFFERENT'} |")
         print(lines[-1], flush=True)
         publish(args, "goodput", f"{KILLS_AN_HOUR} kills an hour on average, at random moments of a random rank; a new "
-                "start is a fork of a process that has imported everything. Undisturbed: the same run, with as many "
-                "checkpoints. Goodput: its time by that with kills.", "\n".join(lines))
+                f"start is a fork of a process that has imported everything. A checkpoint every {args.save_steps} "
+                "steps. Undisturbed: the same run, with as many checkpoints. Goodput: its time by that with kills.",
+                "\n".join(lines))
 
 
 def main() -> None:
@@ -276,6 +278,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="runs of every fault in every phase of a trainer")
     parser.add_argument("--journal", type=Path, help="results of `runs` as JSON lines: a stopped run goes on there")
     parser.add_argument("--steps", type=int, default=6000, help="steps of a goodput run")
+    parser.add_argument("--save_steps", type=int, default=10, help="steps between two checkpoints of a goodput run")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for part in args.parts:

@@ -5,12 +5,19 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from unittest import mock
 
+import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets.arrow_writer import ArrowWriter
+from pyarrow.dataset import ParquetFragmentScanOptions
 
 from benchmarks import load
+from course_lib.data import localfiles
 from course_lib.data.ordering import EpochBatches
 from course_lib.runtime.launch import launch
 
@@ -105,6 +112,33 @@ def test_four_times_the_rows_take_no_more_memory(tmp_path):
     listed = peaks[many, True] - peaks[few, True]
     assert listed > 25, "MiB more for lists of the texts and their words"
     assert peaks[many, False] - peaks[few, False] < listed / 3, peaks  # the allocator's own is up to 12 MiB
+
+
+def read_slowly(file, options, cache):
+    """The peak of memory of reading a Parquet file to a disk slower than the one that it is read from, MiB."""
+    write = ArrowWriter.write_table
+
+    def slow(self, *args, **kwargs):
+        time.sleep(0.02)
+        return write(self, *args, **kwargs)
+
+    with mock.patch.object(ArrowWriter, "write_table", slow), mock.patch.object(localfiles, "AS_A_STREAM", options), \
+            mock.patch.object(datasets.config, "HF_DATASETS_CACHE", cache), load.Peak() as peak:
+        rows = localfiles.read_split([file])
+        peak.mark("read")
+    assert len(rows) == 10_000
+    return peak.found["read"]
+
+
+@pytest.mark.timeout(120)
+def test_a_large_file_is_not_read_ahead_of_what_is_written(tmp_path):
+    file = tmp_path / "train.parquet"
+    with pq.ParquetWriter(file, pa.schema({"text": pa.string()})) as out:
+        for _ in range(50):
+            out.write_table(pa.table({"text": [os.urandom(5000).hex() for _ in range(200)]}))
+    peaks = [launch(read_slowly, file, options, tmp_path / str(number), num_processes=1, timeout=100)[0]
+             for number, options in enumerate((ParquetFragmentScanOptions(), localfiles.AS_A_STREAM))]
+    assert peaks[0] > 60 and peaks[1] < peaks[0] / 2, f"{peaks} MiB of a file of {file.stat().st_size >> 20}"
 
 
 def test_an_epoch_of_any_number_of_rows_has_each_row_once():
