@@ -178,7 +178,7 @@ TAKES = _family(
     a_large_file="import os\nwith open(MARKER, 'wb') as f: f.truncate(1 << 30)\n" + WRONG,
     a_large_file_in_tmp="import os, tempfile\nwith tempfile.TemporaryFile() as f:\n"
                         "    for i in range(80): f.write(bytes(1 << 20))\nopen(MARKER, 'w')\n" + WRONG,
-    shared_memory="import os\nname = '/dev/shm/course-test-' + str(os.getpid())\nwith open(name, 'wb') as f:\n"
+    shared_memory="import os\nname = '/dev/shm/hostile-answer-' + str(os.getpid())\nwith open(name, 'wb') as f:\n"
                   "    for i in range(80): f.write(bytes(1 << 20))\nos.unlink(name)\nopen(MARKER, 'w')\n" + WRONG,
     many_open_files="import os\nheld = [open(os.devnull) for i in range(900)]\nopen(MARKER, 'w')\n" + WRONG,
     a_flood_of_output="import os, sys\nfor i in range(300): sys.stderr.write('x' * (1 << 16))\n"

@@ -145,4 +145,4 @@ def test_none_gains_a_point_or_leaves_a_trace(place, listener, tmp_path):
     errors = {attack.name: verdict.error for attack, verdict in zip(hostile.ALL, verdicts, strict=True)}
     for attack in hostile.HANGS:
         assert errors[attack.name] == "timeout", attack.name
-    assert not [path for path in os.listdir("/dev/shm") if path.startswith("course-test")]
+    assert not [path for path in os.listdir("/dev/shm") if path.startswith("hostile-answer")]

@@ -28,7 +28,7 @@ PROBES = {
     "writes to the package": "import course_lib.errors as e; f = e.__file__ + '.test'; open(f, 'w').close(); "
                              "os.remove(f); did = True",
     "writes to a folder of the system": "did = os.access('/usr', os.W_OK) or os.access(HOME, os.W_OK)",
-    "writes 64 MiB of shared memory": "f = '/dev/shm/course-test-probe'; s = open(f, 'wb'); "
+    "writes 64 MiB of shared memory": "f = '/dev/shm/probe-of-the-sandbox'; s = open(f, 'wb'); "
                                                "s.write(bytes(1 << 26)); s.close(); os.remove(f); did = True",
     "traces": "did = libc.ptrace(0, 0, 0, 0) == 0",
     "asks for a system call of the list": "did = libc.syscall(PERSONALITY, 0xffffffff) != -1",
