@@ -20,6 +20,9 @@ from course_lib.parallel.pipeline.simulate import Costs, Span, Timeline, simulat
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
 from course_lib.runtime.launch import launch
 
+DISTURBED = 0.02
+"""A table whose bubble is larger than foreseen by more than this share of all ranks' time is tried again."""
+
 
 class _Sleep(torch.autograd.Function):
     """Hands its input on; takes its time in the forward, and in the backward."""
@@ -79,10 +82,6 @@ class Measured:
         """The share of all ranks' time, from first start to last end, in which they did not compute."""
         busy = sum(float(span.end - span.start) for row in self.rows for span in row)
         return 1 - busy / (self.makespan * len(self.rows))
-
-
-DISTURBED = 0.02
-"""A table whose bubble is larger than foreseen by more than this share of all ranks' time is tried again."""
 
 
 def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 10, timeout: float = 300.0,
