@@ -10,9 +10,9 @@ from pathlib import Path
 import datasets
 import pandas as pd
 from datasets.utils import logging
-from pyarrow.dataset import ParquetFragmentScanOptions
 
 from course_lib.data.cache import progress_bars
+from course_lib.data.parquet import read_parquet
 from course_lib.errors import DataError
 
 KINDS = {".csv": "csv", ".tsv": "tsv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet",
@@ -21,12 +21,6 @@ KINDS = {".csv": "csv", ".tsv": "tsv", ".json": "json", ".jsonl": "json", ".ndjs
 
 BAR_BYTES = 10_000_000
 """Size above which reading is long enough for a progress bar."""
-
-PARQUET_ROWS = 10_000
-"""Read at a time: each time leaves a record of its own in the cache, which every process keeps a note of."""
-
-AS_A_STREAM = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
-"""By default Arrow reads a Parquet file ahead of what is asked for, as far as the disk is fast, and keeps that."""
 
 NULL_IN_A_LIST = re.compile(rb"[\[,]\s*null\s*[,\]]")
 
@@ -74,8 +68,7 @@ def read_split(files: Sequence[Path]) -> datasets.Dataset:
     large = sum(file.stat().st_size for file in files) > BAR_BYTES
     with _reading(shown, kind), progress_bars(large):
         if kind == "parquet":
-            return datasets.Dataset.from_parquet(list(map(str, files)), batch_size=PARQUET_ROWS,
-                                                 fragment_scan_options=AS_A_STREAM)
+            return read_parquet(files)
         has_blank_line = [check_text(file) for file in files]
         paths = list(map(str, files))
         if kind == "json":

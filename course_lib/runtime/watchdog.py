@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +40,7 @@ JUDGE_SECONDS = 0.5  # between two looks at all ranks, while this one makes no p
 MEASURE_SECONDS = 1.0  # between two looks at how busy the process is, while it issues no collective
 GAP_SECONDS = 2.0  # between two looks, or half the watchdog's: it was stopped or had no core, and those don't count
 ANSWER_SECONDS = 1.0  # for the other ranks to write their stacks, and again for their reports
+LATE_SECONDS = 5.0  # for those of this machine that have not: on a busy one they may only have had no core
 HELD_BACK_SECONDS = 3.0  # before a rank ends after another's exception, which is for the launcher to see first
 
 
@@ -190,7 +192,7 @@ class Watchdog:
         self._declared = True
         self._say(stacks=self._stacks(), dead=self._board.dead())
         self._write_flags()
-        sightings = self._wait_for(lambda each: "stacks" in each.words)
+        sightings = self._wait_for(lambda each: "stacks" in each.words, ANSWER_SECONDS)
         answering = [each.rank for each in sightings if each.life == "running" and "stacks" in each.words]
         stacks = "\n".join(f"--- rank {each.rank} ---\n{each.words.get('stacks') or f'none: it is {each.life}'}"
                            for each in sightings)
@@ -210,9 +212,9 @@ class Watchdog:
             self._end(answering, sightings)
         self._reported.set()
 
-    def _wait_for(self, has_answered: Any) -> list[Sighting]:
+    def _wait_for(self, has_answered: Callable[[Sighting], bool], seconds: float) -> list[Sighting]:
         """The sightings once every rank that runs has answered, or has had the time for it."""
-        until = time.monotonic() + ANSWER_SECONDS
+        until = time.monotonic() + seconds
         while True:
             sightings = self._board.sightings()
             if all(has_answered(each) for each in sightings if each.life == "running") or time.monotonic() > until:
@@ -228,11 +230,12 @@ class Watchdog:
 
     def _end(self, answering: list[int], sightings: list[Sighting]) -> None:
         """End this process at once, and what could not end itself: its children, and ranks that cannot answer."""
-        self._wait_for(lambda each: each.reported or each.rank not in answering)
+        self._wait_for(lambda each: each.reported or each.rank not in answering, ANSWER_SECONDS)
         if any(each.life == "failed" or "error" in each.words for each in sightings):
             time.sleep(HELD_BACK_SECONDS)
-        for each in sightings:
-            if each.rank not in answering and each.life in ("running", "stopped") and self._board.is_local(each.rank):
+        for each in self._wait_for(lambda each: each.declared or not self._board.is_local(each.rank), LATE_SECONDS):
+            is_lost = each.life == "stopped" or (each.life == "running" and not each.declared)
+            if is_lost and self._board.is_local(each.rank):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGKILL)
         for child in multiprocessing.active_children():

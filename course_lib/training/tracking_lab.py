@@ -1,7 +1,6 @@
 """What tracking costs, where it costs it, and whether it leaves the machine: measured for the lesson on tracking."""
 
 import functools
-import itertools
 import socket
 import statistics
 import time
@@ -57,6 +56,10 @@ class Slow(Tracker):
         time.sleep(self.seconds)
 
 
+STRETCH = 4
+"""Steps that are timed together."""
+
+
 class StepTimes(Callback):
     """Seconds from the end of each optimizer step to the end of the next."""
 
@@ -68,20 +71,24 @@ class StepTimes(Callback):
 
     @property
     def least_ms(self) -> float:
-        """The quickest step but for the first two, in milliseconds: what else the machine does only adds to it."""
-        return min(b - a for a, b in itertools.pairwise(self.ends[2:])) * 1e3
+        """Milliseconds a step of the quickest STRETCH of them but for the first two.
+
+        What else the machine does adds to a stretch; from one step to the next it also takes away, as a rank that has
+        waited for a core sees less of the others' next step.
+        """
+        return min(b - a for a, b in zip(self.ends[2:], self.ends[2 + STRETCH:], strict=False)) / STRETCH * 1e3
 
 
 def step_ms(config: Config, slow: float = 0.0, in_thread: bool = False) -> float:
     """Train on this rank's part, with a tracker that takes ``slow`` seconds a row on the main rank. A collective call.
 
     Args:
-        config: of a run of at least four steps.
+        config: of a run of more than STRETCH + 2 steps.
         slow: seconds a row; 0: no tracker at all.
         in_thread: hand rows to a thread, as the trainers do, or keep them in the step.
 
     Returns:
-        The time of the quickest step on this rank, in ms.
+        The time of a step on this rank while they are quickest, in ms.
     """
     times = StepTimes()
     tracker: Tracker = Guarded(Slow(slow)) if in_thread else Slow(slow)

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets.arrow_writer import ArrowWriter
-from pyarrow.dataset import ParquetFragmentScanOptions
 
 from benchmarks import load
 from course_lib.data import localfiles
@@ -114,7 +113,7 @@ def test_four_times_the_rows_take_no_more_memory(tmp_path):
     assert peaks[many, False] - peaks[few, False] < listed / 3, peaks  # the allocator's own is up to 12 MiB
 
 
-def read_slowly(file, options, cache):
+def read_slowly(file, cache, by_datasets=False):
     """The peak of memory of reading a Parquet file to a disk slower than the one that it is read from, MiB."""
     write = ArrowWriter.write_table
 
@@ -122,23 +121,25 @@ def read_slowly(file, options, cache):
         time.sleep(0.02)
         return write(self, *args, **kwargs)
 
-    with mock.patch.object(ArrowWriter, "write_table", slow), mock.patch.object(localfiles, "AS_A_STREAM", options), \
-            mock.patch.object(datasets.config, "HF_DATASETS_CACHE", cache), load.Peak() as peak:
-        rows = localfiles.read_split([file])
+    with mock.patch.object(ArrowWriter, "write_table", slow), load.Peak() as peak, \
+            mock.patch.object(datasets.config, "HF_DATASETS_CACHE", cache):
+        rows = datasets.Dataset.from_parquet(str(file)) if by_datasets else localfiles.read_split([file])
         peak.mark("read")
-    assert len(rows) == 10_000
+    assert len(rows) == 10_000 and rows[-1]["text"].endswith("the last")
     return peak.found["read"]
 
 
 @pytest.mark.timeout(120)
-def test_a_large_file_is_not_read_ahead_of_what_is_written(tmp_path):
+@pytest.mark.parametrize("group", [200, 10_000], ids=["small-row-groups", "one-row-group"])
+def test_a_large_file_is_not_read_ahead_of_what_is_written(tmp_path, group):
     file = tmp_path / "train.parquet"
     with pq.ParquetWriter(file, pa.schema({"text": pa.string()})) as out:
-        for _ in range(50):
-            out.write_table(pa.table({"text": [os.urandom(5000).hex() for _ in range(200)]}))
-    peaks = [launch(read_slowly, file, options, tmp_path / str(number), num_processes=1, timeout=100)[0]
-             for number, options in enumerate((ParquetFragmentScanOptions(), localfiles.AS_A_STREAM))]
-    assert peaks[0] > 60 and peaks[1] < peaks[0] / 2, f"{peaks} MiB of a file of {file.stat().st_size >> 20}"
+        rows = [os.urandom(5000).hex() for _ in range(9_999)] + ["the last"]
+        for start in range(0, len(rows), group):
+            out.write_table(pa.table({"text": rows[start:start + group]}))
+    peaks = [launch(read_slowly, file, tmp_path / str(by_datasets), by_datasets, num_processes=1, timeout=100,
+                    stream=False)[0] for by_datasets in (True, False)]
+    assert peaks[0] > 80 > 60 > peaks[1], f"{peaks} MiB of a file of {file.stat().st_size >> 20}"
 
 
 def test_an_epoch_of_any_number_of_rows_has_each_row_once():

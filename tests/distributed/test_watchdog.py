@@ -24,7 +24,7 @@ from course_lib.runtime.launch import RankError, launch
 from course_lib.runtime.meter import Meter
 from course_lib.runtime.page import ENDED, Page, read_page
 from course_lib.runtime.verdicts import BUSY_FACTOR
-from course_lib.runtime.watchdog import Watchdog, read_reports
+from course_lib.runtime.watchdog import ANSWER_SECONDS, Watchdog, read_reports
 
 SECONDS, LONG_SECONDS = 1.0, 30.0
 STEPS, FAULTY, CULPRIT = 6, 3, 1
@@ -309,6 +309,31 @@ def test_one_process_without_a_group_is_watched_too(tmp_path):
     with pytest.raises(RankError) as error:
         launch(hangs_alone, tmp_path / "ended", True, num_processes=1, timeout=30, stream=False)
     assert f"exited with code {EXIT_HUNG}" in str(error.value)
+
+
+def answers_late(folder):
+    """Rank 1's watchdog has no core for a while, just as it is to say where its rank is."""
+    dist.init_process_group("gloo")
+    stacks = Watchdog._stacks
+
+    def late(dog):
+        time.sleep(2.5 * ANSWER_SECONDS)
+        return stacks(dog)
+
+    if dist.get_rank() == 1:
+        Watchdog._stacks = late
+    with Watchdog(SECONDS, folder):
+        time.sleep(600)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_only_answers_late_is_left_to_report_for_itself(tmp_path):
+    with pytest.raises(RankError) as error:
+        launch(answers_late, tmp_path, num_processes=2, timeout=30, stream=False)
+    assert error.value.rank == 0 and f"exited with code {EXIT_HUNG}" in str(error.value)
+    first, second = read_reports(tmp_path)
+    assert (first.rank, second.rank) == (0, 1)
+    assert "none: it is running" in first.stacks and "in answers_late" in second.stacks
 
 
 def test_no_watchdog_without_seconds(tmp_path):

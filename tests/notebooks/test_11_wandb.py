@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from itertools import pairwise
 
 import nbformat
 import pytest
@@ -62,6 +63,13 @@ def test_handing_over_is_cheaper_and_a_slow_tracker_costs_every_rank(lesson):
     assert lesson["wandb_handed_over"] < lesson["wandb_in_the_step"] / 3
     assert min(lesson["slow_on_rank_0"], lesson["slow_on_the_last_rank"]) > 100 > lesson["threaded_on_rank_0"], (
         "a row waits 200 ms")
+
+
+def test_a_rank_that_was_late_once_does_not_make_the_next_step_short():
+    times = lab.StepTimes()
+    times.ends = [0.2 * step + 0.1 * (step % 6 == 5) for step in range(14)]
+    assert min(b - a for a, b in pairwise(times.ends)) == pytest.approx(0.1)
+    assert times.least_ms == pytest.approx(175)
 
 
 def test_the_sweep_tells_luck_from_a_setting(lesson):
