@@ -40,7 +40,7 @@ JUDGE_SECONDS = 0.5  # between two looks at all ranks, while this one makes no p
 MEASURE_SECONDS = 1.0  # between two looks at how busy the process is, while it issues no collective
 GAP_SECONDS = 2.0  # between two looks, or half the watchdog's: it was stopped or had no core, and those don't count
 ANSWER_SECONDS = 1.0  # for the other ranks to write their stacks, and again for their reports
-LATE_SECONDS = 5.0  # for those of this machine that have not: on a busy one they may only have had no core
+LATE_SECONDS = 5.0  # for those of this machine that have not: they may only have had no core; not after a death
 HELD_BACK_SECONDS = 3.0  # before a rank ends after another's exception, which is for the launcher to see first
 
 
@@ -233,7 +233,8 @@ class Watchdog:
         self._wait_for(lambda each: each.reported or each.rank not in answering, ANSWER_SECONDS)
         if any(each.life == "failed" or "error" in each.words for each in sightings):
             time.sleep(HELD_BACK_SECONDS)
-        for each in self._wait_for(lambda each: each.declared or not self._board.is_local(each.rank), LATE_SECONDS):
+        seconds = ANSWER_SECONDS if any(each.life == "dead" for each in sightings) else LATE_SECONDS
+        for each in self._wait_for(lambda each: each.declared or not self._board.is_local(each.rank), seconds):
             is_lost = each.life == "stopped" or (each.life == "running" and not each.declared)
             if is_lost and self._board.is_local(each.rank):
                 with contextlib.suppress(ProcessLookupError):
