@@ -1,14 +1,15 @@
 """Long runs: what 10,000 steps leave behind, what 10 million rows need, and what comparing the ranks costs.
 
     python benchmarks/load.py
+    python benchmarks/load.py steps comparison
 
-Writes benchmarks/load.md; about an hour on two cores, most of it for tokenizing.
+Writes benchmarks/load-PART.md for each of steps, rows and comparison; about an hour on two cores, most of it for
+tokenizing the rows.
 """
 
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -221,38 +222,62 @@ def comparison_seconds(check: str, steps: int) -> tuple[float, float]:
         return phases, statistics.median(taken[1:])
 
 
-def main() -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    args = parser.parse_args()
-    lines = ["## Many steps", "", f"{args.steps:,} steps of a BERT of one layer on 2 ranks, an evaluation and a "
-             "checkpoint every 250; least squares over the second half.", "",
+def steps(args: argparse.Namespace) -> list[str]:
+    """What many steps leave behind."""
+    lines = [f"{args.steps:,} steps of a BERT of one layer on 2 ranks, an evaluation and a checkpoint every 250; least "
+             "squares over the second half.", "",
              "| rank | bytes a step | files | threads | processes |", "|---|---|---|---|---|"]
-    folder = tempfile.mkdtemp()
-    options = {"model": smallest_model(Path(folder, "model"))}
-    seen = launch(train, str(Path(folder, "run")), args.steps, 50, options, num_processes=2, timeout=7200, stream=False)
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"model": smallest_model(Path(folder, "model"))}
+        seen = launch(train, str(Path(folder, "run")), args.steps, 50, options, num_processes=2, timeout=7200,
+                      stream=False)
     for rank, each in enumerate(seen):
         found = slopes(each, args.steps // 2)
         lines.append(f"| {rank} | {found.memory:.0f} | {found.files:.4f} | {found.threads:.4f} | "
                      f"{found.processes:.4f} |")
-    lines += ["", "## Many rows", "", "Peak of memory that no file backs, above that of a process which has imported "
-              "everything, in MiB, by phase; each in a process of its own with an empty cache.", "",
-              "| task | rows | text | load | tokenize | 2,000 batches |", "|---|---|---|---|---|---|"]
+    return lines
+
+
+def rows(args: argparse.Namespace) -> list[str]:
+    """What many rows need."""
+    lines = ["Peak of memory that no file backs, above that of a process which has imported everything, in MiB, by "
+             "phase; each in a process of its own with an empty cache.", "",
+             "| task | rows | text | load | tokenize | 2,000 batches |", "|---|---|---|---|---|---|"]
     for task in ("classification", "causal_lm"):
-        for rows in (args.rows // 10, args.rows):
-            size, peaks = streamed(rows, task)
-            lines.append(f"| {task} | {rows:,} | {size:.0f} | " + " | ".join(f"{p:.0f}" for p in peaks.values()) + " |")
-    lines += ["", "## Comparing the ranks", "", "MiniLM on 2 ranks, 8 rows of at most 64 tokens each.", "",
-              "| hash | step, ms | comparison, ms | share at every 100 steps |", "|---|---|---|---|"]
+        for count in (args.rows // 10, args.rows):
+            size, peaks = streamed(count, task)
+            shown = " | ".join(f"{peak:.0f}" for peak in peaks.values())
+            lines.append(f"| {task} | {count:,} | {size:.0f} | {shown} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
+def comparison(args: argparse.Namespace) -> list[str]:
+    """What comparing the ranks costs."""
+    lines = ["MiniLM on 2 ranks, 8 rows of at most 64 tokens each.", "",
+             "| hash | step, ms | comparison, ms | share at every 100 steps |", "|---|---|---|---|"]
     for check in ("sampled", "full"):
-        step, comparison = launch(comparison_seconds, check, 30, num_processes=2, timeout=600, stream=False)[0]
-        lines.append(f"| {check} | {step * 1000:.1f} | {comparison * 1000:.2f} | {comparison / step:.3f} % |")
-    text = f"# Load\n\n{machine.measured_on('torch', 'datasets')}\n\n" + "\n".join(lines) + "\n"
-    write_text(HERE / "load.md", text)
-    print(text)
+        step, compared = launch(comparison_seconds, check, 30, num_processes=2, timeout=600, stream=False)[0]
+        lines.append(f"| {check} | {step * 1000:.1f} | {compared * 1000:.2f} | {compared / step:.3f} % |")
+    return lines
+
+
+PARTS = {"steps": steps, "rows": rows, "comparison": comparison}
+
+
+def main() -> None:
+    """Measure, and write a table of each part."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; all of them unless named")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    for part in args.parts or PARTS:
+        text = "\n".join([f"# Load: {part}", "", machine.measured_on("torch", "datasets"), "", *PARTS[part](args), ""])
+        write_text(HERE / f"load-{part}.md", text)
+        print(text, flush=True)
 
 
 if __name__ == "__main__":
