@@ -18,6 +18,14 @@ from course_lib.errors import DataError
 FORMAT = 1
 """Part of every key; to be raised when the same inputs give another result."""
 
+BATCH_ROWS = 10_000
+"""At most, of a batch: each leaves a record of its own in the cache, of which every process keeps some kilobytes."""
+
+BATCH_BYTES = 1 << 18
+"""About as much, of a batch of longer rows; but never fewer than LEAST_ROWS."""
+
+LEAST_ROWS = 1000
+
 BAR_ROWS = 20_000
 """Rows above which work is long enough for a progress bar."""
 
@@ -44,8 +52,8 @@ def column_digest(rows: datasets.Dataset, name: str) -> str:
 
 
 def batches(rows: datasets.Dataset, name: str) -> Iterator[pa.Array]:
-    """One column, 10,000 rows at a time, so that a file of any size takes the same memory."""
-    for batch in rows.select_columns(name).with_format("arrow").iter(batch_size=10_000):
+    """One column, BATCH_ROWS rows at a time, so that a file of any size takes the same memory."""
+    for batch in rows.select_columns(name).with_format("arrow").iter(batch_size=BATCH_ROWS):
         yield batch[name].combine_chunks()
 
 
@@ -62,20 +70,24 @@ def cached_map(rows: datasets.Dataset, function: Callable[[dict[str, list]], dic
 
     Args:
         rows: not empty.
-        function: makes all columns of the result from a batch of columns.
+        function: makes all columns of the result from a batch of columns; how many rows it is given at a time must make
+            no difference.
         key: names everything that the result depends on.
         features: columns of the result.
         describe: for the progress bar.
     Raises:
         DataError: the cache cannot be written.
     """
+    row_bytes = rows.data.nbytes / max(1, rows.data.num_rows)
+    size = min(BATCH_ROWS, max(LEAST_ROWS, int(BATCH_BYTES / max(1, row_bytes))))
     folder = Path(datasets.config.HF_DATASETS_CACHE, "course")
     path = folder / f"{key}.arrow"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(f"{path}.lock"), progress_bars(len(rows) > BAR_ROWS):
-            return rows.map(function, batched=True, remove_columns=rows.column_names, features=features, desc=describe,
-                            cache_file_name=str(path), load_from_cache_file=True, new_fingerprint=key)
+            return rows.map(function, batched=True, batch_size=size, writer_batch_size=size, features=features,
+                            remove_columns=rows.column_names, desc=describe, cache_file_name=str(path),
+                            load_from_cache_file=True, new_fingerprint=key)
     except OSError as error:
         raise DataError(f"cannot write {path} ({error.strerror or error})",
                         "set HF_DATASETS_CACHE to a folder that can be written and has room") from error

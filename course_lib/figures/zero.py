@@ -20,8 +20,8 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
         elements: parameters of the model.
     """
     stages, sizes = (sorted({key[i] for key in measured}) for i in (0, 1))
-    worst = max(abs(sum(measured[key].values()) / sum(predicted[key].values()) - 1) for key in measured)
-    title = f"Each stage splits one more kind; measured within {100 * worst:.2g} % of the formula"
+    worst = max(abs(held[kind] / predicted[key][kind] - 1) for key, held in measured.items() for kind in held)
+    title = f"Each stage splits one more kind; each measured within {worst:.2%} of the formula"
     with canvas(title, width=7.8, height=3.7, ncols=len(stages), sharey=True,
                 width_ratios=[1.0] * (len(stages) - 1) + [1.8]) as (figure, axes):
         for stage, each in zip(stages, axes, strict=True):

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from course_lib.config import DataConfig
 from course_lib.data import DataConnector, DataProcessor, TextData
+from course_lib.data.cache import cached_map, column
 from course_lib.data.processing import as_torch
 from course_lib.errors import DataError, ModelError
 from course_lib.modeling import presets
@@ -146,6 +147,19 @@ def test_a_second_run_reads_what_the_first_wrote(minilm, cache, monkeypatch):
     again = process(minilm, data_of())
     assert cache() == written and again.fingerprint == first.fingerprint
     assert list(again.splits["train"]["input_ids"]) == list(first.splits["train"]["input_ids"])
+
+
+@pytest.mark.parametrize(("words", "most"), [(2, 3), (30, 15), (2000, 25)])
+def test_short_rows_make_few_records(words, most, cache):
+    """Each record of a file in the cache takes memory in every process that opens it."""
+    rows = datasets.Dataset.from_dict({"text": ["word " * words] * 25_000})
+
+    def counted(batch):
+        return {"length": [len(text) for text in batch["text"]]}
+
+    found = cached_map(rows, counted, key="f" * 32, features=datasets.Features({"length": datasets.Value("int32")}),
+                       describe="Counting")
+    assert column(found, "length").num_chunks == most and found["length"][:] == [5 * words] * 25_000
 
 
 def test_a_call_of_the_tokenizer_leaves_the_cache_valid(minilm, cache):
