@@ -14,11 +14,10 @@ from datasets.builder import Key
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-BATCH_ROWS = 10_000
-"""At most, of a batch: each leaves a record of its own in the cache, which every process keeps a note of."""
+from course_lib.data.cache import BATCH_ROWS
 
 BATCH_BYTES = 1 << 22
-"""At most, of a batch of rows that are long."""
+"""At most, of a batch; and BATCH_ROWS rows."""
 
 BUFFER_BYTES = 1 << 20
 """Of a column, read at a time."""
