@@ -187,6 +187,7 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
         with no_init_weights(), torch.device("meta" if sharded else "cpu"):
             model = head.from_config(config)
         model.tie_weights()  # which no_init_weights leaves out
+        model.loss_type = model.loss_type or "ForCausalLM"  # the library finds it by the class's name, if it tells
         parameters = sum(each.numel() for each in model.parameters())
         model.train()
         if setting.checkpointing:

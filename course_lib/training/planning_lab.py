@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import GPT2Config
 
 import course_lib
 from course_lib.errors import DataError
@@ -15,9 +15,9 @@ from course_lib.parallel.fsdp_torch import shard_with_torch
 from course_lib.planning.simulate import Setting, simulate
 from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
-from course_lib.training.lab_gpt2 import gpt2_config
+from course_lib.training.lab_gpt2 import gpt2, gpt2_config
 
-ROWS, TOKENS = 2, 64
+ROWS, TOKENS, VOCABULARY = 2, 64, 1024
 ERRORS = Path("benchmarks/planner.md")
 
 
@@ -38,17 +38,16 @@ class Counted:
 
 def small_config(layers: int, width: int) -> GPT2Config:
     """A GPT-2 without dropout that a laptop trains."""
-    return gpt2_config(layers, width, TOKENS, vocabulary=1024)
+    return gpt2_config(layers, width, TOKENS, VOCABULARY)
 
 
 def real_step(layers: int, width: int) -> Counted:
     """On one rank: the second step of FSDP2 in fp32, counted by the meter; its forward and backward pass."""
     state = PartialState()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(layers, width)).to(state.device)
+    model = gpt2(layers, width, TOKENS, VOCABULARY).to(state.device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine = shard_with_torch(model, optimizer)
-    tokens = torch.randint(0, 1024, (ROWS, TOKENS), device=state.device)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS), device=state.device)
 
     def forward_and_backward() -> None:
         engine(input_ids=tokens, labels=tokens).loss.backward()
