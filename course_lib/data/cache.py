@@ -19,15 +19,12 @@ FORMAT = 1
 """Part of every key; to be raised when the same inputs give another result."""
 
 BATCH_ROWS = 10_000
-"""Worked on at a time, at most."""
+"""At most, of a batch: each leaves a record of its own in the cache, of which every process keeps some kilobytes."""
 
 BATCH_BYTES = 1 << 18
-"""Worked on at a time, about, of longer rows; but never fewer than LEAST_ROWS."""
+"""About as much, of a batch of longer rows; but never fewer than LEAST_ROWS."""
 
 LEAST_ROWS = 1000
-
-RECORD_BYTES = 1 << 20
-"""Of the rows whose results make one record of the cache, of which every process keeps some kilobytes in memory."""
 
 BAR_ROWS = 20_000
 """Rows above which work is long enough for a progress bar."""
@@ -81,22 +78,14 @@ def cached_map(rows: datasets.Dataset, function: Callable[[dict[str, list]], dic
     Raises:
         DataError: the cache cannot be written.
     """
-    row_bytes = max(1, rows.data.nbytes / max(1, rows.data.num_rows))
-    size = min(BATCH_ROWS, max(LEAST_ROWS, int(BATCH_BYTES / row_bytes)))
-    record = max(size, int(RECORD_BYTES / row_bytes))
-
-    def in_parts(columns: dict[str, list]) -> pa.Table:
-        count = len(next(iter(columns.values())))
-        parts = ({name: values[start:start + size] for name, values in columns.items()}
-                 for start in range(0, count, size))
-        return pa.concat_tables([pa.table(function(part), features.arrow_schema) for part in parts])
-
+    row_bytes = rows.data.nbytes / max(1, rows.data.num_rows)
+    size = min(BATCH_ROWS, max(LEAST_ROWS, int(BATCH_BYTES / max(1, row_bytes))))
     folder = Path(datasets.config.HF_DATASETS_CACHE, "course")
     path = folder / f"{key}.arrow"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(f"{path}.lock"), progress_bars(len(rows) > BAR_ROWS):
-            return rows.map(in_parts, batched=True, batch_size=record, writer_batch_size=record, features=features,
+            return rows.map(function, batched=True, batch_size=size, writer_batch_size=size, features=features,
                             remove_columns=rows.column_names, desc=describe, cache_file_name=str(path),
                             load_from_cache_file=True, new_fingerprint=key)
     except OSError as error:

@@ -46,6 +46,7 @@ def read_parquet(files: Sequence[Path]) -> datasets.Dataset:
     Raises:
         datasets.exceptions.DatasetGenerationError: a file cannot be read, or there are no rows.
     """
-    builder = BatchedParquet(data_files={"train": list(map(str, files))}, hash=_PACKAGED_DATASETS_MODULES["parquet"][1])
+    builder = BatchedParquet(data_files={"train": list(map(str, files))}, writer_batch_size=BATCH_ROWS,
+                             hash=_PACKAGED_DATASETS_MODULES["parquet"][1])
     builder.download_and_prepare()
     return builder.as_dataset(split="train")

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from course_lib.config import DataConfig
-from course_lib.data import DataConnector, columns, pydocs
+from course_lib.data import DataConnector, columns, localfiles, pydocs
+from course_lib.data.cache import column
 from course_lib.data.cleaning import clean
 from course_lib.errors import DataError
 
@@ -51,6 +52,15 @@ def test_each_kind_of_file_gives_the_same_data(kind, tmp_path):
     assert sorted(got["train"] + got["validation"]) == sorted(wanted) and len(got["validation"]) == 4
     assert data.label_names == ("0", "1") and data.name == f"rows.{kind}"
     assert data.splits["train"].features == {"text": datasets.Value("string"), "label": datasets.Value("int64")}
+
+
+@pytest.mark.parametrize("kind", [*WRITERS, "txt"])
+def test_short_rows_of_a_file_make_few_records(kind, tmp_path):
+    """Each record of the cache takes memory in every process that opens it; `datasets` makes one of 1,000 rows."""
+    path, size = tmp_path / f"rows.{kind}", 25_000
+    WRITERS.get(kind, lambda frame, path: path.write_text("\n".join(frame["text"])))(table(size), path)
+    rows = localfiles.read_split([path])
+    assert rows[-1]["text"] == f"words of row {size - 1}" and column(rows, "text").num_chunks <= 3
 
 
 # The shapes of data sets on the Hub: columns, number of classes, whether the classes have names.

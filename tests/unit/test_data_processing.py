@@ -149,20 +149,17 @@ def test_a_second_run_reads_what_the_first_wrote(minilm, cache, monkeypatch):
     assert list(again.splits["train"]["input_ids"]) == list(first.splits["train"]["input_ids"])
 
 
-@pytest.mark.parametrize(("words", "at_a_time", "records"), [(2, 10_000, 1), (30, 1702, 4), (2000, 1000, 25)])
-def test_short_rows_make_few_records(words, at_a_time, records, cache):
+@pytest.mark.parametrize(("words", "most"), [(2, 3), (30, 15), (2000, 25)])
+def test_short_rows_make_few_records(words, most, cache):
     """Each record of a file in the cache takes memory in every process that opens it."""
     rows = datasets.Dataset.from_dict({"text": ["word " * words] * 25_000})
-    counts = []
 
     def counted(batch):
-        counts.append(len(batch["text"]))
         return {"length": [len(text) for text in batch["text"]]}
 
     found = cached_map(rows, counted, key="f" * 32, features=datasets.Features({"length": datasets.Value("int32")}),
                        describe="Counting")
-    assert column(found, "length").num_chunks == records and found["length"][:] == [5 * words] * 25_000
-    assert max(counts) == at_a_time and sum(counts) == 25_000
+    assert column(found, "length").num_chunks == most and found["length"][:] == [5 * words] * 25_000
 
 
 def test_a_call_of_the_tokenizer_leaves_the_cache_valid(minilm, cache):
