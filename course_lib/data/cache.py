@@ -62,7 +62,7 @@ def column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
     return rows.select_columns(name).with_format("arrow")[:][name]
 
 
-def cached_map(rows: datasets.Dataset, function: Callable[[dict[str, list]], dict[str, Any]], *, key: str,
+def cached_map(rows: datasets.Dataset, function: Callable[[Any], Any], *, key: str,
                features: datasets.Features, describe: str) -> datasets.Dataset:
     """``rows.map(function, batched=True)``, memory-mapped from the cache of `datasets` (HF_DATASETS_CACHE).
 
@@ -70,8 +70,8 @@ def cached_map(rows: datasets.Dataset, function: Callable[[dict[str, list]], dic
 
     Args:
         rows: not empty.
-        function: makes all columns of the result from a batch of columns; how many rows it is given at a time must make
-            no difference.
+        function: makes all columns of the result from a batch of columns, dict or `pa.Table` by the rows' format; how
+            many rows it is given at a time must make no difference.
         key: names everything that the result depends on.
         features: columns of the result.
         describe: for the progress bar.
@@ -91,6 +91,29 @@ def cached_map(rows: datasets.Dataset, function: Callable[[dict[str, list]], dic
     except OSError as error:
         raise DataError(f"cannot write {path} ({error.strerror or error})",
                         "set HF_DATASETS_CACHE to a folder that can be written and has room") from error
+
+
+def cached_filter(rows: datasets.Dataset, kept: pa.ChunkedArray, describe: str) -> datasets.Dataset:
+    """Some of the rows, in their order, memory-mapped as :func:`cached_map` does; a selection would stay in memory.
+
+    Args:
+        rows: not empty.
+        kept: bool [rows]; at least one of them.
+        describe: for the progress bar.
+    Raises:
+        DataError: the cache cannot be written.
+    """
+    key = digest(FORMAT, "rows", [column_digest(rows, name) for name in rows.column_names],
+                 hashlib.sha256(np.packbits(kept.to_numpy()).tobytes()).hexdigest())
+    begun = 0
+
+    def filtered(batch: pa.Table) -> pa.Table:
+        nonlocal begun
+        begun += len(batch)
+        return batch.filter(kept.slice(begun - len(batch), len(batch)))
+
+    return cached_map(rows.with_format("arrow"), filtered, key=key, features=rows.features,
+                      describe=describe).with_format(None)
 
 
 @contextlib.contextmanager

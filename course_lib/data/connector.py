@@ -4,11 +4,11 @@ import itertools
 from dataclasses import dataclass
 
 import datasets
-import numpy as np
+import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
 from course_lib.data import columns, sources
-from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest
+from course_lib.data.cache import FORMAT, cached_filter, cached_map, column, column_digest, digest
 from course_lib.data.cleaning import clean
 from course_lib.errors import DataError, nearest
 
@@ -111,15 +111,17 @@ class DataConnector:
                                      raw.column_names, "text_column", what)
         texts = self._clean(columns.only_text(raw, text, split), split)
         blank = columns.blank_rows(texts)
+        count = pc.sum(blank).as_py()
         if not self._classifies:
-            if len(blank) == len(texts):
+            if count == len(texts):
                 raise DataError(f"{what} has no text in column `{text}`", "name another with --text_column")
-            if len(blank):
-                notes.append(f"{len(blank)} rows of the {split} split without text are left out")
-                texts = texts.select(np.setdiff1d(np.arange(len(texts)), blank))
+            if count:
+                notes.append(f"{count} rows of the {split} split without text are left out")
+                texts = cached_filter(texts, pc.invert(blank), f"Leaving out of {split}")
             return _Rows(texts)
-        if len(blank):
-            raise DataError(f"row {blank[0]} (from 0) of the {split} split has no text in column `{text}`",
+        if count:
+            row = pc.index(blank, True).as_py()
+            raise DataError(f"row {row} (from 0) of the {split} split has no text in column `{text}`",
                             "give every row a text, or leave such rows out")
         if set(raw.column_names) == {text}:
             raise DataError(f"{what} has no column but `{text}`, so no classes",
@@ -156,15 +158,16 @@ class DataConnector:
     def _cut_validation(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
         """Hold out a part of the training split as the validation split."""
         train, fraction = splits["train"], self.config.validation_fraction
-        labels = column(train, "label").to_numpy() if self._classifies else None
-        kept, held_out = columns.cut(len(train), fraction, self.seed, labels)
-        if not len(held_out):
+        held_out = columns.cut(len(train), fraction, self.seed, column(train, "label") if self._classifies else None)
+        count = pc.sum(held_out).as_py()
+        if not count:
             raise DataError(f"the training split has {len(train)} rows, too few to cut a validation split from",
                             "give a validation split, or more rows")
         how = "in each class" if self._classifies else "of the rows"
-        notes.append(f"no validation split: {len(held_out)} rows ({fraction:.0%} {how}, seed {self.seed}) are cut from "
+        notes.append(f"no validation split: {count} rows ({fraction:.0%} {how}, seed {self.seed}) are cut from "
                      "the training split")
-        return splits | {"train": train.select(kept), "validation": train.select(held_out)}
+        return splits | {"train": cached_filter(train, pc.invert(held_out), "Training rows"),
+                         "validation": cached_filter(train, held_out, "Validation rows")}
 
     def _shorten(self, splits: dict[str, datasets.Dataset], label_names: tuple[str, ...] | None,
                  notes: list[str]) -> datasets.DatasetDict:

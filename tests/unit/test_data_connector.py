@@ -7,6 +7,7 @@ from collections import Counter
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from course_lib.config import DataConfig
@@ -151,15 +152,34 @@ def test_cleaning_is_done_and_can_be_left(tmp_path):
 # Splits
 
 
-def test_a_cut_is_stratified_and_depends_on_the_seed_alone():
+def cut(size, fraction, seed, labels=None, part=2**20):
+    """The rows that are held out."""
+    labels = None if labels is None else pa.chunked_array([pa.array(each) for each in np.array_split(labels, 3)])
+    return np.flatnonzero(columns.cut(size, fraction, seed, labels, part).to_numpy())
+
+
+@pytest.mark.parametrize("part", [2**20, 300, 7])
+def test_a_cut_is_stratified_and_depends_on_the_seed_alone(part):
     labels = np.array([0] * 700 + [1] * 250 + [2] * 49 + [3])
-    kept, held_out = columns.cut(1000, 0.1, seed=1, labels=labels)
-    assert np.array_equal(np.sort(np.concatenate([kept, held_out])), np.arange(1000))
-    assert np.bincount(labels[held_out]).tolist() == [70, 25, 5] and 999 in kept
-    again, other = columns.cut(1000, 0.1, seed=1, labels=labels)[1], columns.cut(1000, 0.1, seed=2, labels=labels)[1]
+    held_out = cut(1000, 0.1, 1, labels, part)
+    assert np.bincount(labels[held_out]).tolist() == [70, 25, 5] and 999 not in held_out
+    again, other = cut(1000, 0.1, 1, labels, part), cut(1000, 0.1, 2, labels, part)
     assert np.array_equal(held_out, again) and not np.array_equal(held_out, other)
-    assert len(columns.cut(5, 0.1, seed=0)[1]) == 1
-    assert len(columns.cut(3, 0.9, seed=0, labels=np.array([0, 1, 2]))[1]) == 0
+    assert len(cut(5, 0.1, 0, part=part)) == 1
+    assert len(cut(3, 0.9, 0, np.array([0, 1, 2]), part)) == 0
+
+
+def test_a_cut_draws_each_row_as_often_as_any_other_whatever_the_parts():
+    drawn = sum((np.bincount(cut(20, 0.3, seed, part=7), minlength=20) for seed in range(2000)), np.zeros(20, int))
+    assert drawn.sum() == 2000 * 6
+    assert abs(drawn - 600).max() < 5 * (2000 * 0.3 * 0.7) ** 0.5  # standard deviations of one row's count
+
+
+def test_a_small_cut_is_that_of_one_permutation_a_class():
+    """As it always was: runs that are resumed see the rows that they saw."""
+    labels, random = np.arange(1000) % 3, np.random.default_rng(5)
+    wanted = [random.permutation(np.flatnonzero(labels == label))[:seats] for label, seats in enumerate((34, 33, 33))]
+    assert np.array_equal(cut(1000, 0.1, 5, labels), np.sort(np.concatenate(wanted)))
 
 
 def test_a_missing_validation_split_is_cut_and_said(tmp_path):
