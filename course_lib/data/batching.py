@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from course_lib.data.cache import column
-from course_lib.data.ordering import EpochBatches, lengths_of
+from course_lib.data.ordering import PART, EpochBatches, lengths_of
 from course_lib.data.processing import Collator
 from course_lib.runtime.seeding import seed_worker
 
@@ -114,16 +114,27 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
 
 
 class SequentialKeys(Sampler[RowKey]):
-    """Every row once, longest first, so that evaluation batches need little padding."""
+    """Every row once, longest first, so that evaluation batches need little padding.
 
-    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray):
-        self.order = np.argsort(-np.asarray(lengths), kind="stable")
+    Args:
+        lengths: tokens of each row; an Arrow column is read as it is needed.
+        part: rows that are sorted together; of more, one part follows another.
+    """
+
+    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, part: int = PART):
+        self.lengths, self.part = lengths, part
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """Row numbers in order, a part at a time."""
+        for start in range(0, len(self.lengths), self.part):
+            here = lengths_of(self.lengths, start, min(start + self.part, len(self.lengths)))
+            yield start + np.argsort(-here, kind="stable")
 
     def __iter__(self) -> Iterator[RowKey]:
-        return (RowKey(0, int(row)) for row in self.order)
+        return (RowKey(0, int(row)) for rows in self.parts() for row in rows)
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.lengths)
 
 
 class Rows(Dataset[dict[str, Any]]):

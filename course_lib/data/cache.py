@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ FORMAT = 1
 """Part of every key; to be raised when the same inputs give another result."""
 
 BATCH_ROWS = 10_000
-"""At most, of a batch: each leaves a record of its own in the cache, of which every process keeps some kilobytes."""
+"""Worked on at a time, at most."""
 
 BATCH_BYTES = 1 << 18
-"""About as much, of a batch of longer rows; but never fewer than LEAST_ROWS."""
+"""Worked on at a time, about; at least a row."""
 
-LEAST_ROWS = 1000
+RECORD_ROWS = 50_000
+"""At most, whose results make one record of the cache: every process keeps some kilobytes in memory for each."""
+
+RECORD_BYTES = 1 << 21
+"""About as much, of longer rows."""
 
 BAR_ROWS = 20_000
 """Rows above which work is long enough for a progress bar."""
@@ -62,7 +66,7 @@ def column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
     return rows.select_columns(name).with_format("arrow")[:][name]
 
 
-def cached_map(rows: datasets.Dataset, function: Callable[[Any], Any], *, key: str,
+def cached_map(rows: datasets.Dataset, function: Callable[[pa.Table], Mapping[str, Any]], *, key: str,
                features: datasets.Features, describe: str) -> datasets.Dataset:
     """``rows.map(function, batched=True)``, memory-mapped from the cache of `datasets` (HF_DATASETS_CACHE).
 
@@ -70,24 +74,31 @@ def cached_map(rows: datasets.Dataset, function: Callable[[Any], Any], *, key: s
 
     Args:
         rows: not empty.
-        function: makes all columns of the result from a batch of columns, dict or `pa.Table` by the rows' format; how
-            many rows it is given at a time must make no difference.
+        function: makes all columns of the result, lists or Arrow's, from a batch of rows; it is given them in their
+            order, and how many at a time must make no difference.
         key: names everything that the result depends on.
         features: columns of the result.
         describe: for the progress bar.
     Raises:
         DataError: the cache cannot be written.
     """
-    row_bytes = rows.data.nbytes / max(1, rows.data.num_rows)
-    size = min(BATCH_ROWS, max(LEAST_ROWS, int(BATCH_BYTES / max(1, row_bytes))))
+    row_bytes = max(1, rows.data.nbytes / max(1, rows.data.num_rows))
+    size = max(1, min(BATCH_ROWS, int(BATCH_BYTES / row_bytes)))
+    record = max(size, min(RECORD_ROWS, int(RECORD_BYTES / row_bytes)))
+
+    def in_batches(table: pa.Table) -> pa.Table:
+        parts = (table.slice(start, size) for start in range(0, len(table), size))
+        return pa.concat_tables([pa.table(function(part), features.arrow_schema) for part in parts])
+
     folder = Path(datasets.config.HF_DATASETS_CACHE, "course")
     path = folder / f"{key}.arrow"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(f"{path}.lock"), progress_bars(len(rows) > BAR_ROWS):
-            return rows.map(function, batched=True, batch_size=size, writer_batch_size=size, features=features,
-                            remove_columns=rows.column_names, desc=describe, cache_file_name=str(path),
-                            load_from_cache_file=True, new_fingerprint=key)
+            return rows.with_format("arrow").map(
+                in_batches, batched=True, batch_size=record, writer_batch_size=record, features=features,
+                remove_columns=rows.column_names, desc=describe, cache_file_name=str(path), load_from_cache_file=True,
+                new_fingerprint=key).with_format(None)
     except OSError as error:
         raise DataError(f"cannot write {path} ({error.strerror or error})",
                         "set HF_DATASETS_CACHE to a folder that can be written and has room") from error
@@ -103,17 +114,19 @@ def cached_filter(rows: datasets.Dataset, kept: pa.ChunkedArray, describe: str) 
     Raises:
         DataError: the cache cannot be written.
     """
-    key = digest(FORMAT, "rows", [column_digest(rows, name) for name in rows.column_names],
-                 hashlib.sha256(np.packbits(kept.to_numpy()).tobytes()).hexdigest())
+    chosen = hashlib.sha256()
+    for start in range(0, len(kept), BATCH_ROWS):
+        chosen.update(np.packbits(kept.slice(start, BATCH_ROWS).to_numpy()).tobytes())
+    key = digest(FORMAT, "rows", [column_digest(rows, name) for name in rows.column_names], chosen.hexdigest())
     begun = 0
 
-    def filtered(batch: pa.Table) -> pa.Table:
+    def filtered(batch: pa.Table) -> dict[str, pa.ChunkedArray]:
         nonlocal begun
         begun += len(batch)
-        return batch.filter(kept.slice(begun - len(batch), len(batch)))
+        found = batch.filter(kept.slice(begun - len(batch), len(batch)))
+        return dict(zip(found.column_names, found.columns, strict=True))
 
-    return cached_map(rows.with_format("arrow"), filtered, key=key, features=rows.features,
-                      describe=describe).with_format(None)
+    return cached_map(rows, filtered, key=key, features=rows.features, describe=describe)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset
     rows = rows.select_columns(name).rename_column(name, "text") if name != "text" else rows.select_columns(name)
     if pa.types.is_string(kind) and not values.null_count:
         return rows
-    return cached_map(rows, lambda batch: {"text": [text or "" for text in batch["text"]]},
+    return cached_map(rows, lambda batch: {"text": pc.fill_null(batch["text"].cast(pa.string()), "")},
                       key=digest(FORMAT, "text", column_digest(rows, "text")),
                       features=datasets.Features({"text": datasets.Value("string")}), describe=f"Reading {split}")
 
@@ -151,11 +151,11 @@ def number_classes(texts: datasets.Dataset, labels: "Labels", classes: Sequence[
                                 "not occur in the training split",
                                 "add training rows of that class, or leave such rows out")
             first += len(names)
-    kind, numbered = labels.rows.data.schema.field(labels.name).type, pa.array(classes, pa.string())
+    numbered = pa.array(classes, pa.string())
 
-    def numbers(batch: dict[str, list]) -> dict[str, list[int]]:
-        names = _named(pa.array(batch[labels.name], kind), labels.feature, labels.name, split, 0)
-        return {"label": pc.index_in(names, numbered).to_pylist()}
+    def numbers(batch: pa.Table) -> dict[str, pa.Array]:
+        names = _named(batch[labels.name].combine_chunks(), labels.feature, labels.name, split, 0)
+        return {"label": pc.index_in(names, numbered)}
 
     found = cached_map(labels.rows, numbers, key=digest(FORMAT, "label", list(classes), labels.digest),
                        features=datasets.Features({"label": datasets.Value("int64")}), describe=f"Labels of {split}")
@@ -180,11 +180,10 @@ class Labels:
 
     def __init__(self, rows: datasets.Dataset, name: str, split: str):
         self.rows, self.name, self.feature = rows.select_columns(name), name, rows.features[name]
-        seen, content = list[pa.Array](), hashlib.sha256()
+        self.distinct, content = pa.array([], pa.string()), hashlib.sha256()
         for names in self.by_name(split):
-            seen.append(names.unique())
+            self.distinct = pa.concat_arrays([self.distinct, names.unique()]).unique()
             content.update(json.dumps(names.to_pylist()).encode())
-        self.distinct = pa.chunked_array(seen, pa.string()).unique()
         self.digest = content.hexdigest()
 
     def by_name(self, split: str) -> Iterator[pa.Array]:

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 import datasets
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
@@ -117,7 +118,7 @@ class DataConnector:
                 raise DataError(f"{what} has no text in column `{text}`", "name another with --text_column")
             if count:
                 notes.append(f"{count} rows of the {split} split without text are left out")
-                texts = cached_filter(texts, pc.invert(blank), f"Leaving out of {split}")
+                texts = cached_filter(texts, pc.invert(blank), f"Leaving out blank rows of {split}")
             return _Rows(texts)
         if count:
             row = pc.index(blank, True).as_py()
@@ -136,8 +137,9 @@ class DataConnector:
         if not (tidy or lowercase):
             return rows
 
-        def normalise(batch: dict[str, list[str]]) -> dict[str, list[str]]:
-            return {"text": [clean(text, lowercase) if tidy else text.lower() for text in batch["text"]]}
+        def normalise(batch: pa.Table) -> dict[str, list[str]]:
+            texts = batch["text"].to_pylist()
+            return {"text": [clean(text, lowercase) if tidy else text.lower() for text in texts]}
 
         key = digest(FORMAT, "clean", tidy, lowercase, column_digest(rows, "text"))
         return cached_map(rows, normalise, key=key, features=rows.features, describe=f"Cleaning {split}")

@@ -14,10 +14,10 @@ from datasets.builder import Key
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from course_lib.data.cache import BATCH_ROWS
+from course_lib.data.cache import RECORD_ROWS
 
 BATCH_BYTES = 1 << 22
-"""At most, of a batch; and BATCH_ROWS rows."""
+"""At most, of a batch; and RECORD_ROWS rows."""
 
 BUFFER_BYTES = 1 << 20
 """Of a column, read at a time."""
@@ -37,7 +37,7 @@ def batch_rows(metadata: pq.FileMetaData) -> int:
     """Rows of a file to read at a time."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     longest = max((group.total_byte_size / group.num_rows for group in groups if group.num_rows), default=1.0)
-    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(longest, 1.0))))
+    return max(1, min(RECORD_ROWS, int(BATCH_BYTES / max(longest, 1.0))))
 
 
 def read_parquet(files: Sequence[Path]) -> datasets.Dataset:
@@ -46,7 +46,7 @@ def read_parquet(files: Sequence[Path]) -> datasets.Dataset:
     Raises:
         datasets.exceptions.DatasetGenerationError: a file cannot be read, or there are no rows.
     """
-    builder = BatchedParquet(data_files={"train": list(map(str, files))}, writer_batch_size=BATCH_ROWS,
+    builder = BatchedParquet(data_files={"train": list(map(str, files))}, writer_batch_size=RECORD_ROWS,
                              hash=_PACKAGED_DATASETS_MODULES["parquet"][1])
     builder.download_and_prepare()
     return builder.as_dataset(split="train")

@@ -90,8 +90,8 @@ class DataProcessor:
     def _truncate_split(self, rows: datasets.Dataset, split: str, key: str) -> datasets.Dataset:
         """Each text as at most max_length tokens, with its label."""
 
-        def truncated(batch: dict[str, list[str]]) -> dict[str, Any]:
-            tokens = self.tokenizer(batch["text"], truncation=True, max_length=self.max_length,
+        def truncated(batch: pa.Table) -> dict[str, Any]:
+            tokens = self.tokenizer(batch["text"].to_pylist(), truncation=True, max_length=self.max_length,
                                     return_attention_mask=False, return_token_type_ids=False)["input_ids"]
             return {"input_ids": tokens, "length": [len(each) for each in tokens]}
 
@@ -147,8 +147,8 @@ class _Blocks:
         self.tokenizer, self.separator, self.size = tokenizer, separator, size
         self.rest: list[int] = []
 
-    def __call__(self, batch: dict[str, list[str]]) -> dict[str, Any]:
-        texts = self.tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False,
+    def __call__(self, batch: pa.Table) -> dict[str, Any]:
+        texts = self.tokenizer(batch["text"].to_pylist(), add_special_tokens=False, return_attention_mask=False,
                                return_token_type_ids=False, verbose=False)["input_ids"]
         stream = self.rest
         for tokens in texts:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from course_lib.data.batching import SequentialKeys
+from course_lib.data.cache import column
 from course_lib.training.evaluation import evaluate_split, evaluating
 
 if TYPE_CHECKING:
@@ -56,6 +57,6 @@ def predict(trainer: "BasicTrainer", split: str) -> Predictions:
     losses, predicted, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*gathered, strict=True))
     # Evaluation goes through the rows by length; the ranks' shares come together in that order.
     rows = trainer.data.splits[split]
-    order = SequentialKeys(rows["length"][:]).order
+    order = np.concatenate(list(SequentialKeys(column(rows, "length")).parts()))
     back = np.argsort(order, kind="stable")
     return Predictions(labels[back], predicted[back], losses[back, 0].astype(np.float64))

@@ -100,17 +100,18 @@ def peak_of(folder, by_hand=False):
     return peak.found["all"]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(280)
 def test_four_times_the_rows_take_no_more_memory(tmp_path):
-    few, many = 20_000, 80_000
+    few, many = 60_000, 240_000
     peaks = {}
     for rows in (few, many):
         load.write_rows(tmp_path / str(rows), rows)
-        for by_hand in (False, True):
-            peaks[rows, by_hand] = launch(peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=150)[0]
+        for by_hand in (False, True):  # a process that is forked would use what this one has freed
+            peaks[rows, by_hand] = launch(peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=150,
+                                          start_method="spawn", stream=False)[0]
     listed = peaks[many, True] - peaks[few, True]
-    assert listed > 25, "MiB more for lists of the texts and their words"
-    assert peaks[many, False] - peaks[few, False] < listed / 3, peaks  # the allocator's own is up to 12 MiB
+    assert listed > 80, "MiB more for lists of the texts and their words"
+    assert peaks[many, False] - peaks[few, False] < 20, peaks  # the allocator's own is up to 16
 
 
 def read_slowly(file, cache, by_datasets=False):

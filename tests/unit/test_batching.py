@@ -2,6 +2,7 @@
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from course_lib.data.batching import GlobalBatchSampler, RowKey, Rows, SequentialKeys
@@ -90,3 +91,13 @@ def test_evaluation_sees_every_row_once():
     keys = list(SequentialKeys(LENGTHS))
     assert sorted(key.row for key in keys) == list(range(len(LENGTHS)))
     assert list(LENGTHS[[key.row for key in keys]]) == sorted(LENGTHS, reverse=True)
+
+
+def test_evaluation_sorts_a_large_data_set_a_part_at_a_time():
+    in_parts = SequentialKeys(pa.chunked_array([LENGTHS[:90], LENGTHS[90:]]), part=64)
+    rows, given = [key.row for key in in_parts], [list(part) for part in in_parts.parts()]
+    assert sum(given, []) == rows and sorted(rows) == list(range(len(LENGTHS))) and len(in_parts) == len(LENGTHS)
+    assert max(map(len, given)) == 64
+    for number, part in enumerate(given):
+        assert set(part) <= set(range(64 * number, 64 * number + 64))
+        assert list(LENGTHS[part]) == sorted(LENGTHS[part], reverse=True)

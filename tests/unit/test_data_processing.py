@@ -10,6 +10,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -149,17 +150,19 @@ def test_a_second_run_reads_what_the_first_wrote(minilm, cache, monkeypatch):
     assert list(again.splits["train"]["input_ids"]) == list(first.splits["train"]["input_ids"])
 
 
-@pytest.mark.parametrize(("words", "most"), [(2, 3), (30, 15), (2000, 25)])
-def test_short_rows_make_few_records(words, most, cache):
+@pytest.mark.parametrize(("words", "records", "batch"), [(2, 1, 10_000), (30, 2, 1702), (2000, 120, 26)])
+def test_rows_make_few_records_from_small_batches(words, records, batch, cache):
     """Each record of a file in the cache takes memory in every process that opens it."""
-    rows = datasets.Dataset.from_dict({"text": ["word " * words] * 25_000})
+    rows, given = datasets.Dataset.from_dict({"text": ["word " * words] * 25_000}), []
 
     def counted(batch):
-        return {"length": [len(text) for text in batch["text"]]}
+        given.append(len(batch))
+        return {"length": pc.utf8_length(batch["text"])}
 
     found = cached_map(rows, counted, key="f" * 32, features=datasets.Features({"length": datasets.Value("int32")}),
                        describe="Counting")
-    assert column(found, "length").num_chunks == most and found["length"][:] == [5 * words] * 25_000
+    assert column(found, "length").num_chunks == records and found["length"][:] == [5 * words] * 25_000
+    assert sum(given) == 25_000 and max(given) == batch and found.format["type"] is None
 
 
 def test_a_call_of_the_tokenizer_leaves_the_cache_valid(minilm, cache):
