@@ -11,7 +11,7 @@ import datasets
 import pandas as pd
 from datasets.utils import logging
 
-from course_lib.data.cache import RECORD_ROWS, progress_bars
+from course_lib.data.cache import RECORD_BYTES, RECORD_ROWS, progress_bars
 from course_lib.data.parquet import read_parquet
 from course_lib.errors import DataError
 
@@ -76,7 +76,8 @@ def read_split(files: Sequence[Path]) -> datasets.Dataset:
                 check_rows(file)
             return datasets.Dataset.from_json(paths, writer_batch_size=RECORD_ROWS)
         if kind == "text":
-            return datasets.Dataset.from_text(paths, encoding="utf-8-sig", writer_batch_size=RECORD_ROWS,
+            return datasets.Dataset.from_text(paths, encoding="utf-8-sig", chunksize=RECORD_BYTES,
+                                              writer_batch_size=RECORD_ROWS,
                                               sample_by="paragraph" if any(has_blank_line) else "line")
         separator = "\t" if kind == "tsv" else ","
         columns = _header(files[0], separator)
