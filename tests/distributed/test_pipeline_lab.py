@@ -9,10 +9,10 @@ import pytest
 from course_lib.figures.pipeline import idle_share
 from course_lib.parallel.pipeline.passes import split_backward
 from course_lib.parallel.pipeline.schedules import KINDS, make
-from course_lib.parallel.pipeline.simulate import Costs, simulate
+from course_lib.parallel.pipeline.simulate import Costs, Span, simulate
 from course_lib.parallel.pipeline.validate import in_flight
 from course_lib.training import pipeline_lab
-from course_lib.training.pipeline_lab import measure
+from course_lib.training.pipeline_lab import Measured, least_disturbed, measure
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -66,3 +66,22 @@ def test_a_disturbed_try_is_repeated(monkeypatch):
     foreseen = float(simulate(table["1f1b"], costs).bubble)
     assert measure(table, costs, tries=1)["1f1b"].bubble > foreseen + 2 * TOLERANCE
     assert measure(table, costs, tries=8)["1f1b"].bubble == pytest.approx(foreseen, abs=TOLERANCE)
+
+
+def test_the_try_that_is_kept_is_the_shortest_with_the_bubble_foreseen():
+    foreseen = simulate(make("1f1b", 2, 4), Costs(forward=24, input=24, weight=24))
+    middle = foreseen.makespan / 2
+
+    def run(longer: float, gap: float) -> Measured:
+        """Each pass takes so many times its time; then, half-way, all wait for this share of the step."""
+        def moved(at):
+            return float(longer * (at + (gap * foreseen.makespan if at >= middle else 0)))
+        return Measured(foreseen, tuple(tuple(Span(action, moved(start), moved(end)) if start >= middle or end < middle
+                                              else Span(action, moved(end) - float(longer * (end - start)), moved(end))
+                                              for action, start, end in row) for row in foreseen.rows), (2, 1))
+
+    slowed, halted, halted_for_long = run(1.1, 0), run(1, 0.08), run(1, 0.2)
+    assert slowed.bubble == pytest.approx(float(foreseen.bubble)) and slowed.makespan > halted.makespan
+    assert halted.bubble > float(foreseen.bubble) + TOLERANCE
+    assert least_disturbed([halted, slowed, run(1.2, 0)]) is slowed
+    assert least_disturbed([halted_for_long, halted]) is halted, "none is undisturbed"
