@@ -101,17 +101,19 @@ def peak_of(folder, by_hand=False):
 
 
 @pytest.mark.timeout(280)
-def test_four_times_the_rows_take_no_more_memory(tmp_path):
-    few, many = 60_000, 240_000
+def test_four_times_the_rows_take_no_more_memory(tmp_path, monkeypatch):
+    for name, value in load.AT_ONCE.items():  # the usual allocators keep, by chance, up to 30 MiB
+        monkeypatch.setenv(name, value)
+    few, many = 40_000, 160_000
     peaks = {}
     for rows in (few, many):
         load.write_rows(tmp_path / str(rows), rows)
-        for by_hand in (False, True):  # a process that is forked would use what this one has freed
-            peaks[rows, by_hand] = launch(peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=150,
+        for by_hand in (False, True):  # a process that is forked would keep this one's allocators
+            peaks[rows, by_hand] = launch(peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=130,
                                           start_method="spawn", stream=False)[0]
     listed = peaks[many, True] - peaks[few, True]
-    assert listed > 80, "MiB more for lists of the texts and their words"
-    assert peaks[many, False] - peaks[few, False] < 20, peaks  # the allocator's own is up to 16
+    assert listed > 60, "MiB more for lists of the texts and their words"
+    assert peaks[many, False] - peaks[few, False] < 10, peaks
 
 
 def read_slowly(file, cache, by_datasets=False):
