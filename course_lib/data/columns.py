@@ -180,11 +180,12 @@ class Labels:
 
     def __init__(self, rows: datasets.Dataset, name: str, split: str):
         self.rows, self.name, self.feature = rows.select_columns(name), name, rows.features[name]
-        self.distinct, content = pa.array([], pa.string()), hashlib.sha256()
+        seen, content = dict[str, None](), hashlib.sha256()
         for names in self.by_name(split):
-            self.distinct = pa.concat_arrays([self.distinct, names.unique()]).unique()
-            content.update(json.dumps(names.to_pylist()).encode())
-        self.digest = content.hexdigest()
+            batch = names.to_pylist()
+            seen.update(dict.fromkeys(batch))
+            content.update(json.dumps(batch).encode())
+        self.distinct, self.digest = pa.array(list(seen), pa.string()), content.hexdigest()
 
     def by_name(self, split: str) -> Iterator[pa.Array]:
         """The class of each row, batch by batch."""

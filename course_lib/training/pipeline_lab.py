@@ -89,9 +89,9 @@ def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 10, ti
     """Run tables, all for the same number of ranks, and keep the least disturbed try of each.
 
     Whatever else a machine does makes a pass longer and never shorter. So a table is tried again while its bubble is
-    more than 2 points larger than foreseen: on a quiet machine once or twice, on a busy one more often. A try that is
-    not is kept; without one it is the shortest: a table that really waits for more than its messages does so in each
-    try, and is shown as it is.
+    more than 2 points larger than foreseen: on a quiet machine once or twice, on a busy one more often. If each try is
+    so, the shortest is kept: a table that really waits for more than its messages does so in each, and is shown as it
+    is.
 
     Args:
         costs: in ms; messages take what they take.
