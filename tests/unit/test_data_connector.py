@@ -141,6 +141,17 @@ def test_plain_text_is_lines_or_paragraphs(tmp_path):
     assert "without text are left out" in lines.notes[0]
 
 
+def test_blank_rows_are_found_wherever_they_are():
+    texts = np.array([f"row {row}" for row in range(25_003)], dtype=object)
+    blank = np.random.default_rng(0).random(len(texts)) < 0.3
+    texts[blank] = np.resize(["", " \t ", "\u2003"], blank.sum())
+    rows = datasets.Dataset.from_dict({"text": list(texts)})
+    found = columns.blank_rows(rows)
+    assert len(found) == 25_003 and (found.to_numpy() == blank).all()
+    order = np.random.default_rng(1).permutation(25_003)[:9_999]
+    assert (columns.blank_rows(rows.select(order)).to_numpy() == blank[order]).all()
+
+
 def test_cleaning_is_done_and_can_be_left(tmp_path):
     table(20).assign(text="A &amp;  b").to_csv(tmp_path / "rows.csv", index=False)
     assert load(tmp_path / "rows.csv").splits["train"]["text"][0] == "A & b"
