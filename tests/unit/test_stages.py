@@ -48,7 +48,8 @@ def test_each_stage_needs_the_mask_and_what_the_stage_before_sent(name):
     logits = stages[2](stages[1](sent, **inputs), **inputs)
     without = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
     assert not torch.allclose(stages[1](sent, **without), stages[1](sent, **inputs))
-    assert not torch.allclose(stages[2](stages[1](sent + 1, **inputs), **inputs), logits)
+    other = sent.flip(-1)  # a shift or a factor would be lost in layer norms
+    assert not torch.allclose(stages[2](stages[1](other, **inputs), **inputs), logits, rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", MODELS)
