@@ -169,7 +169,7 @@ def block_seconds(build: Build, rows: int) -> float:
     return shortest.item()
 
 
-def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: int = 3) -> Waits:
+def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: int = 5) -> Waits:
     """A step in which every all-gather takes at least ``link`` seconds; on the CPU.
 
     The link is simulated: the data arrive as fast as they do here, and ``wait`` returns no earlier than the link
@@ -177,7 +177,8 @@ def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: 
 
     Args:
         rows: of this rank in a step.
-        tries: steps, of which the shortest counts: other programs disturb it least.
+        tries: steps, of which the one that waited longest counts. Other programs disturb it least: they lengthen what
+            lies between a gather and its wait, and so shorten the wait, which is ``link`` at most.
     """
     engine = _engine("scratch", build, prefetch=prefetch)
     steps = []
@@ -188,7 +189,7 @@ def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: 
             batch_loss(engine, step, rows * dist.get_world_size()).backward()
             end = time.perf_counter()
         steps.append(Waits(link, end - start, [(begin - start, until - start) for begin, until in spans]))
-    return min(steps, key=lambda waits: waits.step)
+    return max(steps, key=lambda waits: waits.waited)
 
 
 def gradient_after(build: Build, micro_batches: int, reduce_dtype: torch.dtype) -> Tensor:
