@@ -229,7 +229,7 @@ def attempt(case: Case, folder: Path, callbacks: list[Callback], timeout: float 
     """Run until the end or the fault; gives what the launcher raised."""
     try:
         launch(train, case.options(folder) | options, callbacks, num_processes=case.ranks, timeout=timeout,
-               stream=False)
+               device="cpu", stream=False)
     except (RankError, RanksHung, CourseError) as error:
         return error
     return None

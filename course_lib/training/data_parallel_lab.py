@@ -107,6 +107,11 @@ def gpt2(layers: int, width: int) -> GPT2LMHeadModel:
     return lab_gpt2.gpt2(layers, width, LENGTH, VOCABULARY).to(PartialState().device)
 
 
+def gradient_bytes(layers: int, width: int) -> int:
+    """Bytes of the gradients of that model, counted on the CPU: the caller of `launch` leaves the GPUs to the ranks."""
+    return sum(weight.nbytes for weight in lab_gpt2.gpt2(layers, width, LENGTH, VOCABULARY).parameters())
+
+
 def tokens(seed: int, rows: int) -> Tensor:
     """Rows of random tokens, the same for the same seed; int64 [rows, LENGTH], on this rank's device."""
     generator = torch.Generator().manual_seed(seed)

@@ -163,6 +163,6 @@ def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list
             chosen = [pair for pair in pairs or PAIRS if (pair[1] == "deepspeed") == deepspeed]
             if chosen:
                 found = launch(traces, folder / f"{world_size}", world_size, chosen, **options,
-                               num_processes=world_size, timeout=timeout)[0]
+                               num_processes=world_size, timeout=timeout, device="cpu")[0]
                 cells += [compare(run, wanted, *pair, world_size) for run, pair in zip(found, chosen, strict=True)]
     return cells

@@ -1,5 +1,6 @@
 """Runs a lesson with papermill and hands back what its cells recorded."""
 
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -13,15 +14,23 @@ CELL_SECONDS = 240
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
+STARTUP = Path(__file__).parent / "gpu_free_kernel.py"
+"""What runs in each kernel before its lesson: it stops one that would fail where there are GPUs."""
+
 
 @pytest.fixture(scope="module")
 def run_lesson(tmp_path_factory):
     """A function (name, **parameters) -> recorded values of a fresh run."""
 
     def run(name, **parameters):
+        startup = tmp_path_factory.mktemp("ipython") / "profile_default" / "startup"
+        startup.mkdir(parents=True)
+        shutil.copy(STARTUP, startup)
         done = tmp_path_factory.mktemp("lesson") / f"{name}.ipynb"
-        papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(done.parent),
-                                   progress_bar=False, kernel_name="python3", execution_timeout=CELL_SECONDS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("IPYTHONDIR", str(startup.parents[1]))
+            papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(done.parent),
+                                       progress_bar=False, kernel_name="python3", execution_timeout=CELL_SECONDS)
         notebook = nbformat.read(done, as_version=4)
         assert not [o for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "error"]
         states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("02_data_parallel", world_size=2, steps=8, repeats=3, width=64)
+    return run_lesson("02_data_parallel", device="auto", world_size=2, steps=8, repeats=3, width=64)
 
 
 def test_without_a_word_the_ranks_drift_apart(lesson):

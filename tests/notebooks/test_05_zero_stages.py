@@ -7,7 +7,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("05_zero_stages", world_size=2, steps=3)
+    return run_lesson("05_zero_stages", device="auto", world_size=2, steps=3)
 
 
 def test_the_bill_is_the_formula(lesson):

@@ -21,7 +21,7 @@ LAYERS, WIDTH = 4, 64
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("06_fsdp", world_size=2, layers=LAYERS, width=WIDTH, steps=6, micro_batches=8)
+    return run_lesson("06_fsdp", device="auto", world_size=2, layers=LAYERS, width=WIDTH, steps=6, micro_batches=8)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ FORMULA = {"naive": 3 / 4, "gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 1
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("07_pipeline_schedules", world_size=2, ranks=4, microbatches=8, steps=3)
+    return run_lesson("07_pipeline_schedules", device="auto", world_size=2, ranks=4, microbatches=8, steps=3)
 
 
 @pytest.mark.parametrize("name", FORMULA)

@@ -19,7 +19,8 @@ LAYERS, WIDTH, VOCABULARY = 4, 32, 128
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("08_tensor_and_hybrid", world_size=2, layers=LAYERS, width=WIDTH, steps=6, vocabulary=VOCABULARY)
+    return run_lesson("08_tensor_and_hybrid", device="auto", world_size=2, layers=LAYERS, width=WIDTH, steps=6,
+                      vocabulary=VOCABULARY)
 
 
 def test_an_exchange_that_is_left_out(lesson):

@@ -12,7 +12,8 @@ MODEL, GPU, GPUS = "llama-1b", "H100", 64
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
     """With a model of one billion parameters in the place of 8: the same cells, in less time."""
-    return run_lesson("09_plan_and_simulate", model=MODEL, gpu=GPU, gpus=GPUS, sequence_length=512, world_size=2)
+    return run_lesson("09_plan_and_simulate", device="auto", model=MODEL, gpu=GPU, gpus=GPUS, sequence_length=512,
+                      world_size=2)
 
 
 def test_an_8b_in_the_head(lesson):
