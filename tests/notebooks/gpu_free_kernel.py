@@ -31,5 +31,6 @@ def _checked(num_processes, device, start_method, check=launching._check):
 
 for module in (basic, base):
     module.pick_device = _noting(module.pick_device, lambda name: name != "cpu")
-PartialState.__init__ = _noting(PartialState.__init__, lambda self, cpu=False, **kwargs: not cpu)
+PartialState.__init__ = _noting(PartialState.__init__,
+                                lambda self, cpu=False, **kwargs: not (cpu or PartialState._shared_state))
 launching._check = _checked
