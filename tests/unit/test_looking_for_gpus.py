@@ -1,4 +1,4 @@
-"""To ask whether there is a GPU is not to use it, as it is by torch's own way: no rank on a GPU could be forked after."""
+"""Asking whether there is a GPU does not use it, so that ranks which use one can be forked afterwards."""
 
 import os
 import subprocess
