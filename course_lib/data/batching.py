@@ -4,7 +4,10 @@ The order of an epoch depends on the seed and the epoch alone. It is cut into gl
 one an optimizer step, and each global batch is dealt out to accumulation steps and processes.
 """
 
+import sys
+import threading
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import datasets
@@ -173,14 +176,33 @@ def training_loader(dataset: datasets.Dataset, sampler: GlobalBatchSampler, coll
                     num_workers: int = 0, pin_memory: bool = False, rank: int = 0) -> DataLoader:
     """A loader of micro-batches in the sampler's order; the rank decides its workers' random streams."""
     return DataLoader(Rows(dataset, sampler.seed, rank), batch_sampler=sampler, collate_fn=collator,
-                      num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator())
+                      num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator(),
+                      worker_init_fn=expect_readers_end)
 
 
 def evaluation_loader(dataset: datasets.Dataset, batch_size: int, collator: Collator, seed: int,
                       num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
     """A loader that gives every row once; masks for masked language modelling are those of epoch 0."""
     return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(column(dataset, "length")),
-                      collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator())
+                      collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator(),
+                      worker_init_fn=expect_readers_end)
+
+
+def expect_readers_end(worker_id: int) -> None:
+    """A worker process's first act: its rank may be killed while it fetches a tensor, and the worker stays silent.
+
+    The thread of :mod:`multiprocessing.resource_sharer` that hands tensors over would print the lost connection with a
+    traceback, as if the worker had failed. Who reads is this rank alone: if it lives, it meets the lost connection
+    itself.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        handing_over = threading.current_thread() is not threading.main_thread()
+        if not (handing_over and isinstance(error, (ConnectionError, EOFError))):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _own_generator() -> torch.Generator:
