@@ -68,9 +68,10 @@ struct DeviceAllocator final : public c10::Allocator {
     c10::Device device(c10::DeviceType::CUDA, current_device());
     if (!n) return {nullptr, nullptr, &c10::detail::deleteNothing, device};
     void* p = gpu_sim::allocate(n, device.index());
-    return {p, p, &release, device};
+    return {p, p, &drop, device};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  static void drop(void* p) { release(p, [p] { std::free(p); }); }
+  c10::DeleterFnPtr raw_deleter() const override { return &drop; }
   void copy_data(void* dest, const void* src, std::size_t count) const override { std::memcpy(dest, src, count); }
 };
 static DeviceAllocator& allocator = *new DeviceAllocator;
@@ -168,8 +169,7 @@ static Tensor as_cuda(const Tensor& c, c10::DeviceIndex index) {  // what a CPU 
     adopt(start, storage.nbytes(), index);
     data = c10::DataPtr(start, new Adopted{c, start}, [](void* kept) {
       auto* adopted = static_cast<Adopted*>(kept);
-      release(adopted->start);
-      delete adopted;
+      release(adopted->start, [adopted] { delete adopted; });
     }, device);
   }
   auto impl = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(), std::move(data), &allocator, true);

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <random>
 #include <set>
@@ -127,6 +128,7 @@ auto& streams = *new std::deque<Stream>;
 auto& numbers = *new std::map<std::pair<int, int64_t>, int>;
 std::atomic<int64_t> next_id{1};
 auto& host = *new Clock;  // what the host knows to have happened
+auto& graveyard = *new std::vector<std::function<void()>>;
 auto& pending = *new std::deque<std::shared_ptr<Pending>>;
 std::atomic<bool> any_pending{false};
 thread_local c10::DeviceIndex device_now = 0;
@@ -162,6 +164,12 @@ void deliver(const std::vector<std::shared_ptr<Pending>>& works) {
     if (at != pending.end()) { gone = std::move(*at); pending.erase(at); }
     any_pending = !pending.empty();
   }
+  std::vector<std::function<void()>> burials;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!any_pending) burials.swap(graveyard);
+  }
+  for (auto& bury : burials) bury();
 }
 }  // namespace
 
@@ -298,7 +306,7 @@ struct Access { int stream; uint64_t time; const char *begin, *end; bool writes;
 // at once (c10/cuda/CUDACachingAllocator.h; Tensor.record_stream): wrong if what uses that has not waited.
 struct Ghost { size_t bytes; Access left; };
 using Ghosts = std::vector<std::shared_ptr<Ghost>>;
-struct Block { size_t bytes; c10::DeviceIndex device; int stream; bool ours; std::vector<Access> accesses; std::set<int> streams; Ghosts ghosts; };
+struct Block { size_t bytes; c10::DeviceIndex device; int stream; std::vector<Access> accesses; std::set<int> streams; Ghosts ghosts; };
 auto& freed = *new std::map<int, Ghosts>;  // by the stream whose memory it was
 auto& blocks = *new std::map<const char*, Block>;
 auto &held = *new std::map<int, int64_t>, &most = *new std::map<int, int64_t>, &made = *new std::map<int, int64_t>;
@@ -311,14 +319,14 @@ Block* block_at(const void* data, const char** start = nullptr) {  // under the 
   if (start) *start = at->first;
   return &at->second;
 }
-void add_block(const char* start, size_t bytes, c10::DeviceIndex device, bool ours) {
+void add_block(const char* start, size_t bytes, c10::DeviceIndex device) {
   int stream = stream_of(device, stream_now[device]);
   std::lock_guard<std::mutex> lock(mutex);
   auto& gone = freed[stream];
   gone.erase(std::remove_if(gone.begin(), gone.end(), [&](auto& g) { return happened(streams[stream].seen, g->left.stream, g->left.time); }), gone.end());
   Ghosts ghosts;
   for (auto& ghost : gone) if (bytes <= ghost->bytes) ghosts.push_back(ghost);
-  blocks[start] = Block{bytes, device, stream, ours, {}, {}, std::move(ghosts)};
+  blocks[start] = Block{bytes, device, stream, {}, {}, std::move(ghosts)};
   held[device] += (int64_t)bytes;
   most[device] = std::max(most[device], held[device]);
   made[device]++;
@@ -331,16 +339,16 @@ void* allocate(size_t bytes, c10::DeviceIndex device) {
   void* start = nullptr;
   if (posix_memalign(&start, 64, bytes)) throw std::bad_alloc();
   std::memset(start, 0x7f, bytes);  // fresh device memory holds anything
-  add_block((const char*)start, bytes, device, true);
+  add_block((const char*)start, bytes, device);
   return start;
 }
-void adopt(void* start, size_t bytes, c10::DeviceIndex device) { use_driver(); add_block((const char*)start, bytes, device, false); }
-void release(void* start) {
+void adopt(void* start, size_t bytes, c10::DeviceIndex device) { use_driver(); add_block((const char*)start, bytes, device); }
+void release(void* start, std::function<void()> free) {
   Block block;
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto at = blocks.find((const char*)start);
-    if (at == blocks.end()) return;
+    TORCH_INTERNAL_ASSERT(at != blocks.end());
     Clock known = streams[at->second.stream].seen;
     merge(known, host);
     for (auto& a : at->second.accesses)
@@ -349,8 +357,9 @@ void release(void* start) {
     held[at->second.device] -= (int64_t)at->second.bytes;
     block = std::move(at->second);
     blocks.erase(at);
+    if (any_pending) { graveyard.push_back(std::move(free)); return; }  // it may be written to: here the memory has to be there
   }
-  if (block.ours) std::free(start);
+  free();
 }
 void used_on(const void* data, int stream) {
   std::lock_guard<std::mutex> lock(mutex);

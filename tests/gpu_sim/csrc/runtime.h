@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -87,7 +88,7 @@ uint64_t launch(int stream, double seconds);  // one more piece of work on a str
 // ---------------------------------------------------------------- memory
 void* allocate(size_t bytes, c10::DeviceIndex device);
 void adopt(void* start, size_t bytes, c10::DeviceIndex device);  // of memory that a CPU kernel allocated
-void release(void* start);                                       // checks that no stream still uses it
+void release(void* start, std::function<void()> free);           // remembers which streams still use it
 void used_on(const void* start, int stream);                     // Tensor.record_stream
 void touch(const at::Tensor& tensor, bool writes, const char* what, int stream, uint64_t time, const SitePtr& site);
 int64_t allocated(c10::DeviceIndex device);
