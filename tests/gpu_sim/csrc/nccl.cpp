@@ -130,7 +130,7 @@ class Communicator {  // a thread that does what was issued, one after the other
     changed_.notify_one();
   }
   const int stream;
-  Event last;  // NCCL lets a call on another stream wait for the one before it on this communicator
+  Event last;  // a call waits for the one before it, also on another stream (NCCL, src/enqueue.cc: "userStream[0] waits on deviceStream")
   uint64_t issued = 0;
 
  private:

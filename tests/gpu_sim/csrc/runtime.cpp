@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cctype>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -106,7 +107,19 @@ const Options& options() {
   }();
   return chosen;
 }
-int device_count() { const char* n = std::getenv("GPU_SIM"); return n ? std::atoi(n) : 0; }
+int device_count() {  // as torch.cuda.device_count has it: GPUs, of which CUDA_VISIBLE_DEVICES may show fewer
+  const char *n = std::getenv("GPU_SIM"), *shown = std::getenv("CUDA_VISIBLE_DEVICES");
+  int count = n ? std::atoi(n) : 0;
+  if (!shown) return count;
+  int listed = 0;
+  for (const char* at = shown; *at; at++) {
+    if (!std::isdigit(*at) || std::atoi(at) >= count) break;  // it ends at the first that is not there
+    listed++;
+    while (std::isdigit(at[1])) at++;
+    if (at[1] == ',') at++;
+  }
+  return listed;
+}
 
 // ---------------------------------------------------------------- the driver
 namespace {
