@@ -75,7 +75,7 @@ class Machine:
 
     def end(self) -> None:
         self.connection.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def _serve(connection: Connection) -> None:
@@ -149,3 +149,4 @@ def machine():
 
 if __name__ == "__main__":
     _serve(Connection(int(sys.argv[1])))
+    os._exit(0)

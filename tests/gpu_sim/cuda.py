@@ -99,6 +99,9 @@ class Event(torch.Event):
     def wait(self, stream: Any = None) -> None:
         super().wait(current_stream() if stream is None else stream)
 
+    def elapsed_time(self, end_event: Any) -> float:  # torch.Event's own takes no subclass of itself
+        return _ext.elapsed_ms(self.event_id, end_event.event_id)
+
 
 def current_stream(device: Any = None) -> Stream:
     _init()
@@ -209,6 +212,10 @@ def set_sync_debug_mode(mode: int | str) -> None:
     _ext.set_sync_debug_mode({"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode)
 
 
+timeouts: list[datetime.timedelta] = []
+"""What NCCL's groups of this process were given after they were made."""
+
+
 class _Named(type):
     """``isinstance`` by the backend's name: the class itself is C++'s."""
 
@@ -251,6 +258,7 @@ def install(ext: Any) -> None:
         max_memory_reserved=lambda device=None: ext.max_allocated(_index(device)),
         reset_peak_memory_stats=lambda device=None: ext.reset_peak(_index(device)),
         reset_max_memory_allocated=lambda device=None: ext.reset_peak(_index(device)),
+        set_per_process_memory_fraction=lambda fraction, device=None: ext.limit_memory(int(fraction * MEMORY)),
         mem_get_info=lambda device=None: (MEMORY - ext.allocated(_index(device)), MEMORY),
         memory_stats=memory_stats, empty_cache=lambda: None, ipc_collect=lambda: None,
         manual_seed=manual_seed, manual_seed_all=manual_seed_all, seed=lambda: manual_seed(torch.seed()),
@@ -292,5 +300,7 @@ def install(ext: Any) -> None:
 
     torch.UntypedStorage.resize_ = resize_storage
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
+    # ProcessGroupNCCL has this, its base class has not (torch/csrc/distributed/c10d/init.cpp).
+    torch._C._distributed_c10d.Backend._set_default_timeout = lambda self, timeout: timeouts.append(timeout)
     c10d._NCCL_AVAILABLE = True
     c10d.default_pg_nccl_timeout = NCCL_TIMEOUT

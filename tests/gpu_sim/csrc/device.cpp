@@ -243,7 +243,9 @@ static void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (has_cuda && has_cpu && !indexes)
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but ", name, " was given tensors on cuda:", (int)index, " and on cpu");
   std::string full = schema.overload_name().empty() ? name : name + "." + schema.overload_name();
-  if (shaped_by_values().count(full) || shaped_by_values().count(name) || (indexes && has_mask)) host_sync(full.c_str());
+  // A mask as an index asks for nonzero, which index.Tensor calls by itself; index_put_ of one number needs none (TensorAdvancedIndexing.cpp).
+  const bool puts_by_mask = has_mask && name.find("index_put") != std::string::npos && original[2].toTensor().numel() > 1;
+  if (shaped_by_values().count(full) || shaped_by_values().count(name) || puts_by_mask) host_sync(full.c_str());
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
     DrawsFrom gpu(index);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);

@@ -628,6 +628,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("allocated", [](int d) { return allocated((c10::DeviceIndex)d); });
   m.def("max_allocated", [](int d) { return most_allocated((c10::DeviceIndex)d); });
   m.def("reset_peak", [](int d) { reset_most_allocated((c10::DeviceIndex)d); });
+  m.def("limit_memory", &limit_memory);
   m.def("allocations", [](int d) { return allocations((c10::DeviceIndex)d); });
   m.def("kernels", [] { return kernels.load(); });
   m.def("host_syncs", [] { return host_syncs.load(); });
@@ -639,6 +640,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("sync_debug_mode", [] { return sync_debug_mode.load(); });
   m.def("set_sync_debug_mode", [](int mode) { sync_debug_mode = mode; });
+  m.def("elapsed_ms", [](int64_t a, int64_t b) {  // cudaEventElapsedTime
+    auto *start = reinterpret_cast<Event*>(a), *end = reinterpret_cast<Event*>(b);
+    TORCH_CHECK(start && end, "Both events must be recorded before calculating elapsed time.");
+    TORCH_CHECK(query(*start) && query(*end), "CUDA error: device not ready");
+    return (end->at - start->at) * 1e3;
+  });
   m.def("findings", [] {
     std::vector<std::tuple<std::string, std::string, std::string, std::string>> out;
     for (auto& f : findings()) out.emplace_back(f.kind, f.text, f.where, f.other);

@@ -322,6 +322,7 @@ using Ghosts = std::vector<std::shared_ptr<Ghost>>;
 struct Block { size_t bytes; c10::DeviceIndex device; int stream; std::vector<Access> accesses; std::set<int> streams; Ghosts ghosts; };
 auto& freed = *new std::map<int, Ghosts>;  // by the stream whose memory it was
 auto& blocks = *new std::map<const char*, Block>;
+std::atomic<int64_t> memory_limit{INT64_MAX};
 auto &held = *new std::map<int, int64_t>, &most = *new std::map<int, int64_t>, &made = *new std::map<int, int64_t>;
 
 Block* block_at(const void* data, const char** start = nullptr) {  // under the mutex
@@ -349,6 +350,11 @@ std::string line(const Access& a, const char* verb) { return std::string(a.what)
 
 void* allocate(size_t bytes, c10::DeviceIndex device) {
   use_driver();
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    TORCH_CHECK_WITH(OutOfMemoryError, held[device] + (int64_t)bytes <= memory_limit, "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ",
+                     (int)device, " has a limit of ", memory_limit.load(), " bytes, of which ", held[device], " are allocated");
+  }
   void* start = nullptr;
   if (posix_memalign(&start, 64, bytes)) throw std::bad_alloc();
   std::memset(start, 0x7f, bytes);  // fresh device memory holds anything
@@ -417,6 +423,7 @@ void touch(const at::Tensor& tensor, bool writes, const char* what, int stream, 
   }
   for (auto& each : news) found(std::move(each));
 }
+void limit_memory(int64_t bytes) { memory_limit = bytes; }
 int64_t allocated(c10::DeviceIndex d) { std::lock_guard<std::mutex> lock(mutex); return held[d]; }
 int64_t most_allocated(c10::DeviceIndex d) { std::lock_guard<std::mutex> lock(mutex); return most[d]; }
 void reset_most_allocated(c10::DeviceIndex d) { std::lock_guard<std::mutex> lock(mutex); most[d] = held[d]; }

@@ -91,6 +91,7 @@ void adopt(void* start, size_t bytes, c10::DeviceIndex device);  // of memory th
 void release(void* start, std::function<void()> free);           // remembers which streams still use it
 void used_on(const void* start, int stream);                     // Tensor.record_stream
 void touch(const at::Tensor& tensor, bool writes, const char* what, int stream, uint64_t time, const SitePtr& site);
+void limit_memory(int64_t bytes);                                // of each device
 int64_t allocated(c10::DeviceIndex device);
 int64_t most_allocated(c10::DeviceIndex device);
 void reset_most_allocated(c10::DeviceIndex device);
