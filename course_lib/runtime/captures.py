@@ -1,10 +1,10 @@
 """Keeps captures of CUDA graphs and questions to CUDA's events apart.
 
-While a thread captures a graph in the default mode, cudaEventQuery is forbidden to every thread of the process and would
-spoil the capture (CUDA runtime API, cudaThreadExchangeStreamCaptureMode; ATen/cuda/CUDAGraph.cpp: "event queries are not
-allowed during a graph capture in the default capture mode"). torch's own NCCL watchdog takes its thread out of that rule
-(ProcessGroupNCCL.cpp, Watchdog::runLoop: cudaStreamCaptureModeThreadLocal), for which Python has no call. So here nobody
-asks between ``capture_begin`` and ``capture_end``.
+While a thread captures a graph in the default mode, cudaEventQuery is forbidden to every thread of the process and
+would spoil the capture (CUDA runtime API, cudaThreadExchangeStreamCaptureMode; ATen/cuda/CUDAGraph.cpp: "event
+queries are not allowed during a graph capture in the default capture mode"). torch's own NCCL watchdog takes its
+thread out of that rule (ProcessGroupNCCL.cpp, Watchdog::runLoop: cudaStreamCaptureModeThreadLocal), for which Python
+has no call. So here nobody asks between ``capture_begin`` and ``capture_end``.
 """
 
 import contextlib

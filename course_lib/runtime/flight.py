@@ -202,7 +202,8 @@ class FlightRecorder:
             "stream": stream, "name": kind, "shape": shape[:8], "tensors": count,
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "peer": other, "root": None if root is None else ranks[root],
-            "on_gpu": on_gpu, "file": self._shown(code.co_filename) if code else None, "line": line, "ranks": spans(ranks)}
+            "on_gpu": on_gpu, "file": self._shown(code.co_filename) if code else None, "line": line,
+            "ranks": spans(ranks)}
         end = described["file"] and described["file"][-40:]
         for shorter in ({}, {"file": end}, {"file": end, "ranks": []}):  # long paths, odd groups of hundreds of ranks
             text = json.dumps(described | shorter).encode()

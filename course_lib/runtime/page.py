@@ -172,7 +172,7 @@ class Page:
         if stream not in self._slots:
             self._slots[stream] = digest(stream), len(self._slots)
         name, slot = self._slots[stream]
-        _CALL.pack_into(memory, start, 0, sequence, at, step, batch, 0, ISSUED, len(text))  # no call while it is half written
+        _CALL.pack_into(memory, start, 0, sequence, at, step, batch, 0, ISSUED, len(text))  # serial 0: not yet whole
         memory[start + _CALL.size : start + _CALL.size + len(text)] = text
         _SERIAL.pack_into(memory, start, serial)
         if slot < ORDERS:

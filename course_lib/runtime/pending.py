@@ -1,10 +1,10 @@
 """The calls of a rank that have not ended, and how to find out without waiting.
 
-On the CPU a call has ended when its Work says so, and whoever waits for it stands still until then. On a GPU a wait lets
-the *stream* wait and returns at once (ProcessGroupNCCL.hpp, WorkNCCL::synchronize), so that a call ends when the GPU comes
-past it: its Work knows (``is_completed`` asks an event in NCCL's stream); after a wait, or where there is no Work because
-the call is in the current stream itself, an event of our own knows, which stands behind it in that stream. To ask an
-event never waits. Events are used again: to make or to destroy one may wait for the driver's lock
+On the CPU a call has ended when its Work says so, and whoever waits for it stands still until then. On a GPU a wait
+lets the *stream* wait and returns at once (ProcessGroupNCCL.hpp, WorkNCCL::synchronize), so that a call ends when the
+GPU comes past it: its Work knows (``is_completed`` asks an event in NCCL's stream); after a wait, or where there is
+no Work because the call is in the current stream itself, an event of our own knows, which stands behind it in that
+stream. To ask an event never waits. Events are used again: to make or to destroy one may wait for the driver's lock
 (ProcessGroupNCCL.hpp, TORCH_NCCL_CUDA_EVENT_CACHE).
 """
 

@@ -1,9 +1,9 @@
 """What stands before a call in its GPU's queue: on a GPU a call that was issued has not begun yet.
 
 A host goes on after it has issued a call on its GPU, and can be many calls ahead of it. A rank has *come* to such a
-call when its GPU has: when nothing that has not ended stands before it. Two things stand before a call: what was issued
-earlier on the same communicator, which does one thing after the other, and what the stream waited for before the call
-was issued.
+call when its GPU has: when nothing that has not ended stands before it. Two things stand before a call: what was
+issued earlier on the same communicator, which does one thing after the other, and what the stream waited for before
+the call was issued.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class Queue:
 
 
 def _communicator(call: Call) -> tuple:
-    """NCCL's: the group's, or, for a single send or receive, that of two ranks (ProcessGroupNCCL.cpp, getKeySendRecv)."""
+    """The group's, or, of a single send or receive, that of two ranks (ProcessGroupNCCL.cpp, getKeySendRecv)."""
     if call.name not in POINT_TO_POINT:
         return (call.stream,)
     group, pair, _ = call.stream.rsplit(":", 2)

@@ -6,10 +6,10 @@ dispatch key BackendSelect on its way to gloo's or NCCL's kernel, on any thread,
 the tap stands, shows the call to its listeners, and lets it pass on. The key has room for one kernel an operator, so
 all listeners share it.
 
-What a call returns is not the same everywhere. A backend for the CPU returns a Work. NCCL's synchronous collectives run
-on the current stream and return none (since torch 2.8; distributed_c10d.py, all_reduce: "the backend has sync'ed at
-CPP level"), and in a batch, as ``batch_isend_irecv`` makes one, nothing is under way before the batch is closed, which
-returns the one Work of them all: so the listeners hear of its calls only then.
+What a call returns is not the same everywhere. A backend for the CPU returns a Work. NCCL's synchronous collectives
+run on the current stream and return none (since torch 2.8; distributed_c10d.py, all_reduce: "the backend has sync'ed
+at CPP level"), and in a batch, as ``batch_isend_irecv`` makes one, nothing is under way before the batch is closed,
+which returns the one Work of them all: so the listeners hear of its calls only then.
 """
 
 import itertools

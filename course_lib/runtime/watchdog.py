@@ -6,16 +6,16 @@ busy, where one that hangs leaves all three alone. Once the rank that all wait f
 rank has died, every rank that can still answer writes the same report (:mod:`~course_lib.runtime.hang_report`), with
 the ranks to blame (:mod:`~course_lib.runtime.verdicts`), and ends itself.
 
-On GPUs it is the only one to say why. gloo raises an error on the ranks that were talking to one that dies, which ends
-the watchdog's ``with``. NCCL raises nothing: within a machine its kernels wait for ever; where a socket to another
-machine is lost, its own watchdog ends the process, which no Python code outlives (SIGABRT;
+On GPUs it is the only one to say why. gloo raises an error on the ranks that were talking to one that dies, which
+ends the watchdog's ``with``. NCCL raises nothing: within a machine its kernels wait for ever; where a socket to
+another machine is lost, its own watchdog ends the process, which no Python code outlives (SIGABRT;
 TORCH_NCCL_ASYNC_ERROR_HANDLING is 3 by default, tear down without clean-up). By default our report comes first:
-ProcessGroupNCCL.cpp, Watchdog::runLoop, notes the error within a tenth of a second, and aborts only after
-4 x TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC = 60 s, which are for records to be written; ranks that are told of it by another
+ProcessGroupNCCL.cpp, Watchdog::runLoop, notes the error within a tenth of a second, and aborts only after 4 x
+TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC = 60 s, which are for records to be written; ranks that are told of it by another
 one wait for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC = 480 s (HeartbeatMonitor::runLoop). A collective that takes longer than
 its group's time-out, 10 minutes, ends in the same way. So our thread asks NCCL at each look whether it has noted an
-error, and reports at once; who sets the first of these times to less than the few seconds that this takes may lose the
-report. TORCH_NCCL_BLOCKING_WAIT, which lets waits raise, changes nothing here.
+error, and reports at once; who sets the first of these times to less than the few seconds that this takes may lose
+the report. TORCH_NCCL_BLOCKING_WAIT, which lets waits raise, changes nothing here.
 """
 
 import contextlib

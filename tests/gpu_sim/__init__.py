@@ -63,11 +63,11 @@ def _index(device):
 
 class Event:
     def __init__(self, device=None, enable_timing=False, blocking=False, interprocess=False, external=False):
-        self.enable_timing, self.at = enable_timing, None
-    def record(self, stream=None): self.at = time.perf_counter()
+        self.enable_timing, self.at, self.mark = enable_timing, None, None
+    def record(self, stream=None): self.at, self.mark = time.perf_counter(), ext.mark()
     def synchronize(self): ext.flush()
     def wait(self, stream=None): pass
-    def query(self): return True
+    def query(self): return self.mark is None or self.mark.reached()
     def elapsed_time(self, other):
         assert self.enable_timing and other.enable_timing
         return (other.at - self.at) * 1e3

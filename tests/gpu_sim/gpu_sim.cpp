@@ -170,7 +170,7 @@ struct CUDAHooks final : public at::CUDAHooksInterface {
 namespace at { using ::CUDAHooks; REGISTER_CUDA_HOOKS(CUDAHooks) }
 
 // ---------------------------------------------------------------- what the stream has still to wait for
-struct Pending { virtual void deliver() = 0; virtual ~Pending() = default; };
+struct Pending { virtual void deliver() = 0; virtual bool is_done() = 0; virtual ~Pending() = default; };
 static std::mutex pending_mutex;
 static std::deque<std::shared_ptr<Pending>> pending;
 static std::atomic<bool> any_pending{false};
@@ -192,6 +192,17 @@ static void await_later(std::shared_ptr<Pending> each) {
   std::lock_guard<std::mutex> lock(pending_mutex);
   pending.push_back(std::move(each));
   any_pending = true;
+}
+struct Mark {  // a place in the stream: reached when all that it waited for until then has come
+  std::vector<std::shared_ptr<Pending>> before;
+  bool reached() {
+    for (auto& each : before) if (!each->is_done()) return false;
+    return true;
+  }
+};
+static Mark mark() {
+  std::lock_guard<std::mutex> lock(pending_mutex);
+  return Mark{{pending.begin(), pending.end()}};
 }
 void FakeGuard::synchronizeStream(const c10::Stream&) const { flush(); }
 void FakeGuard::synchronizeEvent(void*) const { flush(); }
@@ -509,7 +520,7 @@ struct Job final : public Pending {
     is_done_ = true;
     cv.notify_all();
   }
-  bool is_done() { return is_done_; }
+  bool is_done() override { return is_done_; }
   void deliver() override {
     std::unique_lock<std::mutex> lock(m);
     if (delivered) return;
@@ -938,6 +949,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("kernels", [] { return kernels.load(); });
   m.def("trace_syncs", [](bool on) { trace_syncs = on; });
   m.def("sync_names", [] { std::lock_guard<std::mutex> lock(syncs_mutex); auto r = sync_names; sync_names.clear(); return r; });
+  pybind11::class_<Mark>(m, "Mark").def("reached", &Mark::reached);
+  m.def("mark", &mark);
   m.def("synchronize", [] { host_sync("synchronize"); });
   m.def("races", [] { std::lock_guard<std::mutex> lock(races_mutex); return races; });
   m.def("resize_storage", &resize_storage);
