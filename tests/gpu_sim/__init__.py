@@ -163,6 +163,7 @@ def install():
         memory_allocated=lambda d=None: ext.allocated(), max_memory_allocated=lambda d=None: ext.max_allocated(),
         memory_reserved=lambda d=None: ext.allocated(), max_memory_reserved=lambda d=None: ext.max_allocated(),
         reset_peak_memory_stats=lambda d=None: ext.reset_peak(), reset_max_memory_allocated=lambda d=None: ext.reset_peak(),
+        set_per_process_memory_fraction=lambda f, d=None: ext.limit_memory(int(f * (80 << 30))),
         empty_cache=lambda: None, ipc_collect=lambda: None, mem_get_info=lambda d=None: ((80 << 30) - ext.allocated(), 80 << 30),
         memory_stats=stats, memory_cached=lambda d=None: ext.allocated(), max_memory_cached=lambda d=None: ext.max_allocated(),
         manual_seed=lambda s: None, manual_seed_all=lambda s: None, seed=lambda: None, seed_all=lambda: None, initial_seed=lambda: 0,

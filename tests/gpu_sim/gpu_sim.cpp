@@ -89,13 +89,14 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard);
 
 // ---------------------------------------------------------------- memory
-static std::atomic<int64_t> held{0}, most{0};
+static std::atomic<int64_t> held{0}, most{0}, limit{INT64_MAX};
 struct Block { void* p; size_t n; };
 struct FakeAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     c10::Device device(c10::DeviceType::CUDA, current_device);
     TORCH_CHECK(!driver_lost, "CUDA error: initialization error (fakecuda: the driver was initialised before the fork)");
     if (!n) return {nullptr, nullptr, &drop, device};
+    TORCH_CHECK_WITH(OutOfMemoryError, held + (int64_t)n <= limit, "CUDA out of memory. Tried to allocate ", n, " bytes.");
     void* p = nullptr;
     if (posix_memalign(&p, 64, n)) throw std::bad_alloc();
     std::memset(p, 0x7f, n);  // fresh device memory holds anything
@@ -951,6 +952,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sync_names", [] { std::lock_guard<std::mutex> lock(syncs_mutex); auto r = sync_names; sync_names.clear(); return r; });
   pybind11::class_<Mark>(m, "Mark").def("reached", &Mark::reached);
   m.def("mark", &mark);
+  m.def("limit_memory", [](int64_t bytes) { limit = bytes; });
   m.def("synchronize", [] { host_sync("synchronize"); });
   m.def("races", [] { std::lock_guard<std::mutex> lock(races_mutex); return races; });
   m.def("resize_storage", &resize_storage);
