@@ -196,7 +196,8 @@ def failure_is_told_to_all(folder: Path) -> str:
             (folder / "writing").unlink(missing_ok=True)
     dist.broadcast_object_list(trouble, src=0)
     newest = max(folder.glob("step-*.pt"))
-    return f"{newest.name} holds {int(torch.load(newest, map_location="cpu", weights_only=True).sum())}; {trouble[0]}"
+    saved = torch.load(newest, map_location="cpu", weights_only=True)
+    return f"{newest.name} holds {int(saved.sum())}; {trouble[0]}"
 
 
 def _fill_disk() -> None:
