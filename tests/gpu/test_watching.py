@@ -39,7 +39,8 @@ def on_ranks(function, *args, ranks=2, device="cuda"):
 
 def trains(**options):
     on_ranks(train, build(RUN | {"device": "cuda"} | options))
-    return (Path("run") / "monitor" / "communication.csv").read_text(), [str(path) for path in Path("run").rglob("hang*")]
+    run = Path("run")
+    return (run / "monitor" / "communication.csv").read_text(), [str(path) for path in run.rglob("hang*")]
 
 
 def test_a_run_with_all_that_watches_it(gpus):
@@ -264,8 +265,6 @@ def test_the_meter_counts_on_gpus_what_it_counts_on_the_cpu(gpus, strategy):
 
 def stamps():
     """Stamps of a thread that was never told which GPU it is on."""
-    import threading
-
     clock, found = Clock(torch.device("cuda")), []
     thread = threading.Thread(target=lambda: found.extend((torch.cuda.current_device(), clock.stamp())))
     thread.start()
