@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.shards import Piece
+from course_lib.runtime import joining
 from course_lib.training.precision import autocast, pick_device, pick_precision
 from course_lib.training.unwrapping import deepspeed_left_alone
 
@@ -30,6 +31,8 @@ class Engine:
     """
 
     shards_state = False
+    needs_group = False
+    """Whether one process, too, has to have a process group."""
     accelerator: Accelerator
     model: nn.Module
     wrapped: nn.Module
@@ -45,10 +48,14 @@ class Engine:
             ConfigError: this machine cannot run the engine; the reason, and what to do.
         """
         device = pick_device(self.config.run.device)
+        if device.type == "cuda":
+            joining.use_own_gpu()
         precision = pick_precision(self.config.run.mixed_precision, device)
         self.refuse(device, precision)
-        with self.environment():
+        with self.environment(), joining.group_of_one() if self.needs_group else contextlib.nullcontext():
             options = {"cpu": device.type == "cpu"} | self.plugins(device, precision)
+            options["kwargs_handlers"] = [joining.process_group(device, self.config.guard.watchdog),
+                                          *options.get("kwargs_handlers", ())]
             self.accelerator = Accelerator(mixed_precision=precision, **options,
                                            dataloader_config=DataLoaderConfiguration(non_blocking=True))
 

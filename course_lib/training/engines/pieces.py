@@ -17,7 +17,7 @@ from course_lib.training.engines.base import Engine
 class PieceEngine(Engine):
     """Checkpoints and whole weights from pieces; a subclass gives ``pieces`` and ``refresh``."""
 
-    shards_state = True
+    shards_state = needs_group = True
     wrapped: Any
     """Clips, updates and clears by itself; an engine whose wrapper does not has a ``step`` of its own."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 from torch.optim import Optimizer
 
@@ -93,11 +93,11 @@ class DeepSpeedZero(PieceEngine):
         if self.accelerator.distributed_type != "DEEPSPEED":
             raise LaunchError(f"Accelerate chose {self.accelerator.distributed_type.value} over DeepSpeed",
                               "start with `course train --num_processes N`, which sets the environment")
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it again and again, also where no launcher was
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
-        on_cpu = [InitProcessGroupKwargs(backend="gloo")] if device.type == "cpu" else []
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(self.config, precision))
-        return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": on_cpu,
+        return {"cpu": False, "deepspeed_plugin": plugin,
                 "gradient_accumulation_steps": self.config.run.gradient_accumulation_steps}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
