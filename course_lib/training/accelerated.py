@@ -179,11 +179,11 @@ class AcceleratedTrainer(BasicTrainer):
             sharded.load({f"model/{name}": piece for name, piece in engine.pieces().items()}
                          | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
             engine.load_buffers(tensorfile.load(folder / stored.BUFFERS))
-            engine.refresh()
         else:
             engine.load_whole_weights(tensorfile.load(folder / stored.MODEL))
             whole = stored.whole_optimizer_state(folder, engine.trained_names)
             scatter_whole(whole, engine.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
+        engine.refresh()
 
     @property
     def engine_name(self) -> str:

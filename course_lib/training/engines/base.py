@@ -151,7 +151,7 @@ class Engine:
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Bring the new contents of the pieces to where the forward pass reads them. A collective call."""
+        """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
         raise NotImplementedError
 
     def resident(self) -> dict[str, list[torch.Tensor]] | None:
