@@ -94,6 +94,17 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu")
 
 
+def meet(group: dist.ProcessGroup) -> None:
+    """Let all ranks of a new group form its communicator; a collective call.
+
+    NCCL forms it in the group's first collective or batch of messages, which then all ranks have to make
+    (torch.distributed.batch_isend_irecv). Where the first might be a batch between some of them, they meet before.
+    """
+    device = device_of(group)
+    if device.type == "cuda" and group.size() > 1:
+        dist.all_reduce(torch.zeros((), device=device), group=group)
+
+
 def choose_interface() -> None:
     """Tell gloo by which interface the ranks of other machines reach this one; ``GLOO_SOCKET_IFNAME`` wins.
 

@@ -15,6 +15,7 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.shards import Piece
 from course_lib.runtime import joining
+from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import autocast, pick_device, pick_precision
 from course_lib.training.unwrapping import deepspeed_left_alone
 
@@ -79,6 +80,7 @@ class Engine:
         """Take the model, on its device, and its optimizer, which has made no step."""
         self.model, self.optimizer = model, optimizer
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
+        self.overflow = OverflowWatch()
 
     def autocast(self, precision: str) -> AbstractContextManager:
         """What the forward pass runs under."""
@@ -95,14 +97,20 @@ class Engine:
     def step(self, max_norm: float) -> torch.Tensor:
         """Clip to a global L2 norm, update, and clear the gradients; gives the norm before clipping."""
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
-        self.scaled_optimizer.step()
+        with self.overflow.watching(self.accelerator.scaler):
+            self.scaled_optimizer.step()
         self.scaled_optimizer.zero_grad()
         return norm
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step found an overflow under fp16 and left the weights alone."""
-        return self.accelerator.optimizer_step_was_skipped
+        return self.overflow.skipped()
+
+    @property
+    def knows_at_once(self) -> bool:
+        """Whether :attr:`step_was_skipped` answers without waiting for the GPU."""
+        return self.accelerator.scaler is None
 
     def bare_model(self) -> nn.Module:
         """The model without what was wrapped around it; its weights may be elsewhere."""
