@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 ext = None
+timeouts = []  # that communicators were given after they were made
 _initialised = False
 _bad_fork = False
 
@@ -207,6 +208,8 @@ def install():
     class ProcessGroupNCCL(metaclass=Meta):
         class Options(types.SimpleNamespace):
             pass
+    # ProcessGroupNCCL has it, its base class has not (torch/csrc/distributed/c10d/init.cpp).
+    torch._C._distributed_c10d.Backend._set_default_timeout = lambda self, timeout: timeouts.append(timeout)
     c10d.ProcessGroupNCCL = ProcessGroupNCCL
     dist.ProcessGroupNCCL = ProcessGroupNCCL
     c10d._NCCL_AVAILABLE = True
