@@ -1,6 +1,7 @@
 """A process that has the simulated GPUs and has imported everything, from which each test's process is forked."""
 
 import contextlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -19,6 +20,13 @@ import cloudpickle
 
 HERE = Path(__file__).resolve().parent
 SITE = HERE.parent / "gpu_sim" / "site"
+
+if "gpu_sim" not in sys.modules:  # by this name findings are pickled; nothing is installed here
+    _spec = importlib.util.spec_from_file_location("gpu_sim", HERE.parent / "gpu_sim" / "__init__.py",
+                                                   submodule_search_locations=[str(HERE.parent / "gpu_sim")])
+    assert _spec and _spec.loader
+    sys.modules["gpu_sim"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["gpu_sim"])
 
 
 class OnGPUsError(AssertionError):
