@@ -209,6 +209,10 @@ def set_sync_debug_mode(mode: int | str) -> None:
     _ext.set_sync_debug_mode({"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode)
 
 
+timeouts: list[datetime.timedelta] = []
+"""What NCCL's groups of this process were given after they were made."""
+
+
 class _Named(type):
     """``isinstance`` by the backend's name: the class itself is C++'s."""
 
@@ -292,5 +296,7 @@ def install(ext: Any) -> None:
 
     torch.UntypedStorage.resize_ = resize_storage
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
+    # ProcessGroupNCCL has this, its base class has not (torch/csrc/distributed/c10d/init.cpp).
+    torch._C._distributed_c10d.Backend._set_default_timeout = lambda self, timeout: timeouts.append(timeout)
     c10d._NCCL_AVAILABLE = True
     c10d.default_pg_nccl_timeout = NCCL_TIMEOUT
