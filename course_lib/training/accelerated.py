@@ -11,7 +11,7 @@ from torch import nn
 
 from course_lib.errors import LaunchError
 from course_lib.parallel.shards import Piece, scatter_whole
-from course_lib.runtime import ranks
+from course_lib.runtime import joining, ranks
 from course_lib.runtime.interrupts import exit_code
 from course_lib.training import sharded, stored, tensorfile
 from course_lib.training.background import BackgroundSaver
@@ -49,6 +49,7 @@ class AcceleratedTrainer(BasicTrainer):
 
     def prepare(self) -> None:
         self.engine.wrap(self.model, self.optimizer)
+        joining.have_patience(self.config.guard.watchdog)
         self.model, self.wrapped, self.optimizer = self.engine.model, self.engine.wrapped, self.engine.optimizer
         self.train_loader = self.accelerator.prepare_data_loader(self.train_loader)
         self.eval_loaders = {split: self.accelerator.prepare_data_loader(loader)
@@ -68,9 +69,9 @@ class AcceleratedTrainer(BasicTrainer):
                     self.engine.backward(loss * weight, last)
             total += loss.detach() * weight / self.num_processes
         with self.phases("optimizer"):
+            self.settle()
             norm = self.engine.step(self.max_grad_norm)
-            if not self.engine.step_was_skipped:
-                self.scheduler.step()
+            self.stepped(knows_at_once=self.engine.knows_at_once)
         return total, norm
 
     def count_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
@@ -83,6 +84,10 @@ class AcceleratedTrainer(BasicTrainer):
     def own_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Targets in this process's rows."""
         return super().count_targets(micro_batches)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self.engine.step_was_skipped
 
     def asked_to_stop(self) -> int:
         return exit_code(int(self.stop_votes))
@@ -124,7 +129,7 @@ class AcceleratedTrainer(BasicTrainer):
 
     def close(self) -> None:
         self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
+        self.accelerator.state.destroy_process_group()  # not end_training(): whoever tracks has the model yet to come
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self.engine.shapes()
@@ -145,7 +150,8 @@ class AcceleratedTrainer(BasicTrainer):
             return super().put_checkpoint(write_files)
         if self.config.output.async_save:
             limit = self.config.output.save_total_limit
-            self.saver = self.saver or BackgroundSaver(self.output_dir, limit, self.barrier)
+            self.saver = self.saver or BackgroundSaver(
+                self.output_dir, limit, self.barrier, joining.patience(self.config.guard.watchdog))
             return self.saver.start(self.state.step, write_files, self.tensors())
 
         def write_all(folder: Path) -> None:
@@ -179,11 +185,11 @@ class AcceleratedTrainer(BasicTrainer):
             sharded.load({f"model/{name}": piece for name, piece in engine.pieces().items()}
                          | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
             engine.load_buffers(tensorfile.load(folder / stored.BUFFERS))
-            engine.refresh()
         else:
             engine.load_whole_weights(tensorfile.load(folder / stored.MODEL))
             whole = stored.whole_optimizer_state(folder, engine.trained_names)
             scatter_whole(whole, engine.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
+        engine.refresh()
 
     @property
     def engine_name(self) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 from course_lib.runtime.interrupts import exit_code
 from course_lib.training.frame import TrainerFrame
 from course_lib.training.loss import count_targets, summed_loss
+from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import pick_device
 
 Batch = dict[str, torch.Tensor]
@@ -27,6 +28,7 @@ class BasicTrainer(TrainerFrame):
     def prepare(self) -> None:
         # fp16 gradients below 6e-8 would vanish, so the loss is scaled up (arXiv 1710.03740, section 3.2).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        self.overflow = OverflowWatch()
 
     def train_epoch(self) -> None:
         state = self.state
@@ -67,13 +69,39 @@ class BasicTrainer(TrainerFrame):
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         with self.phases("optimizer"):
+            self.settle()
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.scheduler.step()
+            with self.overflow.watching(self.scaler):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
             self.optimizer.zero_grad()
+            self.stepped(knows_at_once=not self.scaler.is_enabled())
         return total, norm
+
+    unsettled = False
+
+    def stepped(self, knows_at_once: bool) -> None:
+        """An optimizer step was made, or skipped: move the learning rate on, as soon as it is known which."""
+        self.unsettled = True
+        if knows_at_once:
+            self.settle()
+
+    def settle(self) -> None:
+        """Move the learning rate on for the last step, unless it was skipped.
+
+        Under fp16 the GPU decides that. Asked right after the step the host would have to wait for it; asked before the
+        next step, when the GPU has been given the next batch already, it waits for nothing but what is done.
+        """
+        if self.unsettled:
+            self.unsettled = False
+            if not self.step_was_skipped:
+                self.scheduler.step()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step found an overflow under fp16 and left the weights alone."""
+        return self.overflow.skipped()
 
     def loss(self, batch: Batch, targets: torch.Tensor, micro_batches: int) -> torch.Tensor:
         """A micro-batch's share of the loss of the global batch.

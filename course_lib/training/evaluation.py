@@ -84,7 +84,7 @@ def evaluate_split(
                     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
                     found = scores_of_rows(logits, batch["labels"], task)
             losses, *answers = gather((*found, batch["labels"]) if num_labels else found)
-            sums += losses.double().sum(0).cpu()
+            sums += losses.cpu().double().sum(0)  # Apple's GPUs have no float64
             rows += len(losses)
             if num_labels:
                 metrics.add_batch(predictions=answers[0].tolist(), references=answers[1].tolist())

@@ -186,6 +186,7 @@ class TrainerFrame(TrainerInterface):
 
     def log(self, gradient_norm: torch.Tensor) -> None:
         """Report the steps since the last line."""
+        self.settle()
         self.collect_losses()
         state = self.state
         state.last_loss = sum(state.window) / len(state.window)
@@ -243,6 +244,7 @@ class TrainerFrame(TrainerInterface):
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step, and delete those beyond save_total_limit."""
+        self.settle()
         self.collect_losses()
         self.put_checkpoint(lambda folder: resuming.write_files(self, folder))
         self.tell("on_save", self.output_dir / checkpoint.name(self.state.step))

@@ -52,6 +52,10 @@ class TrainerInterface:
         """Step to the end of the epoch or of the run, calling :meth:`after_step` after each."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Bring the learning rate up to the last step, where that was put off."""
+        raise NotImplementedError
+
     def gather(self, tensors: Any) -> Any:
         """All processes' rows of an evaluation batch, without the repeated ones."""
         raise NotImplementedError

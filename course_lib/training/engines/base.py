@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.shards import Piece
+from course_lib.runtime import joining
+from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import autocast, pick_device, pick_precision
 from course_lib.training.unwrapping import deepspeed_left_alone
 
@@ -30,6 +32,8 @@ class Engine:
     """
 
     shards_state = False
+    needs_group = False
+    """Whether one process, too, has to have a process group."""
     accelerator: Accelerator
     model: nn.Module
     wrapped: nn.Module
@@ -45,10 +49,14 @@ class Engine:
             ConfigError: this machine cannot run the engine; the reason, and what to do.
         """
         device = pick_device(self.config.run.device)
+        if device.type == "cuda":
+            joining.use_own_gpu()
         precision = pick_precision(self.config.run.mixed_precision, device)
         self.refuse(device, precision)
-        with self.environment():
+        with self.environment(), joining.group_of_one() if self.needs_group else contextlib.nullcontext():
             options = {"cpu": device.type == "cpu"} | self.plugins(device, precision)
+            options["kwargs_handlers"] = [joining.process_group(device, self.config.guard.watchdog),
+                                          *options.get("kwargs_handlers", ())]
             self.accelerator = Accelerator(mixed_precision=precision, **options,
                                            dataloader_config=DataLoaderConfiguration(non_blocking=True))
 
@@ -72,6 +80,7 @@ class Engine:
         """Take the model, on its device, and its optimizer, which has made no step."""
         self.model, self.optimizer = model, optimizer
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
+        self.overflow = OverflowWatch()
 
     def autocast(self, precision: str) -> AbstractContextManager:
         """What the forward pass runs under."""
@@ -88,14 +97,20 @@ class Engine:
     def step(self, max_norm: float) -> torch.Tensor:
         """Clip to a global L2 norm, update, and clear the gradients; gives the norm before clipping."""
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
-        self.scaled_optimizer.step()
+        with self.overflow.watching(self.accelerator.scaler):
+            self.scaled_optimizer.step()
         self.scaled_optimizer.zero_grad()
         return norm
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step found an overflow under fp16 and left the weights alone."""
-        return self.accelerator.optimizer_step_was_skipped
+        return self.overflow.skipped()
+
+    @property
+    def knows_at_once(self) -> bool:
+        """Whether :attr:`step_was_skipped` answers without waiting for the GPU."""
+        return self.accelerator.scaler is None
 
     def bare_model(self) -> nn.Module:
         """The model without what was wrapped around it; its weights may be elsewhere."""
@@ -144,7 +159,7 @@ class Engine:
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Bring the new contents of the pieces to where the forward pass reads them. A collective call."""
+        """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
         raise NotImplementedError
 
     def resident(self) -> dict[str, list[torch.Tensor]] | None:

@@ -21,6 +21,8 @@ from course_lib.training.engines.pieces import PieceEngine
 class ScratchDDP(Engine):
     """:class:`~course_lib.parallel.ddp.DataParallel`; the optimizer is torch's own."""
 
+    needs_group = True
+
     def refuse(self, device: torch.device, precision: str) -> None:
         super().refuse(device, precision)
         _refuse_fp16(precision)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,6 +18,7 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.parallel.shards import Piece
 from course_lib.training.engines.pieces import PieceEngine
+from course_lib.training.stored import device_of_step
 
 
 def deepspeed_config(config: Config, precision: str) -> dict[str, Any]:
@@ -93,11 +94,11 @@ class DeepSpeedZero(PieceEngine):
         if self.accelerator.distributed_type != "DEEPSPEED":
             raise LaunchError(f"Accelerate chose {self.accelerator.distributed_type.value} over DeepSpeed",
                               "start with `course train --num_processes N`, which sets the environment")
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it again and again, also where no launcher was
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
-        on_cpu = [InitProcessGroupKwargs(backend="gloo")] if device.type == "cpu" else []
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(self.config, precision))
-        return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": on_cpu,
+        return {"cpu": False, "deepspeed_plugin": plugin,
                 "gradient_accumulation_steps": self.config.run.gradient_accumulation_steps}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -178,6 +179,8 @@ class DeepSpeedZero(PieceEngine):
         found = {}
         for name, (flat, offset, piece) in self.homes().items():
             for state, value in sorted(self.optimizer.state.get(flat, {}).items()):
+                if isinstance(value, int):  # as DeepSpeedCPUAdam counts its steps
+                    value = torch.tensor(float(value))
                 value = value if value.ndim else value.clone()  # a file must not hold one number under many names
                 found[f"{name}/{state}"] = self._state_run(value, offset, piece)
         return found
@@ -190,8 +193,9 @@ class DeepSpeedZero(PieceEngine):
                 continue
             flat, offset, piece = homes[name]
             kept = self.optimizer.state[flat]
-            if state not in kept:
-                kept[state] = torch.zeros(()) if state == "step" else torch.zeros_like(flat)
+            if not isinstance(kept.get(state), torch.Tensor):
+                kept[state] = (torch.zeros((), device=device_of_step(self.optimizer, flat)) if state == "step"
+                               else torch.zeros_like(flat))
             room[key] = self._state_run(kept[state], offset, piece)
         return room
 
@@ -202,6 +206,9 @@ class DeepSpeedZero(PieceEngine):
         return Piece(piece.shape, piece.start, value.narrow(0, offset, piece.data.numel()))
 
     def refresh(self) -> None:
+        if self.config.parallel.offload != "none":
+            for kept in self.optimizer.state.values():
+                kept |= {"step": int(kept["step"])}  # as DeepSpeedCPUAdam counts them
         if self.stage == "zero3":
             for group in range(len(self.zero.fp16_groups)):
                 self.zero._reassign_or_swap_out_partitioned_parameters(group)
@@ -220,7 +227,8 @@ class DeepSpeedZero(PieceEngine):
     def resident(self) -> dict[str, list[torch.Tensor]]:
         held: list[Any] = list(self.model.parameters())
         parameters = [p.ds_tensor if self.stage == "zero3" else p for p in held]
-        states = [value for kept in self.optimizer.state.values() for value in kept.values()]
+        states = [value for kept in self.optimizer.state.values() for value in kept.values()
+                  if isinstance(value, torch.Tensor)]
         flats = (self.zero.fp32_partitioned_groups_flat if self.stage == "zero3"
                  else self.zero.single_partition_of_fp32_groups)
         return {"parameters": [p.data for p in parameters],

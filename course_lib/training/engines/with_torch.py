@@ -1,6 +1,8 @@
 """torch's own: ZeroRedundancyOptimizer for zero1, FSDP2 for the rest; and Accelerate's FSDP plugin."""
 
+import contextlib
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -128,6 +130,9 @@ class AccelerateFSDP(TorchFSDP):
         self.scaled_optimizer.step()
         self.scaled_optimizer.zero_grad()
         return norm
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self.accelerator.backward(loss)
