@@ -89,7 +89,7 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
         assert launch(work_on_all_cores, num_processes=1, timeout=30) == [600.0]
         assert launch(work_on_all_cores, num_processes=2, timeout=30) == [600.0, 600.0]
         work_on_all_cores()
-        monkeypatch.setattr("course_lib.runtime.launch._end_openmp_threads", lambda: None)
+        monkeypatch.setattr("course_lib.runtime.forks.end_openmp_threads", lambda: None)
         with pytest.raises(RanksHung):
             launch(work_on_all_cores, num_processes=1, timeout=4)
     finally:

@@ -3,7 +3,16 @@
 Install with `import fakecuda; fakecuda.install()` before anything else touches torch.cuda.
 FAKE_GPUS: how many. GPU_SIM_TIMEOUT: seconds that a communicator's initialisation waits.
 """
-import atexit, ctypes, datetime, importlib.util, json, os, sys, time, types
+import atexit
+import ctypes
+import datetime
+import importlib.util
+import json
+import os
+import sys
+import time
+import types
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -15,7 +24,8 @@ def _cache():
 
 
 def _built():
-    import subprocess, fcntl
+    import fcntl
+    import subprocess
     where = _cache()
     library = os.path.join(where, "gpu_sim_ext.so")
     if not os.path.exists(library):
