@@ -33,7 +33,17 @@ using at::Tensor;
 // ---------------------------------------------------------------- devices
 static int device_count() {
   const char* n = std::getenv("GPU_SIM");
-  return n ? std::atoi(n) : 0;
+  int there = n ? std::atoi(n) : 0;
+  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {  // as the driver reads it: up to the first that is none
+    int seen = 0;
+    for (const char* at = visible; *at; at++)
+      if (at == visible || at[-1] == ',') {
+        if (*at < '0' || *at > '9' || std::atoi(at) >= there) break;
+        seen++;
+      }
+    return seen;
+  }
+  return there;
 }
 static thread_local c10::DeviceIndex current_device = 0;
 static thread_local int64_t current_stream = 0;
