@@ -86,6 +86,8 @@ def why_not_fork(device: str) -> str:
 def _try_to_train(device: str) -> str:
     """`ok` where autograd, an optimizer and the device can be used in this process, else what they raise."""
     try:
+        if device == "cuda":
+            torch.cuda.init()
         weight = torch.ones(1, device=device, requires_grad=True)
         weight.sum().backward()
         torch.optim.AdamW([weight]).step()
@@ -116,12 +118,14 @@ class Parcel:
         environment: the caller's, now; the fork server keeps that of its start.
         threads: that torch uses.
         random_state: of torch's generator on the CPU.
+        start_method: of processes that `multiprocessing` starts, such as a loader's workers; None for the usual one.
     """
 
     call: bytes
     environment: dict[str, str]
     threads: int
     random_state: bytes
+    start_method: str | None
 
     @classmethod
     def of(cls, call: functools.partial) -> "Parcel":
@@ -134,15 +138,17 @@ class Parcel:
         except Exception as error:  # an object's own reduction may raise anything
             raise LaunchError(f"the function cannot be sent to a new process ({error})",
                               "make in the function itself what cannot be pickled") from error
-        return cls(pickled, dict(os.environ), torch.get_num_threads(), torch.get_rng_state().numpy().tobytes())
+        return cls(pickled, dict(os.environ), torch.get_num_threads(), torch.get_rng_state().numpy().tobytes(),
+                   multiprocessing.get_start_method(allow_none=True))
 
     def settle(self) -> None:
-        """Take over the caller's environment, threads and random state."""
+        """Take over the caller's environment, threads, random state and start method."""
         os.environ.clear()
         os.environ.update(self.environment)
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         torch.set_rng_state(torch.frombuffer(bytearray(self.random_state), dtype=torch.uint8))
+        multiprocessing.set_start_method(self.start_method, force=True)  # Python left this process its own
 
     def open(self) -> functools.partial:
         """The call. What came by value from the caller's `__main__` is in this one's too, where pickle looks for it."""
