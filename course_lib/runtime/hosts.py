@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from course_lib.errors import LaunchError
-from course_lib.runtime.launch import _end_openmp_threads
+from course_lib.runtime import forks
 from course_lib.runtime.netns import CLONE_NEWNET, NAMESPACE, call_libc, new_network
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x00020000, 0x04000000
@@ -63,16 +62,8 @@ class Host:
                                 preexec_fn=lambda: _join(self.keeper))
 
     def start(self, function: Callable[..., Any], *args: Any) -> BaseProcess:
-        """Call ``function(*args)`` in a forked process on the host."""
-        _end_openmp_threads()
-        process = get_context("fork").Process(target=self._run, args=(function, args))
-        process.start()
-        return process
-
-    def _run(self, function: Callable[..., Any], args: tuple) -> None:
-        _join(self.keeper)
-        os.environ.update(self.environment)
-        function(*args)
+        """Call ``function(*args)`` in a process on the host that is forked from here, or from a clean process."""
+        return forks.start_clean(_on_host, functools.partial(function, *args), self)
 
     def processes(self) -> list[psutil.Process]:
         """What runs on the host."""
@@ -164,7 +155,11 @@ def torchrun(function: Callable[..., Any], *args: Any, nodes: tuple[int, int], r
         What this machine's ranks returned, by rank.
     Raises:
         ChildFailedError: a rank failed once too often.
+        LaunchError: ranks that are forked from this process could not train.
     """
+    if reason := forks.why_not_fork("cpu"):
+        raise LaunchError(f"ranks that are forked from this process could not train ({reason})",
+                          "call torchrun() in a process that Host.start() made")
     # torchrun waits 30 s for latecomers, and 15 s until a silent machine counts as gone. Too short a time is dangerous:
     # a machine that is merely busy is left behind, goes on by itself, and writes into the same folder.
     meeting = {"last_call_timeout": 5, "keep_alive_interval": 1, "keep_alive_max_attempt": 6, "is_host": is_head}
@@ -217,6 +212,12 @@ def _new_host(switch: int, name: str, names: Path) -> None:
     call_libc("sethostname", name.encode(), len(name))
     call_libc("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
     call_libc("mount", str(names).encode(), b"/etc/hosts", None, MS_BIND, None)
+
+
+def _on_host(call: Callable[[], Any], host: Host) -> None:
+    _join(host.keeper)
+    os.environ.update(host.environment)
+    call()
 
 
 def _join(keeper: int, kinds: Sequence[str] = ("user", "net", "uts", "mnt")) -> None:

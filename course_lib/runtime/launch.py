@@ -1,12 +1,12 @@
 """Run a function on N ranks of this machine, from a notebook or a script.
 
-``accelerate.notebook_launcher`` forks the ranks (a second or so: nothing is imported anew); where
-fork does not serve, as on macOS, they are spawned. A thread of the caller watches them: it labels
-what they print, takes their return values, finds the first cause of a failure, and ends them all.
+``accelerate.notebook_launcher`` forks the ranks (a second or so: nothing is imported anew); where there are GPUs they
+are forked from a clean process that has imported everything (`course_lib.runtime.forks`), and where fork does not
+serve, as on macOS, they are spawned. A thread of the caller watches them: it labels what they print, takes their return
+values, finds the first cause of a failure, and ends them all.
 """
 
 import contextlib
-import ctypes
 import functools
 import logging
 import multiprocessing
@@ -14,11 +14,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import cloudpickle
 import torch
 from accelerate import launchers, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -27,12 +25,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from course_lib.errors import LaunchError
+from course_lib.runtime import forks
 from course_lib.runtime.output import LabelledOutput
 from course_lib.runtime.ranks import free_port
 from course_lib.runtime.watch import RankError, RanksHung, Watch
 from course_lib.runtime.worker import Job, RankEnds
 
 __all__ = ["RankError", "RanksHung", "launch"]
+
+START_METHODS = ("fork", "forkserver", "spawn")
+MOST_SERVED = 80
+"""Ranks that one fork server can start: three pipes each, and one message carries 253 descriptors."""
 
 
 def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, timeout: float = 600.0,
@@ -47,7 +50,11 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
         num_processes: ranks; one rank runs in a process of its own too.
         timeout: seconds until ranks that still run are ended.
         device: ``cpu``, ``cuda``, or ``auto``: the GPUs where there are enough, else the CPU.
-        start_method: ``fork`` or ``spawn``; default: fork on Linux, spawn on macOS.
+        start_method: ``fork``: the ranks inherit the caller's memory. ``forkserver``: they are forked from a clean
+            process, made at the first launch, and ``spawn``: each is a new Python; the function goes to them by
+            cloudpickle, with the caller's environment, working directory, number of threads and torch's random state
+            of this moment, and of modules that the caller has changed they see nothing. Default: fork on Linux, where
+            there are GPUs forkserver, on macOS spawn.
         stream: show what the ranks print, line by line, each labelled with its rank.
     Raises:
         CourseError: a rank raised it; it is raised here as it was.
@@ -56,9 +63,12 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
         LaunchError: so many ranks cannot be started here.
     """
     device, start_method = _check(num_processes, device, start_method)
-    own, theirs = _pipes(num_processes)
     call = functools.partial(function, *args, **kwargs)
-    job = Job(call if start_method == "fork" else cloudpickle.dumps(call), theirs, free_port(), device, os.getpid())
+    sent = call if start_method == "fork" else forks.Parcel.of(call)
+    if start_method == "forkserver":
+        forks.serve()
+    own, theirs = _pipes(num_processes)
+    job = Job(sent, theirs, free_port(), device, os.getpid())
     watch = Watch(own, theirs, timeout, LabelledOutput(num_processes, stream))
     watch.start()
     try:
@@ -81,19 +91,28 @@ def _check(num_processes: int, device: str, start_method: str | None) -> tuple[s
         raise LaunchError(f"num_processes is {num_processes}", "ask for at least 1")
     if "RANK" in os.environ:
         raise LaunchError(f"this process is rank {os.environ['RANK']} of a launch already", "call launch() outside it")
-    gpus = torch.cuda.device_count()
+    accelerator, there = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    kind = accelerator.type if accelerator and there else "none"
+    gpus = there if kind == "cuda" else 0  # ROCm's are called so too
     if device == "auto":
         device = "cuda" if gpus >= num_processes else "cpu"
         if gpus and device == "cpu":
             print(f"{num_processes} ranks on {gpus} GPUs: they run on the CPU")
+        elif kind not in ("none", "cuda", "mps"):
+            print(f"the course does not know devices of type {kind}: the ranks run on the CPU")
     if device not in ("cpu", "cuda"):
         raise LaunchError(f"unknown device {device!r}", "use auto, cpu or cuda")
     if device == "cuda" and gpus < num_processes:
         raise LaunchError(f"asked for {num_processes} ranks on GPUs, and there are {gpus}", 'use device="cpu"')
-    start_method = start_method or ("spawn" if sys.platform == "darwin" else "fork")
-    if start_method == "fork" and device == "cuda" and torch.cuda.is_initialized():
-        raise LaunchError("CUDA was used in this process before launch()",
-                          'restart the kernel and leave the GPU alone before launch(), or use start_method="spawn"')
+    if start_method not in (None, *START_METHODS):
+        raise LaunchError(f"unknown start_method {start_method!r}", "leave it out, or use fork, forkserver or spawn")
+    if start_method == "fork" and (reason := forks.why_not_fork(device)):
+        raise LaunchError(f"ranks that are forked from this process could not train ({reason})",
+                          "leave start_method out, or fork before the first backward, optimizer step or use of a GPU")
+    start_method = start_method or forks.default_start_method()
+    if start_method == "forkserver" and num_processes > MOST_SERVED:
+        raise LaunchError(f"asked for {num_processes} ranks, and a fork server starts {MOST_SERVED} at most",
+                          'use start_method="spawn"')
     return device, start_method
 
 
@@ -107,7 +126,7 @@ def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
 def _start(job: Job, num_processes: int, start_method: str) -> None:
     """Start the ranks and wait until they have ended."""
     if start_method == "fork":
-        _end_openmp_threads()
+        forks.end_openmp_threads()
     # torch would report every failure once more, without its cause.
     with _quiet("torch.distributed.elastic"), _quiet("torch.multiprocessing.spawn"):
         if start_method == "fork" and num_processes > 1:
@@ -116,20 +135,10 @@ def _start(job: Job, num_processes: int, start_method: str) -> None:
                 notebook_launcher(lambda: job(int(os.environ["RANK"])), num_processes=num_processes,
                                   use_port=str(job.port))
         else:
-            start_processes(job, nprocs=num_processes, start_method=start_method)
-
-
-def _end_openmp_threads() -> None:
-    """End this thread's OpenMP workers; they are started again when they are next needed.
-
-    A forked process inherits GNU OpenMP's belief that its workers are there, and waits for them
-    for ever in its first parallel region (gcc.gnu.org/bugzilla, 58378).
-    """
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        libraries = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
-        for library in libraries:
-            ctypes.CDLL(library).omp_pause_resource_all(2)  # omp_pause_hard (OpenMP 5.0, section 3.2.44)
+            with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():
+                ranks = start_processes(job, nprocs=num_processes, join=False, start_method=start_method)
+            while not ranks.join():
+                pass
 
 
 @contextlib.contextmanager

@@ -3,15 +3,17 @@
 No library can flatter that number: it is the kernel's.
 """
 
+import contextlib
 import ctypes
 import fcntl
+import functools
+import multiprocessing
 import os
 import socket
 import struct
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from typing import Any
 import cloudpickle
 
 from course_lib.errors import LaunchError
-from course_lib.runtime.launch import _end_openmp_threads
+from course_lib.runtime import forks
+from course_lib.runtime.output import PassedOn
+from course_lib.runtime.worker import redirect_output
 
 MARK = "COURSE_PRIVATE_NETWORK"  # environment variable: the namespace that in_own_network() made
 CLONE_NEWNET, CLONE_NEWUSER = 0x40000000, 0x10000000
@@ -41,22 +45,21 @@ def in_own_network(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """
     if not NAMESPACE.exists():
         raise LaunchError(f"no network namespaces on {sys.platform}", "measure the bytes on the wire on Linux")
-    _end_openmp_threads()
-    context = get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, function, args, kwargs))
-    process.start()
-    sender.close()
-    try:
-        failed, value = cloudpickle.loads(receiver.recv_bytes())
-        process.join()
-    except EOFError:
-        process.join()
-        raise LaunchError(f"the process in its own network ended with code {process.exitcode}",
-                          "look at what it printed") from None
-    finally:
-        process.terminate()  # where the caller was interrupted
-        process.join()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    with PassedOn() if forks.from_server() else contextlib.nullcontext() as output:
+        process = forks.start_clean(_child, functools.partial(function, *args, **kwargs), sender, output)
+        sender.close()
+        try:
+            failed, value = cloudpickle.loads(receiver.recv_bytes())
+            process.join()
+        except EOFError:
+            process.join()
+            raise LaunchError(f"the process in its own network ended with code {process.exitcode}",
+                              "look at what it printed") from None
+        finally:
+            receiver.close()
+            process.terminate()  # where the caller was interrupted
+            process.join()
     if failed:
         raise value
     return value
@@ -80,10 +83,12 @@ def not_private() -> str:
     return ""
 
 
-def _child(sender: Connection, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+def _child(call: Callable[[], Any], sender: Connection, output: Connection | None) -> None:
     try:
+        if output:
+            redirect_output(output.fileno())
         _enter_own_network()
-        answer = cloudpickle.dumps((False, function(*args, **kwargs)))
+        answer = cloudpickle.dumps((False, call()))
     except BaseException as error:
         try:
             answer = cloudpickle.dumps((True, error))

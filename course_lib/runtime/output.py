@@ -1,9 +1,13 @@
 """Shows what ranks print, line by line, each line labelled with its rank."""
 
 import codecs
+import multiprocessing
+import os
 import re
 import sys
+import threading
 import time
+from multiprocessing.connection import Connection
 
 # Escape codes that move the cursor or clear: they make no sense once lines of several ranks are mixed. Colours stay.
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhl]")
@@ -56,6 +60,27 @@ class LabelledOutput:
         sys.stdout.write(over + text.ljust(self._drawn) + end)
         sys.stdout.flush()
         self._drawn = 0 if end else len(text)
+
+
+class PassedOn:
+    """A pipe for a process that does not share the caller's sys.stdout; what it writes there is shown on it."""
+
+    def __enter__(self) -> Connection:
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._pass_on, daemon=True, name="course-output")
+        self._thread.start()
+        return self._writer
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
+
+    def _pass_on(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        while data := os.read(self._reader.fileno(), 65536):
+            sys.stdout.write(decoder.decode(data))
+            sys.stdout.flush()
 
 
 def _last_state(line: str) -> str:

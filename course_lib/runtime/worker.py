@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import cloudpickle
 import joblib
 import torch
 from accelerate import PartialState
@@ -33,6 +32,7 @@ from accelerate.utils import parse_flag_from_env
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from course_lib.errors import LaunchError
+from course_lib.runtime.forks import Parcel, arrive
 
 STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 asks a trainer for a checkpoint
 
@@ -91,8 +91,8 @@ class Failure:
 class Job:
     """What each rank is to do; called with the rank, in the rank's own process."""
 
-    call: Callable[[], Any] | bytes
-    """The call to make; by cloudpickle where the process does not inherit the caller's memory."""
+    call: Callable[[], Any] | Parcel
+    """The call to make; a parcel where the process does not inherit the caller's memory."""
     ends: tuple[RankEnds, ...]
     port: int
     """Where the ranks' store listens on 127.0.0.1."""
@@ -109,9 +109,12 @@ class Job:
             if other is not ends:
                 for end in other:
                     end.close()
+        if isinstance(self.call, Parcel):
+            arrive()
+            self.call.settle()
         _leave_caller()
         gc.freeze()  # a collection would look through, and so copy, all that the caller had: most of a small step
-        _redirect_output(ends.output.fileno())
+        redirect_output(ends.output.fileno())
         faulthandler.register(STACK_SIGNAL, file=ends.stacks.fileno(), all_threads=True, chain=False)
 
         _send(ends.control, Started(os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE")))
@@ -122,14 +125,14 @@ class Job:
         os.read(ends.control.fileno(), 1)
         atexit._run_exitfuncs()
         _flush()
-        if isinstance(self.call, bytes):
+        if isinstance(self.call, Parcel):
             os._exit(0)  # a spawned interpreter would run its exit functions a second time
 
     def _run(self, rank: int) -> Returned | Failure:
         # Everything that a rank can raise is for the caller to see, SystemExit and KeyboardInterrupt too.
         try:
             _set_up(rank, len(self.ends), self.port, self.device)
-            call = cloudpickle.loads(self.call) if isinstance(self.call, bytes) else self.call
+            call = self.call.open() if isinstance(self.call, Parcel) else self.call
             return Returned(_pickle_value(call(), rank))
         except BaseException as error:
             return _failure(error)
@@ -154,7 +157,7 @@ def _leave_caller() -> None:
             delattr(widget_bar, name)
 
 
-def _redirect_output(descriptor: int) -> None:
+def redirect_output(descriptor: int) -> None:
     """Send this process's output, C code's and its loggers' included, to a descriptor, at each end of a line."""
     before = (sys.stdout, sys.stderr)
     os.dup2(descriptor, 1)
@@ -186,7 +189,7 @@ def _set_up(rank: int, num_processes: int, port: int, device: str) -> None:
     if device == "cuda":
         if torch.cuda._is_in_bad_fork():
             raise LaunchError("CUDA was used in this process before launch()",
-                              'restart the kernel and leave the GPU alone before launch(), or use start_method="spawn"')
+                              "leave start_method out, or restart the kernel and leave the GPU alone before launch()")
         torch.cuda.set_device(rank)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -18,8 +18,8 @@ from course_lib.config import build
 from course_lib.data.batching import GlobalBatchSampler, layout
 from course_lib.errors import ConfigError, CourseError, LaunchError
 from course_lib.runtime import interrupts, ranks
+from course_lib.runtime.forks import end_openmp_threads
 from course_lib.runtime.hosts import torchrun
-from course_lib.runtime.launch import _end_openmp_threads
 from course_lib.training import run
 from course_lib.training.callbacks import Callback
 
@@ -139,7 +139,7 @@ def test_machines_die_and_join_and_the_curve_is_the_undisturbed_one(tmp_path):
     endpoint, started = f"127.0.0.1:{ranks.free_port()}", []
 
     def start(name, count, is_head=False):
-        _end_openmp_threads()
+        end_openmp_threads()
         arguments = tmp_path, name, count, endpoint, is_head
         started.append(multiprocessing.get_context("fork").Process(target=machine, args=arguments))
         started[-1].start()

@@ -18,9 +18,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from course_lib.config import build
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, TrainingInterrupted
+from course_lib.runtime.forks import end_openmp_threads
 from course_lib.runtime.hosts import torchrun
 from course_lib.runtime.interrupts import NOTE, SAME_WISH, StopRequest, end_with_launcher, exit_code, leave_note
-from course_lib.runtime.launch import _end_openmp_threads, launch
+from course_lib.runtime.launch import launch
 from course_lib.runtime.ranks import free_port
 from course_lib.runtime.relaunch import relaunch
 from course_lib.training import checkpoint
@@ -157,7 +158,7 @@ def train_for_ever(folder):
 
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
     (tmp_path / "run").mkdir()
-    _end_openmp_threads()
+    end_openmp_threads()
     launcher = multiprocessing.get_context("fork").Process(
         target=functools.partial(torchrun, nodes=(1, 1), ranks=2, endpoint=f"127.0.0.1:{free_port()}", is_head=True),
         args=(train_for_ever, tmp_path / "run"))

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import multiprocessing.forkserver
 import os
 import re
 import shlex
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import cloudpickle
 import nbformat
 import psutil
 import pytest
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
 from course_lib.errors import ConfigError, LaunchError
-from course_lib.runtime import watch, worker
+from course_lib.runtime import forks, watch, worker
 from course_lib.runtime.launch import RankError, RanksHung, launch
 
 pytestmark = pytest.mark.timeout(90)
@@ -30,11 +33,26 @@ def nothing_is_left():
     """No process, descriptor or environment variable outlives a launch."""
     before = environment(), len(os.listdir("/proc/self/fd"))
     yield
-    # Python's resource tracker is one process for all spawned ones, and stays.
-    below = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    # Python's resource tracker is one process for all spawned ones, as is the fork server, and stays.
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    below = [p for p in psutil.Process().children(recursive=True)
+             if "resource_tracker" not in " ".join(p.cmdline()) and p.pid != server]
     assert not psutil.wait_procs(below, timeout=5)[1]
     assert environment() == before[0]
     assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
+
+
+@pytest.fixture(params=["fork", "forkserver"])
+def either(request, monkeypatch):
+    """The test runs with ranks that are forked from here, and with such from the fork server."""
+    monkeypatch.setattr(forks, "default_start_method", lambda: request.param)
+    if request.param == "fork":
+        yield
+        return
+    forks.serve()
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import all that tests do
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def environment():
@@ -61,6 +79,7 @@ def test_values_come_back_by_rank(num_processes):
     assert results[0]["world"] == num_processes
 
 
+@pytest.mark.usefixtures("either")
 def test_a_closure_and_the_callers_memory_after_it_used_its_cores():
     torch.randn(400, 400) @ torch.randn(400, 400)
     big = torch.arange(160_000).view(400, 400)
@@ -89,13 +108,14 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
         assert launch(work_on_all_cores, num_processes=1, timeout=30) == [600.0]
         assert launch(work_on_all_cores, num_processes=2, timeout=30) == [600.0, 600.0]
         work_on_all_cores()
-        monkeypatch.setattr("course_lib.runtime.launch._end_openmp_threads", lambda: None)
+        monkeypatch.setattr("course_lib.runtime.forks.end_openmp_threads", lambda: None)
         with pytest.raises(RanksHung):
             launch(work_on_all_cores, num_processes=1, timeout=4)
     finally:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.usefixtures("either")
 def test_accelerate_finds_the_ranks():
     def look():
         state, accelerator = PartialState(), Accelerator()
@@ -105,6 +125,7 @@ def test_accelerate_finds_the_ranks():
     assert launch(look) == [(2, 2, 0, "cpu"), (2, 2, 1, "cpu")]
 
 
+@pytest.mark.usefixtures("either")
 def test_cores_are_shared_out(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch(torch.get_num_threads) == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
@@ -119,6 +140,7 @@ def talk():
     print("no newline", end="")
 
 
+@pytest.mark.usefixtures("either")
 def test_output_is_labelled_line_by_line(capsys):
     launch(talk)
     lines = capsys.readouterr().out.splitlines()
@@ -141,6 +163,7 @@ def fail_on_one():
     dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.usefixtures("either")
 def test_the_first_cause_is_raised_at_once_with_its_traceback():
     start = time.monotonic()
     with pytest.raises(RankError) as error:
@@ -151,6 +174,7 @@ def test_the_first_cause_is_raised_at_once_with_its_traceback():
     assert "in fail_on_one" in str(error.value)
 
 
+@pytest.mark.usefixtures("either")
 def test_a_users_mistake_is_raised_as_it_was():
     def wrong():
         raise ConfigError("batch_size is 0", "use 1")
@@ -159,6 +183,7 @@ def test_a_users_mistake_is_raised_as_it_was():
         launch(wrong)
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(("end", "told"), [
     (lambda: os._exit(7), "rank 1 exited with code 7"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL"),
@@ -203,6 +228,7 @@ def wait_for_the_other():
     time.sleep(300)
 
 
+@pytest.mark.usefixtures("either")
 def test_a_hang_ends_with_every_ranks_stack():
     with pytest.raises(RanksHung) as error:
         launch(wait_for_the_other, timeout=4)
@@ -242,6 +268,7 @@ def test_ranks_that_have_returned_and_do_not_end_are_ended_and_told(monkeypatch)
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.usefixtures("either")
 def test_what_cannot_be_returned_is_named():
     with pytest.raises(LaunchError, match=r"rank \d returned a generator"):
         launch(lambda: (i for i in range(3)))
@@ -258,6 +285,7 @@ def test_a_reader_that_goes_away_ends_the_ranks():
     assert done.stdout.count("\n") == 3 and "BrokenPipeError" in done.stderr and time.monotonic() - start < 45
 
 
+@pytest.mark.usefixtures("either")
 def test_it_serves_again_after_failures():
     for _ in range(3):
         with pytest.raises(RankError):
@@ -275,6 +303,94 @@ def test_what_cannot_be_started_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(LaunchError, match="WSL"):
         launch(rank)
+
+
+# A script without `if __name__ == "__main__"`, whose ranks get a class of its own.
+CALLER = """
+import os, sys, time
+from course_lib.runtime.launch import launch
+
+class Mine:
+    pass
+
+def talk(mine):
+    return isinstance(mine, Mine), os.environ["TOLD"], os.getcwd(), Mine()
+
+def wait():
+    print("waits", flush=True)
+    time.sleep(200)
+
+if sys.argv[2:]:
+    for folder in sys.argv[2:]:
+        os.environ["TOLD"] = folder
+        os.chdir(folder)
+        for mine, told, here, back in launch(talk, Mine(), start_method=sys.argv[1], timeout=60):
+            assert mine and told == here == folder and type(back) is Mine
+    print("done")
+else:
+    launch(wait, start_method=sys.argv[1], timeout=200)
+"""
+
+
+def test_a_script_and_what_it_changes_between_launches(tmp_path):
+    script, folders = tmp_path / "script.py", [tmp_path / "a", tmp_path / "b"]
+    script.write_text(CALLER)
+    for folder in folders:
+        folder.mkdir()
+    done = subprocess.run([sys.executable, str(script), "forkserver", *map(str, folders)], capture_output=True,
+                          text=True, timeout=80)
+    assert done.stdout == "done\n", done.stderr
+
+
+def ended(number):
+    """Exit code of a caller that gets a signal while its ranks wait, and what of its processes is left."""
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, "forkserver"], stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True)
+    for _ in range(2):
+        assert caller.stdout.readline().startswith("[rank")
+    below = psutil.Process(caller.pid).children(recursive=True)
+    assert len(below) == 4, "two ranks, the fork server and Python's resource tracker"
+    caller.send_signal(number)
+    told = caller.communicate(timeout=60)[1]
+    _, left = psutil.wait_procs(below, timeout=20)
+    for process in left:
+        process.kill()
+    return caller.returncode, left, "KeyboardInterrupt" in told
+
+
+@pytest.mark.timeout(200)
+def test_nothing_outlives_a_caller_that_is_killed_or_interrupted():
+    signals = [signal.SIGKILL, signal.SIGINT]
+    with ThreadPoolExecutor(2) as side_by_side:
+        found = dict(zip(signals, side_by_side.map(ended, signals), strict=True))
+    assert found == {number: (-number, [], number == signal.SIGINT) for number in signals}
+
+
+def test_what_cannot_be_sent_is_refused():
+    lock = threading.Lock()
+    with pytest.raises(LaunchError, match=r"cannot be sent to a new process \(cannot pickle '_thread.lock' object\)"):
+        launch(lambda: lock, start_method="forkserver")
+    with pytest.raises(LaunchError, match="unknown start_method 'thread': leave it out, or use fork, forkserver or sp"):
+        launch(rank, start_method="thread")
+    with pytest.raises(LaunchError, match="asked for 81 ranks, and a fork server starts 80 at most"):
+        launch(rank, num_processes=81, start_method="forkserver")
+
+
+def random_numbers():
+    return torch.rand(2).tolist(), torch.get_num_threads()
+
+
+@pytest.mark.usefixtures("either")
+def test_ranks_begin_with_the_callers_random_state_and_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        torch.set_num_threads(3)
+        torch.manual_seed(11)
+        assert launch(random_numbers) == [random_numbers()] * 2
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
 
 
 def test_spawned_ranks():

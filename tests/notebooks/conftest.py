@@ -1,6 +1,5 @@
 """Runs a lesson with papermill and hands back what its cells recorded."""
 
-import shutil
 from pathlib import Path
 
 import nbformat
@@ -14,28 +13,21 @@ CELL_SECONDS = 240
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
-STARTUP = Path(__file__).parent / "gpu_free_kernel.py"
-"""What runs in each kernel before its lesson: it stops one that would fail where there are GPUs."""
+
+def execute(name, folder, cell_seconds=CELL_SECONDS, **parameters):
+    """Recorded values of a fresh run of a lesson, whose working directory is a folder."""
+    done = folder / f"{name}.ipynb"
+    papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(folder),
+                               progress_bar=False, kernel_name="python3", execution_timeout=cell_seconds)
+    notebook = nbformat.read(done, as_version=4)
+    assert not [o for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "error"]
+    states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})
+    assert "OutputModel" not in {each["model_name"] for each in states["state"].values()}, \
+        "nbclient now and then waits for ever for a cell with an Output widget: jupyter/nbclient, issue 312"
+    return recorded(done)
 
 
 @pytest.fixture(scope="module")
 def run_lesson(tmp_path_factory):
     """A function (name, **parameters) -> recorded values of a fresh run."""
-
-    def run(name, **parameters):
-        startup = tmp_path_factory.mktemp("ipython") / "profile_default" / "startup"
-        startup.mkdir(parents=True)
-        shutil.copy(STARTUP, startup)
-        done = tmp_path_factory.mktemp("lesson") / f"{name}.ipynb"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("IPYTHONDIR", str(startup.parents[1]))
-            papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(done.parent),
-                                       progress_bar=False, kernel_name="python3", execution_timeout=CELL_SECONDS)
-        notebook = nbformat.read(done, as_version=4)
-        assert not [o for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "error"]
-        states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})
-        assert "OutputModel" not in {each["model_name"] for each in states["state"].values()}, \
-            "nbclient now and then waits for ever for a cell with an Output widget: jupyter/nbclient, issue 312"
-        return recorded(done)
-
-    return run
+    return lambda name, **parameters: execute(name, tmp_path_factory.mktemp("lesson"), **parameters)

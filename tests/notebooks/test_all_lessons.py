@@ -1,6 +1,8 @@
 """What every lesson has to be: ordered, complete, committed with outputs, small, free of errors."""
 
+import ast
 import re
+from collections import Counter
 
 import nbformat
 import pytest
@@ -52,3 +54,32 @@ def test_committed_with_outputs(lesson):
                for cell in code for o in cell.outputs) >= 1, "a lesson has a figure"
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"/(home|Users|root|work)/", text), "an output tells of somebody's machine"
+
+
+LAUNCHERS = {"launch", "launch_privately"}
+ON_THE_CPU = {"00_start_here": 1, "04_distributed_evaluation": 1, "08_tensor_and_hybrid": 2}
+"""Launches whose ranks compute on the CPU whatever the lesson's device is: one would need more GPUs than ranks have."""
+
+
+def devices_of(source):
+    """The argument `device` of each call of a launcher, by itself or through functools.partial; None without one."""
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        called = call.args[0] if call.args and ast.unparse(call.func) == "functools.partial" else call.func
+        if getattr(called, "attr", getattr(called, "id", None)) in LAUNCHERS:
+            given = {each.arg: ast.unparse(each.value) for each in call.keywords}
+            for each in call.keywords:  # launch(**{"device": "cpu", **options})
+                if each.arg is None and isinstance(each.value, ast.Dict):
+                    given |= {ast.literal_eval(key): ast.unparse(value)
+                              for key, value in zip(each.value.keys, each.value.values, strict=True) if key}
+            yield given.get("device")
+
+
+def test_ranks_take_the_lessons_device():
+    found = {}
+    for name in LESSONS:
+        cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+        found[name] = Counter(device for cell in cells if cell.cell_type == "code" and "%" not in cell.source[:1]
+                              for device in devices_of(cell.source))
+    assert sum(each.total() for each in found.values()) == 34
+    assert {name: each.total() - each["device"] for name, each in found.items() if set(each) - {"device"}} == ON_THE_CPU
+    assert {device for each in found.values() for device in each} == {"device", "'cpu'"}

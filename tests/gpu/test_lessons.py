@@ -1,0 +1,57 @@
+"""The lessons where there are GPUs: with their parameters as they stand, and with the GPUs that they are offered."""
+
+import os
+
+import nbformat
+import pytest
+
+from tests.gpu.machine import HERE, SITE
+from tests.notebooks.conftest import NOTEBOOKS, execute
+from tests.notebooks.test_all_lessons import LESSONS
+
+QUICK = {"00_start_here": {"repeats": 1, "steps": 8}, "03_accelerate": {"steps": 6, "world_sizes": [1, 2]}}
+"""Lessons that `make test` runs, and what makes them short."""
+
+
+@pytest.fixture
+def lesson(gpus, tmp_path, monkeypatch):
+    """A function (name, GPUs, **parameters) -> recorded values of a run whose kernel sees so many GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SITE), str(HERE.parents[1])]))
+
+    def run(name, count, **parameters):
+        monkeypatch.setenv("GPU_SIM", str(count))
+        return execute(name, tmp_path, cell_seconds=900, **parameters)
+
+    return run
+
+
+def has_device(name):
+    """Whether a lesson has the parameter `device`."""
+    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+    return any("\ndevice = " in "\n" + cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "device"), zip(QUICK, ("cpu", "auto"), strict=True))
+def test_a_short_run(lesson, name, device):
+    assert lesson(name, 2, device=device, **QUICK[name])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", LESSONS)
+def test_as_it_stands(lesson, name):
+    assert lesson(name, 2)
+
+
+def test_all_lessons_but_one_have_a_device():
+    assert [name for name in LESSONS if not has_device(name)] == ["10_faults_and_hangs"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", [name for name in LESSONS if has_device(name)])
+def test_on_the_gpus(lesson, name, count):
+    assert lesson(name, count, device="auto")
