@@ -64,10 +64,11 @@ def _index(device):
 class Event:
     def __init__(self, device=None, enable_timing=False, blocking=False, interprocess=False, external=False):
         self.enable_timing, self.at = enable_timing, None
-    def record(self, stream=None): self.at = time.perf_counter()
-    def synchronize(self): ext.flush()
+    def record(self, stream=None): self.at = ext.reached()  # steady_clock is perf_counter's clock on Linux
+    def synchronize(self):
+        if self.at is not None: ext.wait_until(self.at)
     def wait(self, stream=None): pass
-    def query(self): return True
+    def query(self): return self.at is None or time.perf_counter() >= self.at
     def elapsed_time(self, other):
         assert self.enable_timing and other.enable_timing
         return (other.at - self.at) * 1e3

@@ -42,7 +42,13 @@ static std::atomic<int64_t> guard_asked{0};  // cudaGetDeviceCount, which initia
 static bool driver_lost = false;
 static bool watch_forks = [] { pthread_atfork(nullptr, nullptr, [] { driver_lost = guard_asked > 0; }); return true; }();
 
-struct FakeEvent { std::chrono::steady_clock::time_point at; };
+static double now_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+static double reached();  // when the device will be done with what was launched so far, on the clock of now_seconds
+static void wait_until(double at) {
+  double left = at - now_seconds();
+  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
+}
+struct FakeEvent { double at; };
 
 struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
@@ -72,10 +78,10 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { guard_asked++; return (c10::DeviceIndex)device_count(); }
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new FakeEvent;
-    static_cast<FakeEvent*>(*event)->at = std::chrono::steady_clock::now();
+    static_cast<FakeEvent*>(*event)->at = reached();
   }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override { return !event || now_seconds() >= static_cast<FakeEvent*>(event)->at; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override;
   void synchronizeEvent(void*) const override;
@@ -83,7 +89,7 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<FakeEvent*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {
-    return std::chrono::duration<double, std::milli>(static_cast<FakeEvent*>(b)->at - static_cast<FakeEvent*>(a)->at).count();
+    return (static_cast<FakeEvent*>(b)->at - static_cast<FakeEvent*>(a)->at) * 1e3;
   }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard);
@@ -193,9 +199,9 @@ static void await_later(std::shared_ptr<Pending> each) {
   pending.push_back(std::move(each));
   any_pending = true;
 }
-void FakeGuard::synchronizeStream(const c10::Stream&) const { flush(); }
-void FakeGuard::synchronizeEvent(void*) const { flush(); }
-void FakeGuard::synchronizeDevice(const c10::DeviceIndex) const { flush(); }
+void FakeGuard::synchronizeStream(const c10::Stream&) const { flush(); wait_until(reached()); }
+void FakeGuard::synchronizeEvent(void* event) const { flush(); if (event) wait_until(static_cast<FakeEvent*>(event)->at); }
+void FakeGuard::synchronizeDevice(const c10::DeviceIndex) const { flush(); wait_until(reached()); }
 
 static std::atomic<int64_t> host_syncs{0};
 static std::atomic<int64_t> kernels{0};
@@ -206,21 +212,19 @@ static std::vector<std::string> sync_names;
 static double kernel_seconds = [] { const char* us = std::getenv("GPU_SIM_KERNEL_US"); return us ? std::atof(us) * 1e-6 : 0.0; }();
 static std::mutex clock_mutex;
 static double gpu_until = 0;
-static double now_seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+static double reached() {
+  if (kernel_seconds <= 0) return now_seconds();
+  std::lock_guard<std::mutex> lock(clock_mutex);
+  return std::max(gpu_until, now_seconds());
+}
 static void launched() {
   if (kernel_seconds <= 0) return;
   double ahead;
   { std::lock_guard<std::mutex> lock(clock_mutex); gpu_until = std::max(gpu_until, now_seconds()) + kernel_seconds; ahead = gpu_until - now_seconds(); }
   if (ahead > 1024 * kernel_seconds) std::this_thread::sleep_for(std::chrono::duration<double>(ahead - 1024 * kernel_seconds));
 }
-static void gpu_idle() {
-  if (kernel_seconds <= 0) return;
-  double left;
-  { std::lock_guard<std::mutex> lock(clock_mutex); left = gpu_until - now_seconds(); }
-  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
-}
 static void host_sync(const char* what) {
-  gpu_idle();
+  wait_until(reached());
   host_syncs++;
   if (trace_syncs) { std::lock_guard<std::mutex> lock(syncs_mutex); sync_names.emplace_back(what); }
   flush();
@@ -939,6 +943,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("trace_syncs", [](bool on) { trace_syncs = on; });
   m.def("sync_names", [] { std::lock_guard<std::mutex> lock(syncs_mutex); auto r = sync_names; sync_names.clear(); return r; });
   m.def("synchronize", [] { host_sync("synchronize"); });
+  m.def("reached", [] { return reached(); });
+  m.def("wait_until", [](double at) { flush(); pybind11::gil_scoped_release release; wait_until(at); });
   m.def("races", [] { std::lock_guard<std::mutex> lock(races_mutex); return races; });
   m.def("resize_storage", &resize_storage);
   m.def("nccl", [](c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
