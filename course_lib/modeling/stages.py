@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from course_lib.errors import ConfigError, nearest
 from course_lib.modeling import balance
+from course_lib.modeling.masks import padding_known
 from course_lib.parallel.units import blocks
 
 EMBEDDINGS, HEAD = "embeddings", "head"
@@ -163,7 +164,8 @@ def parse_spec(text: str) -> dict[str, str]:
 class Stage(nn.Module):
     """One stage; the first takes ``**batch``, the others what the stage before returned, and ``**batch``.
 
-    All of them are given the batch's ``input_ids`` and ``attention_mask``; see :func:`cut`.
+    All of them are given the batch's ``input_ids`` and ``attention_mask``; see :func:`cut`. They may be given
+    ``unpadded`` besides, bool [B] in the host's memory, true for rows without padding: then no stage asks its device.
 
     Attributes:
         model: the model with only this stage's parameters, under the model's own names.
@@ -180,11 +182,13 @@ class Stage(nn.Module):
         if not self.first:
             (self._received[0].hidden,) = received
             batch.pop("token_type_ids", None)  # they belong to the embeddings
+        unpadded = batch.pop("unpadded", None)
         try:
-            if self.last:
-                return self.model(**batch, **self._options).logits
-            base: Any = self.model.base_model
-            return base(**batch, **self._options).last_hidden_state
+            with padding_known(None if unpadded is None else unpadded.tolist()):
+                if self.last:
+                    return self.model(**batch, **self._options).logits
+                base: Any = self.model.base_model
+                return base(**batch, **self._options).last_hidden_state
         finally:
             self._received[0].hidden = None
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from course_lib.data.collating import unpadded_rows
 from course_lib.errors import ConfigError
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
 from course_lib.parallel.ddp import average_gradients
@@ -26,6 +27,12 @@ from course_lib.training.engines.pieces import PieceEngine
 from course_lib.training.loss import summed_loss
 from course_lib.training.optimization import parameter_groups
 from course_lib.training.precision import autocast
+
+
+def _for_stages(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What every stage takes of a batch; see :class:`~course_lib.modeling.stages.Stage`."""
+    found, unpadded = {name: batch[name] for name in ("input_ids", "attention_mask")}, unpadded_rows(batch)
+    return found if unpadded is None else found | {"unpadded": torch.tensor(unpadded)}
 
 
 class OwnStages(nn.Module):
@@ -160,12 +167,11 @@ class PipelineEngine(PieceEngine):
     def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> Pass:
         """Forward and backward of one batch of this rank's pipeline; gradients are added up."""
         # Gradients are averaged over the pipelines; the loss is already a share of their sum.
-        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp,
-                                  input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp, **_for_stages(batch))
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """The last stage's outputs for one batch; None on ranks without it."""
-        done = self.forwards.evaluate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        done = self.forwards.evaluate(**_for_stages(batch))
         return torch.cat(done.outputs) if done.outputs else None
 
     @property
