@@ -94,12 +94,14 @@ class Split:
         return "\n".join([*lines, f"the dearest stage has {self.excess:.1%} more than the mean"])
 
 
-def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int = 128) -> Split:
+def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int = 128,
+                 device: torch.device | None = None) -> Split:
     """Cut a model so that the dearest stage costs least; embeddings and head count too.
 
     Args:
-        by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the CPU.
+        by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the device, where ranks may differ.
         length: tokens of the sequence that flops and seconds are found with, or as many as the model can place.
+        device: that the stages will run on; None for where the model is.
     Raises:
         ConfigError: a model that cannot be cut, or not into so many stages.
     """
@@ -111,7 +113,7 @@ def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int =
         front = [f"{prefix}.{name}" for name in (layout.embedding, *layout.added, *layout.front)]
         costs = balance.count_flops(model, front, names, length)
     elif by == "seconds":
-        costs = balance.measure_seconds(model, names, length)
+        costs = balance.measure_seconds(model, names, length, device or next(model.parameters()).device)
     else:
         raise ConfigError(f"cannot balance by `{by}`", "choose from flops, parameters, seconds")
     return Split((EMBEDDINGS, *names, HEAD), balance.deal_out(costs, stages), tuple(costs), by)

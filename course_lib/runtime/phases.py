@@ -31,25 +31,26 @@ class Phases:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the block's time towards ``name``; nobody waits for the device."""
-        start = self._stamp()
+        start = self.stamp()
         try:
             yield
         finally:
-            self._passed.append((name, start, self._stamp()))
+            self._passed.append((name, start, self.stamp()))
             if self.clock is None or self.clock.device.type != "cuda":
                 self.settle()
 
     def settle(self) -> None:
         """Count the blocks that have ended; the device has to have done their work."""
         for name, start, end in self._passed:
-            self.seconds[name] += _between(start, end)
+            self.seconds[name] += between(start, end)
         self._passed.clear()
 
-    def _stamp(self) -> Stamp:
+    def stamp(self) -> Stamp:
+        """Now; on a GPU when it has done what is queued."""
         return self.clock.stamp() if self.clock else time.perf_counter()
 
 
-def _between(start: Stamp, end: Stamp) -> float:
+def between(start: Stamp, end: Stamp) -> float:
     """Seconds from one stamp to another of the same kind."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float) and isinstance(end, float)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -114,7 +115,8 @@ class PipelineEngine(PieceEngine):
                 raise ConfigError(f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
                                   f"on {self.grid.pp} ranks", f"name {stages - 1} places to cut at")
         else:
-            self.split = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length)
+            found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.accelerator.device)
+            self.split = broadcast_object_list([found])[0]  # seconds are of each rank's own device
         self.stages = cut(model, self.split, self.schedule.stages_of(self.place.pp))
         self.shared = shared_weights(model, self.split)
         without_weights = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
