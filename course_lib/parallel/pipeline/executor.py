@@ -227,7 +227,9 @@ class _Run:
             return (), ()
         loss = self.executor.loss_function(outputs[0], target)
         self.done.losses.append(loss.detach())
-        return (loss,), (torch.as_tensor(self.scale, dtype=loss.dtype, device=loss.device),)
+        if isinstance(self.scale, Tensor):
+            return (loss,), (self.scale.to(loss),)
+        return (loss,), (torch.full_like(loss, self.scale),)  # filled in there: a copy would wait for a GPU
 
     def backward(self, stage: int, microbatch: int, given: Tensors) -> Tensors:
         """Phase B: the gradients of the inputs; those of the weights are added up in their ``.grad``."""
