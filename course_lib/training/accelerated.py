@@ -17,6 +17,7 @@ from course_lib.training import sharded, stored, tensorfile
 from course_lib.training.background import BackgroundSaver
 from course_lib.training.basic import BasicTrainer, Batch
 from course_lib.training.engines import Engine, build_engine
+from course_lib.training.votes import Votes
 
 
 class AcceleratedTrainer(BasicTrainer):
@@ -42,6 +43,7 @@ class AcceleratedTrainer(BasicTrainer):
         if self.num_processes != wanted:
             raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {wanted}",
                               "start with `course train --num_processes N`, which starts the ranks itself")
+        self.votes = Votes(self.device)
 
     def build_engine(self) -> Engine:
         """The engine that the config names."""
@@ -77,8 +79,9 @@ class AcceleratedTrainer(BasicTrainer):
     def count_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         mine = self.own_targets(micro_batches)
         # One reduction carries both: how many targets there are, and whether anyone was asked to stop.
-        votes = torch.tensor(self.stop_request.vote, device=self.device)
-        targets, self.stop_votes = self.sum_over_processes(torch.stack([mine, votes]))
+        own_vote = torch.full_like(mine, self.stop_request.vote)  # filled in there: a copy would wait for the device
+        targets, votes = self.sum_over_processes(torch.stack([mine, own_vote]))
+        self.votes.cast(votes)
         return targets
 
     def own_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
@@ -89,8 +92,8 @@ class AcceleratedTrainer(BasicTrainer):
     def step_was_skipped(self) -> bool:
         return self.engine.step_was_skipped
 
-    def asked_to_stop(self) -> int:
-        return exit_code(int(self.stop_votes))
+    def asked_to_stop(self, waited: bool) -> int:
+        return exit_code(self.votes.counted(waited))
 
     def to_device(self, batch: Batch) -> Batch:
         return batch  # the prepared loader has moved it

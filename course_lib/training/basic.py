@@ -1,13 +1,14 @@
 """The plain PyTorch training loop: one process, one device, nothing hidden."""
 
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from course_lib.data.collating import moved, unpadded_rows
+from course_lib.modeling.masks import padding_known
 from course_lib.runtime.interrupts import exit_code
 from course_lib.training.frame import TrainerFrame
 from course_lib.training.loss import count_targets, summed_loss
@@ -35,18 +36,15 @@ class BasicTrainer(TrainerFrame):
         self.sampler.start_at(state.epoch, state.step_in_epoch)
         self.wrapped.train()
         batches = iter(self.train_loader)
-        tick = time.perf_counter()
         while not state.finished and state.step_in_epoch < state.steps_per_epoch:
             with self.phases("data"):
                 micro_batches = list(itertools.islice(batches, self.sampler.accumulation))
                 micro_batches = [self.to_device(batch) for batch in micro_batches]
             loss, gradient_norm = self.train_step(micro_batches)
-            state.samples += len(self.sampler.batches[state.step_in_epoch])
+            self.throughput.count(state, self.sampler.batches[state.step_in_epoch])
             state.step += 1
             state.step_in_epoch += 1
-            state.seconds += time.perf_counter() - tick
             self.after_step(loss, gradient_norm)
-            tick = time.perf_counter()
         if state.step_in_epoch == state.steps_per_epoch:
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
 
@@ -109,7 +107,7 @@ class BasicTrainer(TrainerFrame):
         With ``loss_weighting: micro_batch`` it is the naive share, the micro-batch's own mean over
         their number, which gives a target in a short micro-batch more weight than one in a long.
         """
-        with self.autocast():
+        with self.autocast(), padding_known(unpadded_rows(batch)):
             logits = self.wrapped(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         total = summed_loss(logits, batch["labels"], self.task)
         if self.config.run.loss_weighting == "token":
@@ -122,7 +120,7 @@ class BasicTrainer(TrainerFrame):
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch on this trainer's device."""
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        return moved(batch, self.device)
 
     @property
     def max_grad_norm(self) -> float:
@@ -159,5 +157,5 @@ class BasicTrainer(TrainerFrame):
     def close(self) -> None:
         """Let the engine end its part of the run."""
 
-    def asked_to_stop(self) -> int:
+    def asked_to_stop(self, waited: bool) -> int:
         return exit_code(self.stop_request.vote)

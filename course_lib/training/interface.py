@@ -120,8 +120,14 @@ class TrainerInterface:
         """Put :meth:`engine_state` back."""
         raise NotImplementedError
 
-    def asked_to_stop(self) -> int:
-        """Exit code to end with where a process was asked to stop, else 0; all processes give the same answer."""
+    def asked_to_stop(self, waited: bool) -> int:
+        """Exit code to end with where a process was asked to stop, else 0; all processes give the same answer.
+
+        On several GPUs it is known one step later than on CPUs, where it was not worth waiting for.
+
+        Args:
+            waited: the device has done all that was queued, on every process.
+        """
         raise NotImplementedError
 
     def checkpoints_written(self) -> None:

@@ -71,6 +71,7 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
     split = "test" if "test" in trainer.eval_loaders else "validation"
     scores = trainer.evaluate(split)
     memory = trainer.gather_objects(machine.peak_memory_bytes(trainer.device))
+    rates = trainer.throughput.rates(state, trainer.num_processes)
     summary: dict[str, Any] = {
         "training_type": config.run.training_type,
         "strategy": strategy_of(config, trainer.num_processes),
@@ -84,8 +85,9 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
         "best": {"metric": trainer.best_metric, "value": state.best_value, "step": state.best_step},
         "baselines": {},
         "train": {
-            "steps": state.step, "epochs": state.epochs_done, "samples": state.samples,
-            "samples_per_second": state.samples / state.seconds if state.seconds else None,
+            "steps": state.step, "epochs": state.epochs_done, "samples": state.samples, "tokens": state.tokens,
+            "samples_per_second": rates.get("samples_per_second"), "tokens_per_second": rates.get("tokens_per_second"),
+            "mfu": rates.get("mfu"), "mfu_note": trainer.throughput.note,
             "seconds": round(state.seconds, 3), "final_loss": state.last_loss,
             "global_batch_size": trainer.sampler.global_batch_size, "phases": dict(trainer.phases.seconds)},
         "memory": {"peak_bytes": memory},

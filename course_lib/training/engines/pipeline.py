@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from course_lib.data.collating import unpadded_rows
 from course_lib.errors import ConfigError
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
 from course_lib.parallel.ddp import average_gradients
@@ -26,6 +28,12 @@ from course_lib.training.engines.pieces import PieceEngine
 from course_lib.training.loss import summed_loss
 from course_lib.training.optimization import parameter_groups
 from course_lib.training.precision import autocast
+
+
+def _for_stages(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What every stage takes of a batch; see :class:`~course_lib.modeling.stages.Stage`."""
+    found, unpadded = {name: batch[name] for name in ("input_ids", "attention_mask")}, unpadded_rows(batch)
+    return found if unpadded is None else found | {"unpadded": torch.tensor(unpadded)}
 
 
 class OwnStages(nn.Module):
@@ -107,7 +115,8 @@ class PipelineEngine(PieceEngine):
                 raise ConfigError(f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
                                   f"on {self.grid.pp} ranks", f"name {stages - 1} places to cut at")
         else:
-            self.split = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length)
+            found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.accelerator.device)
+            self.split = broadcast_object_list([found])[0]  # seconds are of each rank's own device
         self.stages = cut(model, self.split, self.schedule.stages_of(self.place.pp))
         self.shared = shared_weights(model, self.split)
         without_weights = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
@@ -160,12 +169,11 @@ class PipelineEngine(PieceEngine):
     def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> Pass:
         """Forward and backward of one batch of this rank's pipeline; gradients are added up."""
         # Gradients are averaged over the pipelines; the loss is already a share of their sum.
-        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp,
-                                  input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp, **_for_stages(batch))
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """The last stage's outputs for one batch; None on ranks without it."""
-        done = self.forwards.evaluate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        done = self.forwards.evaluate(**_for_stages(batch))
         return torch.cat(done.outputs) if done.outputs else None
 
     @property
