@@ -12,7 +12,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.shards import Piece
-from course_lib.parallel.zero import Zero1, Zero2
+from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.training.engines.base import Engine
 from course_lib.training.engines.pieces import PieceEngine
@@ -80,7 +80,7 @@ class ScratchZero1(ScratchSharded):
     """Optimizer states split."""
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return Zero1(model, optimizer, bucket_bytes=_bucket_bytes(self.config))
+        return OverlappedZero1(model, optimizer, bucket_bytes=_bucket_bytes(self.config))
 
 
 class ScratchZero2(ScratchSharded):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
+from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
 from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
@@ -199,14 +200,11 @@ class PipelineEngine(PieceEngine):
                      for p in bucket.runs if bucket.gradient is not None]
         else:
             found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        square = torch.zeros((), device=self.accelerator.device)
-        for parameter, gradient in found:
-            if parameter not in self.copies:
-                square += gradient.float().square().sum()
+        counted = [gradient for parameter, gradient in found if parameter not in self.copies]
+        square = sum_of_squares(counted, self.accelerator.device)
         dist.all_reduce(square, group=None if self.zero else self.groups.pp)  # all ranks, where each has a slice
         norm = square.sqrt()
-        for _, gradient in found:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_down_([gradient for _, gradient in found], norm, max_norm)
         return norm
 
     # --- checkpoints, and the whole model ---
