@@ -13,11 +13,13 @@ from torch import Tensor
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements, a float32 scalar on ``device``; 0 where there are no gradients.
 
-    The norms are taken in float32; those of ``nn.utils.get_total_norm`` are rounded to the gradients' own dtype.
+    ``nn.utils.get_total_norm`` would round each tensor's norm to the gradients' own dtype. On a CPU torch's norm keeps
+    running sums, which in float32 are off by 4e-4 for a bucket of ten million elements: there they are float64.
     """
     if not gradients:
         return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square().sum().float()
 
 
 def scale_down_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

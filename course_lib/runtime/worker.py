@@ -187,6 +187,8 @@ def _set_up(rank: int, num_processes: int, port: int, device: str) -> None:
         if torch.cuda._is_in_bad_fork():
             raise LaunchError("CUDA was used in this process before launch()",
                               'restart the kernel and leave the GPU alone before launch(), or use start_method="spawn"')
+        # Batches of many lengths leave holes in the allocator's fixed segments. torch reads it at its first allocation.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(rank)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -39,6 +39,28 @@ def pick_precision(name: str, device: torch.device) -> str:
     return name
 
 
+def use_tf32(choice: str, precision: str, device: torch.device) -> bool:
+    """Set for the process whether float32 matrix products round their operands to TF32; gives whether they do.
+
+    Under autocast the products that matter are of 16 bits, and what is left in float32 does not need more than TF32's
+    10 bits beside them. Without it somebody asked for float32.
+
+    Args:
+        choice: ``auto``, ``on`` or ``off``.
+        precision: ``no``, ``fp16`` or ``bf16``.
+    Raises:
+        ConfigError: on is asked for, and the device has no such products.
+    """
+    there = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if choice == "on" and not there:
+        raise ConfigError(f"tf32 on needs an NVIDIA GPU of compute capability 8.0 or more, and the device is {device.type}",
+                          "leave it out, or use --tf32 off")
+    used = there and (choice == "on" or (choice == "auto" and precision != "no"))
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if used else "highest")
+    return used
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Run matrix products in the low precision; does nothing for ``no``."""
     if precision == "no":

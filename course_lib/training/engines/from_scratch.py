@@ -27,7 +27,7 @@ class ScratchDDP(Engine):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.wrapped = DataParallel(model, bucket_bytes=_bucket_bytes(self.config))
+        self.wrapped = DataParallel(model, bucket_bytes=self.config.parallel.bucket_bytes)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[operator]
@@ -80,18 +80,20 @@ class ScratchZero1(ScratchSharded):
     """Optimizer states split."""
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return OverlappedZero1(model, optimizer, bucket_bytes=_bucket_bytes(self.config))
+        return OverlappedZero1(model, optimizer, bucket_bytes=self.config.parallel.bucket_bytes)
 
 
 class ScratchZero2(ScratchSharded):
     """Gradients split as well."""
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return Zero2(model, optimizer, bucket_bytes=_bucket_bytes(self.config))
+        return Zero2(model, optimizer, bucket_bytes=self.config.parallel.bucket_bytes)
 
 
 class ScratchZero3(ScratchSharded):
     """Parameters split as well."""
+
+    casts = True
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         return Zero3(model, optimizer, param_dtype=self.low_precision())
@@ -100,6 +102,8 @@ class ScratchZero3(ScratchSharded):
 class ScratchFSDP(ScratchSharded):
     """A unit a block."""
 
+    casts = True
+
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         return FullyShardedDataParallel(model, optimizer, param_dtype=self.low_precision(),
                                         reduce_dtype=torch.float32)
@@ -107,10 +111,6 @@ class ScratchFSDP(ScratchSharded):
 
 SCRATCH: dict[str, type[Engine]] = {"ddp": ScratchDDP, "zero1": ScratchZero1, "zero2": ScratchZero2,
                                     "zero3": ScratchZero3, "fsdp": ScratchFSDP}
-
-
-def _bucket_bytes(config: Config) -> int:
-    return round(config.parallel.bucket_mb * 2**20)
 
 
 def _refuse_fp16(precision: str) -> None:

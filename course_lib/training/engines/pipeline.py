@@ -128,7 +128,7 @@ class PipelineEngine(PieceEngine):
         self.copies = self._second_copies()
         self.zero: Zero1 | None = None
         if config.parallel.strategy == "zero1":
-            self.zero = Zero1(model, optimizer, group=self.groups.dp, bucket_bytes=self.bucket_bytes)
+            self.zero = Zero1(model, optimizer, group=self.groups.dp, bucket_bytes=config.parallel.bucket_bytes)
         else:
             for tensor in model.parameters():
                 dist.broadcast(tensor.detach(), group=self.groups.dp, group_src=0)
@@ -142,10 +142,6 @@ class PipelineEngine(PieceEngine):
         self.executor: PipelineExecutor | TorchPipeline = self.forwards
         if config.parallel.chosen_engine == "torch":
             self.executor = TorchPipeline(self.schedule, stages, loss, self.groups.pp, device)
-
-    @property
-    def bucket_bytes(self) -> int:
-        return round(self.config.parallel.bucket_mb * 2**20)
 
     def _second_copies(self) -> set[nn.Parameter]:
         """This rank's copies of tied weights that count on an earlier rank."""
@@ -183,7 +179,7 @@ class PipelineEngine(PieceEngine):
         if self.zero:
             self.zero.reduce()
         else:
-            average_gradients(self.model.parameters(), self.groups.dp, self.bucket_bytes)
+            average_gradients(self.model.parameters(), self.groups.dp, self.config.parallel.bucket_bytes)
         norm = self._clip(max_norm)
         optimizer = self.zero or self.optimizer
         optimizer.step()
