@@ -45,8 +45,8 @@ class DataConfig(Strict):
     group_by_length: bool = True
     """Build global batches of examples of similar length: less padding, the same number of steps."""
     pad_to_multiple_of: Positive | None = None
-    """Round the padded length up to a multiple; default: 8 on GPUs, whose tensor cores multiply in eights, where lengths \
-vary; else 1."""
+    """Round the padded length up to a multiple; default: 8 on GPUs, whose tensor cores multiply in eights, where \
+lengths vary; else 1."""
     dynamic_padding: bool = True
     """Pad to the longest row of a micro-batch; otherwise always to max_length."""
     num_workers: NotNegative | None = None
@@ -119,8 +119,8 @@ class RunConfig(Strict):
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
     """Autocast dtype; `auto` is bf16 where the hardware multiplies it natively, else no."""
     tf32: Literal["auto", "on", "off"] = "auto"
-    """Let GPUs round the operands of float32 matrix products to 10 bits (TF32), several times as fast; auto does so under \
-bf16 and fp16, and not where mixed_precision is no, which asks for float32."""
+    """Let GPUs round the operands of float32 matrix products to 10 bits (TF32), several times as fast; auto does so \
+under bf16 and fp16, and not where mixed_precision is no, which asks for float32."""
     num_epochs: Annotated[float, Gt(0)] = 3
     """Passes over the training split; may be a fraction."""
     max_steps: Positive | None = None

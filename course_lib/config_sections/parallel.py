@@ -30,11 +30,11 @@ parameters too (zero3, fsdp)."""
     """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
 deepspeed for zero, scratch for pipelines, else torch."""
     bucket_mb: Annotated[float, Gt(0)] | None = None
-    """Gradients that travel together, in MiB; default: 25, and for DeepSpeed its own 500 million elements, or an eighth \
-of a smaller model."""
+    """Gradients that travel together, in MiB; default: 25, and for DeepSpeed its own 500 million elements, or an \
+eighth of a smaller model."""
     lean_buffers: bool = False
-    """Let DeepSpeed hold and send what ZeRO's formulas count, as lesson 05 has it: buckets of 25 MiB, no parameter whole \
-on every rank, nothing kept for its next use. By default it takes memory for speed."""
+    """Let DeepSpeed hold and send what the formulas of lesson 05 count: buckets of 25 MiB, no parameter whole on \
+every rank, nothing kept for its next use. By default it takes memory for speed."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """State kept in the host's memory rather than the GPU's (deepspeed and torch)."""
     shard_group_size: Positive | None = None

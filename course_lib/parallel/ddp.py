@@ -225,9 +225,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     """Replace gradients by their mean over a group, in buckets, after the last backward.
 
     For where backwards come in pieces and none is the last by itself, as in a pipeline; :class:`DataParallel` sends
-    each bucket as soon as it is full. So nothing of it hides behind computing: a pipeline's last backward has the bubble
-    of its drain to hide it in, for which a schedule would need an action of its own. A collective call: all ranks lack
-    the same gradients.
+    each bucket as soon as it is full. So none of it hides behind computing: it could in the drain of the pipeline, for
+    which schedules would need an action of its own. A collective call: all ranks lack the same gradients.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sent = []

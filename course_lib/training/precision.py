@@ -53,7 +53,7 @@ def use_tf32(choice: str, precision: str, device: torch.device) -> bool:
     """
     there = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if choice == "on" and not there:
-        raise ConfigError(f"tf32 on needs an NVIDIA GPU of compute capability 8.0 or more, and the device is {device.type}",
+        raise ConfigError(f"tf32 on needs a GPU of compute capability 8.0 or more, which this {device.type} is not",
                           "leave it out, or use --tf32 off")
     used = there and (choice == "on" or (choice == "auto" and precision != "no"))
     if device.type == "cuda":

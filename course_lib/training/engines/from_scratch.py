@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel

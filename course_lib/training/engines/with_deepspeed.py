@@ -19,7 +19,6 @@ from course_lib.errors import ConfigError, LaunchError
 from course_lib.parallel.shards import Piece
 from course_lib.training.engines.pieces import PieceEngine
 
-
 DEFAULT_BUCKET = 500_000_000
 """Elements that DeepSpeed reduces and gathers together, by its own default."""
 
