@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from course_lib.config import Config
-from course_lib.data.batching import GlobalBatchSampler, evaluation_loader, layout, training_loader
+from course_lib.data.batching import GlobalBatchSampler, evaluation_loader, layout, training_loader, workers
 from course_lib.data.cache import column
 from course_lib.data.processing import DataProcessor, ProcessedData
 from course_lib.errors import EXIT_RESUME, ConfigError, TrainingDiverged, TrainingInterrupted
@@ -25,10 +25,11 @@ from course_lib.runtime.phases import Phases, Stopwatch
 from course_lib.runtime.seeding import seed_everything
 from course_lib.training import checkpoint, on_cpu, resuming, tensorfile
 from course_lib.training.callbacks import Callback, EarlyStopping, JsonLinesLog, ProgressBar
+from course_lib.training.compiling import compile_blocks
 from course_lib.training.evaluation import evaluate_split, evaluating, larger_is_better
 from course_lib.training.interface import TrainerInterface
 from course_lib.training.optimization import make_optimizer, make_scheduler
-from course_lib.training.precision import pick_precision
+from course_lib.training.precision import pick_precision, use_tf32
 from course_lib.training.state import TrainState
 from course_lib.training.throughput import Throughput
 
@@ -61,13 +62,14 @@ class TrainerFrame(TrainerInterface):
         self.connect()
         seed_everything(config.run.seed, self.rank)
         self.precision = pick_precision(config.run.mixed_precision, self.device)
+        self.tf32 = use_tf32(config.run.tf32, self.precision, self.device)
         self.sampler = self._sampler()
         pin = config.data.pin_memory and self.device.type == "cuda"
-        self.train_loader = training_loader(data.splits["train"], self.sampler, processor.collator(),
-                                            config.data.num_workers, pin, self.rank)
+        collator = processor.collator(self.device.type)
+        helpers = workers(config.data.num_workers, self.device.type, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.train_loader = training_loader(data.splits["train"], self.sampler, collator, helpers, pin, self.rank)
         self.eval_loaders = {
-            split: evaluation_loader(rows, config.run.eval_batch_size, processor.collator(), config.run.seed,
-                                     config.data.num_workers, pin)
+            split: evaluation_loader(rows, config.run.eval_batch_size, collator, config.run.seed, helpers, pin)
             for split, rows in data.splits.items() if split != "train"
         }
         steps = self.sampler.steps_per_epoch
@@ -81,12 +83,12 @@ class TrainerFrame(TrainerInterface):
         self.callbacks: list[Callback] = [ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
         self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
         self.tell("on_connect")
+        if config.model.torch_compile:
+            compile_blocks(self.model, dynamic=None if config.data.has_one_length else True)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.wrapped: nn.Module = self.model
         self.prepare()
         self.scheduler = make_scheduler(self.optimizer, config.optim, self.state.max_steps)
-        if config.model.torch_compile:
-            self.wrapped.compile(dynamic=True)
         self.throughput = Throughput(self.sampler.lengths, loaded.model.config, self.task, self.device, self.precision)
         self.clock, self.stop_request = Clock(self.device), StopRequest()
         self.phases = Phases(self.clock)

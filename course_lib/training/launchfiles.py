@@ -53,6 +53,8 @@ def write(config: Config, precision: str, num_processes: int, model: nn.Module) 
     if config.parallel.chosen_engine == "deepspeed":
         from course_lib.training.engines.with_deepspeed import deepspeed_config
 
-        write_text(folder / DEEPSPEED, json.dumps(deepspeed_config(config, precision), indent=1) + "\n")
+        # Under stage 3 a parameter here is empty, and knows how large the whole is.
+        elements = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters() if each.requires_grad)
+        write_text(folder / DEEPSPEED, json.dumps(deepspeed_config(config, precision, elements), indent=1) + "\n")
         launch["deepspeed_config"]["deepspeed_config_file"] = str(folder / DEEPSPEED)
     write_text(folder / ACCELERATE, yaml.safe_dump(launch, sort_keys=False))

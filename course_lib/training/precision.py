@@ -63,6 +63,28 @@ def hint(config: Config, device: torch.device) -> str | None:
             "take --mixed_precision fp16" + ("" if scales else ", which --strategy ddp and --engine deepspeed have"))
 
 
+def use_tf32(choice: str, precision: str, device: torch.device) -> bool:
+    """Set for the process whether float32 matrix products round their operands to TF32; gives whether they do.
+
+    Under autocast the products that matter are of 16 bits, and what is left in float32 does not need more than TF32's
+    10 bits beside them. Without it somebody asked for float32.
+
+    Args:
+        choice: ``auto``, ``on`` or ``off``.
+        precision: ``no``, ``fp16`` or ``bf16``.
+    Raises:
+        ConfigError: on is asked for, and the device has no such products.
+    """
+    there = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if choice == "on" and not there:
+        raise ConfigError(f"tf32 on needs a GPU of compute capability 8.0 or more, which this {device.type} is not",
+                          "leave it out, or use --tf32 off")
+    used = there and (choice == "on" or (choice == "auto" and precision != "no"))
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if used else "highest")
+    return used
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Run matrix products in the low precision; does nothing for ``no``."""
     if precision == "no":

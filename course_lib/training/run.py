@@ -79,6 +79,7 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
         "world_size": trainer.num_processes,
         "device": str(trainer.device.type),
         "mixed_precision": trainer.precision,
+        "tf32": trainer.tf32,
         "data": {"name": text.name, "source": text.source, "notes": list(text.notes),
                  "rows": {name: len(rows) for name, rows in text.splits.items()}},
         "eval": {"split": split, **scores},

@@ -1,12 +1,11 @@
 """Every strategy by every engine on GPUs: trains, saves and goes on as the plain loop on a CPU does."""
 
-import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import ENGINES
 from course_lib.runtime.launch import launch
-from course_lib.training import checkpoint, parity
+from course_lib.training import parity
 
 ALL = [(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines]
 STEPS = 5

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +17,7 @@ from course_lib.parallel.shards import Piece
 from course_lib.runtime import joining
 from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import autocast, pick_device, pick_precision
-from course_lib.training.unwrapping import deepspeed_left_alone
+from course_lib.training.unwrapping import deepspeed_left_alone, take_back_forward
 
 
 class Engine:
@@ -29,11 +29,14 @@ class Engine:
         wrapped: what the forward pass calls.
         optimizer: the torch optimizer whose groups the learning-rate schedule moves.
         shards_state: whether a rank holds only a part, so that checkpoints are written in pieces.
+        casts: whether the engine itself computes in the low precision, parameters and activations: autocast besides
+            would give float32 between the matrix products, and cast at each of them.
     """
 
     shards_state = False
     needs_group = False
     """Whether one process, too, has to have a process group."""
+    casts = False
     accelerator: Accelerator
     model: nn.Module
     wrapped: nn.Module
@@ -74,17 +77,23 @@ class Engine:
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
         """Further arguments of the accelerator."""
-        return {}
+        # static_graph stays off: it spares the search for unused parameters, which is off as well, its first backward
+        # sends nothing before its end, and a first backward under no_sync it does not survive.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        if self.config.parallel.bucket_mb is not None:
+            ddp.bucket_cap_mb = self.config.parallel.bucket_mb  # type: ignore[assignment]
+        return {"kwargs_handlers": [ddp]}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Take the model, on its device, and its optimizer, which has made no step."""
         self.model, self.optimizer = model, optimizer
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
         self.overflow = OverflowWatch()
+        take_back_forward(model)
 
     def autocast(self, precision: str) -> AbstractContextManager:
         """What the forward pass runs under."""
-        return autocast(precision, self.accelerator.device)
+        return autocast("no" if self.casts else precision, self.accelerator.device)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; gradients travel with the last alone."""

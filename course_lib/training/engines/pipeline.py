@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from course_lib.data.collating import unpadded_rows
 from course_lib.errors import ConfigError
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
+from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
 from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
@@ -136,7 +137,7 @@ class PipelineEngine(PieceEngine):
         self.copies = self._second_copies()
         self.zero: Zero1 | None = None
         if config.parallel.strategy == "zero1":
-            self.zero = Zero1(model, optimizer, group=self.groups.dp, bucket_bytes=self.bucket_bytes)
+            self.zero = Zero1(model, optimizer, group=self.groups.dp, bucket_bytes=config.parallel.bucket_bytes)
         else:
             for tensor in model.parameters():
                 dist.broadcast(tensor.detach(), group=self.groups.dp, group_src=0)
@@ -150,10 +151,6 @@ class PipelineEngine(PieceEngine):
         self.executor: PipelineExecutor | TorchPipeline = self.forwards
         if config.parallel.chosen_engine == "torch":
             self.executor = TorchPipeline(self.schedule, stages, loss, self.groups.pp, device)
-
-    @property
-    def bucket_bytes(self) -> int:
-        return round(self.config.parallel.bucket_mb * 2**20)
 
     def _second_copies(self) -> set[nn.Parameter]:
         """This rank's copies of tied weights that count on an earlier rank."""
@@ -190,7 +187,7 @@ class PipelineEngine(PieceEngine):
         if self.zero:
             self.zero.reduce()
         else:
-            average_gradients(self.model.parameters(), self.groups.dp, self.bucket_bytes)
+            average_gradients(self.model.parameters(), self.groups.dp, self.config.parallel.bucket_bytes)
         norm = self._clip(max_norm)
         optimizer = self.zero or self.optimizer
         optimizer.step()
@@ -207,14 +204,11 @@ class PipelineEngine(PieceEngine):
                      for p in bucket.runs if bucket.gradient is not None]
         else:
             found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        square = torch.zeros((), device=self.accelerator.device)
-        for parameter, gradient in found:
-            if parameter not in self.copies:
-                square += gradient.float().square().sum()
+        counted = [gradient for parameter, gradient in found if parameter not in self.copies]
+        square = sum_of_squares(counted, self.accelerator.device)
         dist.all_reduce(square, group=None if self.zero else self.groups.pp)  # all ranks, where each has a slice
         norm = square.sqrt()
-        for _, gradient in found:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_down_([gradient for _, gradient in found], norm, max_norm)
         return norm
 
     # --- checkpoints, and the whole model ---

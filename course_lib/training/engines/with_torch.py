@@ -20,6 +20,7 @@ from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
 from course_lib.parallel.shards import Piece
 from course_lib.parallel.units import blocks
 from course_lib.training.engines.pieces import PieceEngine
+from course_lib.training.unwrapping import take_back_forward
 
 
 class _OnParameters(PieceEngine):
@@ -49,6 +50,7 @@ class TorchZero1(_OnParameters):
         options = {key: value for key, value in optimizer.defaults.items() if key in known}
         self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
         self.wrapped = self.accelerator.prepare(model)
+        take_back_forward(model)
 
     def step(self, max_norm: float) -> torch.Tensor:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -67,6 +69,8 @@ class TorchZero1(_OnParameters):
 
 class TorchFSDP(_OnParameters):
     """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
+
+    casts = True  # by its MixedPrecisionPolicy; Accelerate gives its plugin the like, and no autocast
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
