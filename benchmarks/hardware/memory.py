@@ -1,0 +1,98 @@
+"""Memory as the planner predicts it beside what the GPU's allocator counts, by kind."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.hardware import subject as subjects
+from benchmarks.hardware.findings import Findings, Settings
+from benchmarks.hardware.subject import Subject
+from course_lib.planning import memory as planning
+from course_lib.runtime.launch import launch
+from course_lib.training.callbacks import Callback
+
+STEPS = 4
+SECONDS = 120
+MIB = 2**20
+
+
+class Allocated(Callback):
+    """What the allocator counts over the last step: at rest, after the backward pass, at the peak; in bytes."""
+
+    def on_train_begin(self, trainer: Any) -> None:
+        self.trainer, phases = trainer, trainer.phases
+        self.at: dict[str, int] = {}
+
+        @contextlib.contextmanager
+        def watched(name: str) -> Iterator[None]:
+            if name == "forward":
+                torch.cuda.reset_peak_memory_stats()
+                self.at["rest"] = torch.cuda.memory_allocated()
+            with phases(name):
+                yield
+            if name == "backward":
+                self.at["after backward"] = torch.cuda.memory_allocated()
+
+        watched.seconds = phases.seconds  # type: ignore[attr-defined]
+        trainer.phases = watched
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.at["peak"] = torch.cuda.max_memory_allocated()
+        self.at["reserved"] = torch.cuda.max_memory_reserved()
+
+
+def on_rank(subject: Subject, folder: Path, ranks: int, options: dict[str, Any]) -> dict[str, int]:
+    """Train a few steps; bytes at the last."""
+    allocated = Allocated()
+    trainer = subjects.trainer(subject, folder, STEPS, ranks, [allocated], **options)
+    trainer.train()
+    trainer.close()
+    return allocated.at
+
+
+def runs(settings: Settings, subject: Subject) -> list[tuple[str, str, str, bool]]:
+    """Strategy, engine, precision and whether activations are computed again."""
+    low = subject.precision
+    found = [("ddp", "torch", "no", False), ("ddp", "torch", low, False)]
+    if not settings.tiny:
+        found += [("ddp", "torch", low, True), ("fsdp", "torch", low, False), ("zero2", "deepspeed", low, False)]
+    if settings.full:
+        found += [("fsdp", "torch", low, True), ("fsdp", "torch", "no", False), ("zero1", "deepspeed", low, False),
+                  ("zero3", "deepspeed", low, False)]
+    return list(dict.fromkeys(found))
+
+
+def run(settings: Settings, findings: Findings) -> None:
+    """Predict, train, and set the two side by side."""
+    subject = subjects.choose(settings)
+    findings.note(f"{subject.described}, on {settings.gpus} GPUs; precision and strategy as below. MiB of the fullest "
+                  "rank. At rest, between two steps, stand parameters and optimizer (and DDP's buckets, which the "
+                  "planner counts as gradients); gradients are what the backward pass leaves beside them; what else "
+                  "the peak has are activations, logits and buffers. The allocator also counts the workspaces of "
+                  "matmuls; it does not count CUDA's context and NCCL.")
+    table = findings.table("run", "kind", "predicted", "counted", "error")
+    for number, (strategy, engine, precision, again) in enumerate(runs(settings, subject)):
+        label = f"{strategy}, {engine}, {precision.replace('no', 'fp32')}" + (", recomputing" if again else "")
+        with findings.trying(label):
+            held = planning.estimate(subject.known, subject.plan(strategy, engine, settings.gpus, precision, again))
+            options = {"strategy": strategy, "engine": engine, "mixed_precision": precision, "checkpointing": again}
+            found = launch(on_rank, subject, settings.room("memory") / str(number), settings.gpus, options,
+                           num_processes=settings.gpus, device="cuda", timeout=SECONDS)
+            at = max(found, key=lambda each: each["peak"])
+            gradients = at["after backward"] - at["rest"]
+            rows: list[tuple[str, float, float]] = [
+                ("parameters and optimizer, at rest", held.parameters + held.optimizer, at["rest"])]
+            if engine != "deepspeed":  # whose backward pass steps as well
+                rows.append(("gradients", held.gradients, gradients))
+                rows.append(("activations, logits, buffers", held.activations + held.logits + held.buffers,
+                             at["peak"] - at["rest"] - gradients))
+            rows.append(("peak", held.total, at["peak"]))
+            for kind, predicted, counted in rows:
+                table.row(label, kind, f"{predicted / MIB:,.1f}", f"{counted / MIB:,.1f}",
+                          f"{100 * (predicted / counted - 1):+.1f} %" if counted > 0 else "")
+            table.row(label, "reserved by the allocator", "", f"{at['reserved'] / MIB:,.1f}", "")
+            if not at["peak"] > at["rest"] > 0:
+                findings.fail(label, f"the allocator counts {at}")
