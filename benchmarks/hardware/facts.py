@@ -10,6 +10,7 @@ import sys
 import torch
 
 from benchmarks.hardware.findings import Findings, Settings
+from benchmarks.hardware.processes import ENVIRONMENT
 from course_lib.runtime import machine
 
 QUERY = ("index", "name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "pcie.link.gen.max",
@@ -48,8 +49,9 @@ def run(settings: Settings, findings: Findings) -> None:
     facts.row("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}, NCCL {nccl}")
     facts.row("triton", machine.version("triton") or "absent")
     facts.row("engines", ", ".join(f"{name} {version}" for name, version in here.engines.items()))
-    facts.row("variables", ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(
-        ("NCCL_", "CUDA_", "TORCH_NCCL", "PYTORCH_", "OMP_"))) or "none")
+    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items())
+              if name.startswith(("NCCL_", "CUDA_", "TORCH_NCCL", "PYTORCH_", "OMP_")) and name not in ENVIRONMENT]
+    facts.row("variables", ", ".join(chosen) or "none")
     gpus = findings.table("GPU", "name", "memory (GiB)", "compute capability", "bf16 in hardware")
     for index, gpu in enumerate(here.gpus):
         gpus.row(index, gpu.name, f"{gpu.memory_bytes / 2**30:.1f}", gpu.capability, machine.native_bf16("cuda"))

@@ -33,6 +33,11 @@ class Settings:
     folder: str = ""
     """For what the sections leave to each other; gone at the end."""
 
+    @property
+    def counted(self) -> str:
+        """``1 GPU``, ``2 GPUs``."""
+        return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+
     def room(self, name: str) -> Path:
         """A folder of a section, made where it is missing."""
         path = Path(self.folder) / name

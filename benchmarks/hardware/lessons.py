@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
+
 from benchmarks.hardware.findings import Findings, Settings, first_line
 from benchmarks.hardware.processes import ROOT
 
@@ -13,7 +15,6 @@ DEVICE = {"00_start_here": ("cuda", 2), "01_basic_loop": ("cuda", 1), "02_data_p
           "09_plan_and_simulate": ("cuda", 2), "11_wandb": ("cuda", 2), "12_sagemaker": ("cuda", 2),
           "13_capstone": ("cuda", 2)}
 """The value of each lesson's parameter ``device`` where there are so many GPUs, which its other parameters ask for."""
-TINY = ("09_plan_and_simulate",)
 ALONE = ("01_basic_loop", "09_plan_and_simulate")
 """Quick ones on one GPU: one that uses it, and one whose ranks are on the CPU of a machine that has one."""
 TOGETHER = ("01_basic_loop", "08_tensor_and_hybrid", "09_plan_and_simulate")
@@ -27,8 +28,8 @@ SECONDS = 240
 def run(settings: Settings, findings: Findings) -> None:
     """Execute the lessons, each in a process of its own."""
     everything = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
-    quick = TINY if settings.tiny else ALONE if settings.gpus == 1 else TOGETHER
-    chosen = everything if settings.full else [name for name in everything if name in quick]
+    quick = ALONE if settings.gpus == 1 else TOGETHER
+    chosen = everything if settings.full else [name for name in everything if name in quick and not settings.tiny]
     table = findings.table("lesson", "parameters", "seconds", "result")
     for name in chosen:
         parameters = {} if settings.full else dict(SHORTER.get(name, {}))
@@ -36,21 +37,36 @@ def run(settings: Settings, findings: Findings) -> None:
         if gpus and settings.gpus >= gpus:
             parameters["device"] = device
         with findings.trying(f"lesson {name}") as attempt:
-            _execute(name, parameters, settings.room("lessons") / name, SECONDS * (5 if settings.full else 1))
+            _execute(ROOT / "notebooks" / f"{name}.ipynb", parameters, settings.room("lessons") / name,
+                     SECONDS * (5 if settings.full else 1))
         shown = ", ".join(f"{key} = {value}" for key, value in parameters.items()) or "its own"
         table.row(name, shown, f"{attempt.seconds:.0f}", attempt.word)
+    if settings.tiny:
+        with findings.trying("a notebook of one cell") as attempt:
+            folder = settings.room("lessons") / "one-cell"
+            _execute(_one_cell(folder), {"device": "cuda"}, folder, SECONDS)
+        table.row("(a notebook of one cell)", "device = cuda", f"{attempt.seconds:.0f}", attempt.word)
     if rest := [name for name in everything if name not in chosen]:
         findings.leave_out(", ".join(rest), "`--full` runs all lessons")
     findings.note("A lesson whose parameters do not name a device starts its ranks on the CPU, on this machine with "
                   "GPUs.")
 
 
-def _execute(name: str, parameters: dict[str, object], folder: Path, seconds: float) -> None:
+def _one_cell(folder: Path) -> Path:
+    """A notebook that adds on its device, in the place of a lesson, which takes half a minute."""
+    folder.mkdir(parents=True)
+    cells = [nbformat.v4.new_code_cell("device = 'cpu'", metadata={"tags": ["parameters"]}),
+             nbformat.v4.new_code_cell("import torch\nassert torch.ones(3, device=device).sum().item() == 3")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "one.ipynb")
+    return folder / "one.ipynb"
+
+
+def _execute(notebook: Path, parameters: dict[str, object], folder: Path, seconds: float) -> None:
     """Papermill, as a user calls it."""
     folder.mkdir(parents=True, exist_ok=True)
     options = [text for key, value in parameters.items() for text in ("-p", key, str(value))]
-    command = [sys.executable, "-m", "papermill", str(ROOT / "notebooks" / f"{name}.ipynb"),
-               str(folder / f"{name}.ipynb"), *options, "--cwd", str(folder), "--no-progress-bar", "-k", "python3"]
+    command = [sys.executable, "-m", "papermill", str(notebook), str(folder / "done.ipynb"),
+               *options, "--cwd", str(folder), "--no-progress-bar", "-k", "python3"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     print(ended.stdout, ended.stderr)
     if ended.returncode:

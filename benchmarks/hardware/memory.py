@@ -68,7 +68,7 @@ def runs(settings: Settings, subject: Subject) -> list[tuple[str, str, str, bool
 def run(settings: Settings, findings: Findings) -> None:
     """Predict, train, and set the two side by side."""
     subject = subjects.choose(settings)
-    findings.note(f"{subject.described}, on {settings.gpus} GPUs; precision and strategy as below. MiB of the fullest "
+    findings.note(f"{subject.described}, on {settings.counted}; precision and strategy as below. MiB of the fullest "
                   "rank. At rest, between two steps, stand parameters and optimizer (and DDP's buckets, which the "
                   "planner counts as gradients); gradients are what the backward pass leaves beside them; what else "
                   "the peak has are activations, logits and buffers. The allocator also counts the workspaces of "

@@ -93,6 +93,8 @@ def run(section: Section, settings: Settings, logs: Path) -> Outcome:
                    if name not in LAUNCHED and not name.startswith("ACCELERATE_")}
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment |= ENVIRONMENT | dict(section.environment)
+    if settings.simulated:
+        environment["OMP_NUM_THREADS"] = "1"  # its kernels are the CPU's
     environment |= {MARK: mark, "PYTHONPATH": os.pathsep.join([str(ROOT), *given])}
     command = [sys.executable, "-m", "benchmarks.hardware.processes", section.target, str(room / "settings.json"),
                str(found)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.hardware.findings import Settings
 from benchmarks.hardware.processes import ROOT, Outcome
 
-FOLDERS = re.compile(r"(?:~|(?<![\w.:/~>…]))/(?:[\w.+@~-]+/)+")
+FOLDERS = re.compile(r"(?:~|(?<![\w.:/~>…]))/(?!dev/|proc/)(?:[\w.+@~-]+/)+")
 """The folders of an absolute path, which may name a user or a machine; not those of an address on the network."""
 
 
@@ -52,7 +52,7 @@ def render(outcomes: Sequence[Outcome], settings: Settings, seconds: float, here
         seconds: that all took.
         here: the report's own folder, from which logs are named.
     """
-    device = "the simulated device" if settings.simulated else f"{settings.gpus} GPU{'s' if settings.gpus > 1 else ''}"
+    device = "the simulated device" if settings.simulated else settings.counted
     kind = "tiny" if settings.tiny else "full" if settings.full else "quick"
     lines = [f"# What runs on {device}" + (": no figure in here is a GPU's" if settings.simulated else ""), "",
              f"{datetime.date.today()}, {seconds / 60:.1f} minutes, a {kind} run of `make gpu`. "

@@ -99,7 +99,7 @@ def run(settings: Settings, findings: Findings) -> None:
     if settings.tiny:
         chosen = [each for each in chosen if each.name in ("torch's DDP, loop", "ours, ddp")]
         findings.leave_out("the other systems", "a tiny run")
-    findings.note(f"{subject.described}, on {ranks} GPUs; fused AdamW, gradients clipped to {subjects.CLIP:g}, a "
+    findings.note(f"{subject.described}, on {settings.counted}; fused AdamW, gradients clipped to {subjects.CLIP:g}, a "
                   f"constant learning rate, {subjects.WORKERS} workers a rank and pinned batches for all. Each trial "
                   "is of new processes; ours run without guards, trackers, evaluation and checkpoints. Peers get "
                   "batches without a mask. A trial has "
