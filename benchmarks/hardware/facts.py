@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from benchmarks.hardware.findings import Findings, Settings
+from benchmarks.hardware.findings import Findings, Settings, first_line
 from benchmarks.hardware.processes import ENVIRONMENT
 from course_lib.runtime import machine
 
@@ -71,12 +71,16 @@ def _nvidia_smi(findings: Findings, settings: Settings) -> None:
         why = "the device is simulated" if settings.simulated else "there is no nvidia-smi on PATH"
         findings.leave_out("driver and topology", why)
         return
-    with findings.trying("nvidia-smi"):
+    try:
         rows = _said("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
-        driver = findings.table(*QUERY)
-        for line in rows.splitlines():
-            driver.row(*(cell.strip() for cell in line.split(",")))
-        findings.note("```\n" + _said("nvidia-smi", "topo", "-m").split("\n\nLegend")[0].strip("\n") + "\n```")
+        topology = _said("nvidia-smi", "topo", "-m")
+    except subprocess.SubprocessError as error:  # the tool is none of the course's
+        findings.leave_out("driver and topology", first_line(str(error)))
+        return
+    driver = findings.table(*QUERY)
+    for line in rows.splitlines():
+        driver.row(*(cell.strip() for cell in line.split(",")))
+    findings.note("```\n" + topology.split("\n\nLegend")[0].strip("\n") + "\n```")
 
 
 def _said(*command: str) -> str:

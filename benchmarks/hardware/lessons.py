@@ -57,7 +57,8 @@ def _one_cell(folder: Path) -> Path:
     folder.mkdir(parents=True)
     cells = [nbformat.v4.new_code_cell("device = 'cpu'", metadata={"tags": ["parameters"]}),
              nbformat.v4.new_code_cell("import torch\nassert torch.ones(3, device=device).sum().item() == 3")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "one.ipynb")
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / "one.ipynb")
     return folder / "one.ipynb"
 
 

@@ -23,7 +23,7 @@ def private(text: str) -> str:
         text = text.replace(home, "~")
     text = FOLDERS.sub("…/", text)
     for name, instead in (*((name, "<host>") for name in host_names()), (user_name(), "<user>")):
-        if len(name) > 2:
+        if len(name) > 1:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
     return text
 
