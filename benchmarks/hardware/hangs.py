@@ -20,27 +20,27 @@ PATIENCE = 4.0
 SECONDS = 90
 
 
-def sleeps(device: torch.device) -> None:
+def sleeps() -> None:
     """The rank does something else, for ever."""
     while True:
         time.sleep(0.05)
 
 
-def is_stopped(device: torch.device) -> None:
+def is_stopped() -> None:
     """The rank's process stands still."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def is_killed(device: torch.device) -> None:
+def is_killed() -> None:
     """The rank is gone."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def skips(device: torch.device) -> None:
+def skips() -> None:
     """The rank leaves a collective out, and is one behind from there on."""
 
 
-FAULTS: dict[str, Callable[[torch.device], None]] = {
+FAULTS: dict[str, Callable[[], None]] = {
     "sleeps": sleeps, "is stopped": is_stopped, "is killed": is_killed, "leaves out a collective": skips}
 
 
@@ -56,7 +56,7 @@ def on_rank(fault: str, is_async: bool, folder: Path) -> None:
         for step in range(STEPS):
             dog.beat(step)
             if dist.get_rank() == CULPRIT and step == STEP:
-                FAULTS[fault](device)
+                FAULTS[fault]()
                 if FAULTS[fault] is skips:
                     continue
             if is_async:

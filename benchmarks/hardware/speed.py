@@ -21,8 +21,8 @@ from course_lib.runtime.launch import launch
 from course_lib.training.callbacks import Callback
 
 WARMUP, WINDOWS = 6, 2
-WINDOW_SECONDS = 2.0
-"""About, for a stretch of steps."""
+WINDOW_SECONDS, STEPS = 2.0, 20
+"""About, for a stretch of steps; and how many those are where it cannot be found out."""
 SECONDS = 240
 """For one trial; a first compilation takes most of it."""
 
@@ -105,7 +105,9 @@ def run(settings: Settings, findings: Findings) -> None:
                   "batches without a mask. A trial has "
                   f"{WINDOWS} stretches after {WARMUP} steps, timed from one wait for the GPU to the next.")
     rounds = 1 if settings.tiny else 4 if settings.full else 2
-    steps = _steps(settings, subject)
+    steps = STEPS
+    with findings.trying("how many steps to time"):
+        steps = _steps(settings, subject)
     trials: dict[str, list[list[float]]] = {each.name: [] for each in chosen}
     order = findings.table("round", "system", f"tokens/s in stretches of {steps} steps, in the order of the trials")
     for number in range(rounds):
