@@ -180,7 +180,8 @@ def _pipeline(schedule, stages_per_rank, style="loop"):
     for step in range(STEPS):
         x, y = own(step, 1, 0)
         of_micro_batches: list[torch.Tensor] = []
-        runner.step(*([x] if 0 in mine else []), **({"target": y, "losses": of_micro_batches} if count - 1 in mine else {}))
+        given = [x] if 0 in mine else []
+        runner.step(*given, **({"target": y, "losses": of_micro_batches} if count - 1 in mine else {}))
         squares = sum(p.grad.square().sum() for p in parameters)
         dist.all_reduce(squares)
         nn.utils.clip_grads_with_norm_(parameters, 1.0, squares.sqrt())
@@ -244,7 +245,8 @@ def _deepspeed(stage, **zero):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     whole = model()
     settings = {"train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(), "gradient_clipping": 1.0,
-                "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000, **zero}, "zero_allow_untested_optimizer": True}
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000, **zero},
+                "zero_allow_untested_optimizer": True}
     engine, *_ = deepspeed.initialize(model=whole, optimizer=adamw(whole.parameters()), config=settings)
     return loop(engine, engine.step, engine.backward)
 

@@ -1,4 +1,4 @@
-"""The simulated device is itself as a GPU is: memory, streams, events, the clock, random streams, forks, NCCL's works."""
+"""The simulated device is itself as a GPU is: memory, events, the clock, random streams, forks, NCCL's works."""
 
 import pytest
 
@@ -84,7 +84,8 @@ def _random():
     torch.cuda.set_rng_state(state)
     again = torch.rand(4, device="cuda")
     torch.cuda.manual_seed_all(3)
-    return untouched, torch.equal(first, again), torch.equal(torch.rand(4, device="cuda:0"), torch.rand(4, device="cuda:1").to("cuda:0"))
+    one, other = torch.rand(4, device="cuda:0"), torch.rand(4, device="cuda:1")
+    return untouched, torch.equal(first, again), torch.equal(one.cpu(), other.cpu())
 
 
 def test_each_gpu_has_a_random_stream_of_its_own(gpus):
@@ -136,7 +137,8 @@ def test_after_a_backward_a_fork_has_none(gpus):
 def _ranks(function, *args, ranks=2, **kwargs):
     from course_lib.runtime.launch import launch
 
-    return launch(function, *args, num_processes=ranks, device="cuda", start_method="fork", timeout=60, stream=False, **kwargs)
+    return launch(function, *args, num_processes=ranks, device="cuda", start_method="fork", timeout=60, stream=False,
+                  **kwargs)
 
 
 def _works():

@@ -45,8 +45,9 @@ class PieceEngine(Engine):
                              if name not in self.names.values() and name not in self.ties]
 
     def remember_order(self) -> None:
-        """Keep the order in which the optimizer has the parameters, before it is repointed."""
+        """Keep the order in which the optimizer has the parameters, before it is repointed, and let go of them."""
         self.trained_names = [self.names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        del self.names  # it would hold every parameter whole, beside the shards that FSDP2 puts in their place
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, shape in self.state_shapes.items()}
