@@ -99,7 +99,8 @@ class Recorder(Callback):
 
 def snapshot(trainer):
     """All that makes up a run, by item, on this rank; tensors as lists of their bits."""
-    tree = {"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state(), "random": rng_state(trainer.device),
+    tree = {"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state(),
+            "random": rng_state(trainer.device),
             "state": {k: v for k, v in trainer.state.as_dict().items() if k not in ("seconds", "max_steps")},
             "rates": [group["lr"] for group in trainer.optimizer.param_groups],
             "best weights": tensorfile.load(trainer.best_file) if trainer.state.best_step else {}}

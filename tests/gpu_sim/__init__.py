@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so", "libtorch_python.so")
+LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so",
+             "libtorch_python.so")
 
 
 class Finding(str):
@@ -101,6 +102,11 @@ def kernels() -> int:
 def host_syncs() -> int:
     """How often the host has waited for the device so far."""
     return ext.host_syncs()
+
+
+def driver_used() -> bool:
+    """Whether this process has used the driver, so that what it forks cannot."""
+    return ext.driver_used()
 
 
 @contextlib.contextmanager

@@ -31,8 +31,8 @@ def _init() -> None:
     """torch/cuda/__init__.py, _lazy_init."""
     global _initialised
     if _forked:
-        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use "
-                           "the 'spawn' start method")
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+                           "use the 'spawn' start method")
     _ext.use_driver()
     _initialised = True
 
@@ -204,7 +204,8 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 def properties(device: Any = None) -> types.SimpleNamespace:
     return types.SimpleNamespace(name=NAME, total_memory=MEMORY, major=CAPABILITY[0], minor=CAPABILITY[1],
-                                 multi_processor_count=132, L2_cache_size=50 << 20, uuid="0", gcnArchName="", warp_size=32)
+                                 multi_processor_count=132, L2_cache_size=50 << 20, uuid="0", gcnArchName="",
+                                 warp_size=32)
 
 
 def set_sync_debug_mode(mode: int | str) -> None:
@@ -241,7 +242,7 @@ def install(ext: Any) -> None:
     _ext = ext
     cuda = torch.cuda
     count = ext.device_count
-    here: dict[str, Any] = dict(
+    here: dict[str, Any] = dict(  # noqa: C408 - names, as torch.cuda has them
         is_available=lambda: count() > 0, _is_compiled=lambda: True, device_count=count, init=_init, _lazy_init=_init,
         is_initialized=lambda: _initialised and not _forked, _is_in_bad_fork=lambda: _forked,
         current_device=_on_device(ext.current_device), set_device=set_device, device=device,

@@ -1,4 +1,4 @@
-"""Gives every process the simulated GPUs, where GPU_SIM says how many: before torch is imported, which looks for them."""
+"""Gives every process the simulated GPUs that GPU_SIM asks for, before torch is imported, which looks for them once."""
 
 import importlib.util
 import os
