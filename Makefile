@@ -24,7 +24,8 @@ ALONE := $(addprefix tests/distributed/test_,meter.py pipeline_lab.py) \
     $(addprefix tests/notebooks/test_,01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
-	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
+	$(BIN)/python tests/gpu_sim/build.py
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/gpu tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
 	    $(ALONE:%=--ignore=%) -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 	$(BIN)/pytest $(ALONE) --durations 15
 

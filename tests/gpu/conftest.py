@@ -1,17 +1,16 @@
 """The GPUs, one machine with them a worker: simulated, or real with GPU_TESTS=hardware in the environment."""
 
-import shutil
-
 import pytest
 
 from tests.gpu.machine import ON_HARDWARE, machine
+from tests.gpu_sim.build import missing
 
 
 @pytest.fixture(scope="session")
 def gpus():
     """A :class:`~tests.gpu.machine.Machine`: ``gpus.run(function, ...)`` calls it where there are GPUs."""
-    if not ON_HARDWARE and not shutil.which("g++"):
-        pytest.skip("the simulated device is compiled with g++, which is not here")
+    if not ON_HARDWARE and (lacks := missing()):
+        pytest.skip(lacks)
     with machine() as made:
         yield made
 

@@ -58,8 +58,8 @@ def syncs_of_steps(config):
     found = []
 
     def look(trainer):
-        gpu_sim.ext.trace_syncs(True)
-        found.append(gpu_sim.ext.sync_names())
+        gpu_sim.trace_syncs()
+        found.append([f"{sync.what} at {sync.where}" for sync in gpu_sim.traced_syncs()])
 
     train(config, [FunctionCallback(look)])
     return found[3:6], gpu_sim.findings()
@@ -216,10 +216,10 @@ def forms_of_letters(config):
     found = []
     for length in (3, 5):
         batch = torch.zeros(4, length, 4, device=state.device)
-        gpu_sim.ext.trace_syncs(True)
-        gpu_sim.ext.sync_names()
+        gpu_sim.trace_syncs()
+        gpu_sim.traced_syncs()
         executor.step(batch, targets=batch)
-        found.append(gpu_sim.ext.sync_names())
+        found.append([f"{sync.what} at {sync.where}" for sync in gpu_sim.traced_syncs()])
     dist.barrier()
     return found[1]
 

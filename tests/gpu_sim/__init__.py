@@ -109,14 +109,24 @@ def driver_used() -> bool:
     return ext.driver_used()
 
 
+def trace_syncs(on: bool = True) -> None:
+    """Keep the host syncs from now on, for `traced_syncs`."""
+    ext.trace_syncs(on)
+
+
+def traced_syncs() -> list[Sync]:
+    """Those kept since the last call."""
+    return [Sync(*each) for each in ext.traced_syncs()]
+
+
 @contextlib.contextmanager
 def tracing_syncs() -> Iterator[list[Sync]]:
     """The host syncs within the block, filled in at its end."""
     syncs: list[Sync] = []
-    ext.traced_syncs()
-    ext.trace_syncs(True)
+    traced_syncs()
+    trace_syncs()
     try:
         yield syncs
     finally:
-        ext.trace_syncs(False)
-        syncs += [Sync(*each) for each in ext.traced_syncs()]
+        trace_syncs(False)
+        syncs += traced_syncs()

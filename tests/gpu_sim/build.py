@@ -3,8 +3,10 @@
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +16,17 @@ import sys
 from torch.utils.cpp_extension import load
 load(name="gpu_sim_device", sources=sys.argv[2:], build_directory=sys.argv[1], extra_cflags=["-O1", "-g0", "-w"])
 """
+
+
+def missing() -> str | None:
+    """What this machine lacks to compile it, or None."""
+    if sys.platform != "linux":
+        return f"the simulated device is for Linux, and this is {sys.platform}"
+    if not shutil.which(os.environ.get("CXX", "c++")):
+        return "the simulated device needs a C++ compiler, and there is none"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "the simulated device needs Python's headers (python3-dev), and they are not here"
+    return None
 
 
 def library() -> Path:
@@ -47,3 +60,7 @@ def library() -> Path:
             raise RuntimeError(f"the simulated device could not be compiled:\n{done.stdout[-6000:]}")
         os.replace(scratch / made.name, made)
     return made
+
+
+if __name__ == "__main__":
+    print(missing() or f"the simulated GPUs are ready: {library().name}")
