@@ -66,11 +66,12 @@ def main() -> None:
         this_machine.measured_on("torch", "accelerate", "deepspeed"), "",
         "`python benchmarks/gpu_races.py`", "",
         f"## Planted mistakes: {caught} of {len(mistakes)} named by the line that makes them", "",
-        "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same work is "
-        "done right.", "", "| # | mistake | found as | line named | alarms when right |", "|---|---|---|---|---|", *mistakes, "",
+        "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same work "
+        "is done right.", "",
+        "| # | mistake | found as | line named | alarms when right |", "|---|---|---|---|---|", *mistakes, "",
         "## Engines that are right", "",
-        "One small transformer, four steps, on simulated GPUs; alarms with results as late as can be, and arriving at moments "
-        "drawn from two seeds. Apart: the largest relative difference of a loss from one process on the CPU.", "",
+        "One small transformer, four steps, on simulated GPUs; alarms with results as late as can be, and arriving at "
+        "moments drawn from two seeds. Apart: the largest relative difference of a loss from one process on the CPU.", "",
         "| engine | ranks | kernels of all ranks | alarms | losses apart |", "|---|---|---|---|---|", *engines, ""])
     write_text(ROOT / "benchmarks" / "gpu-races.md", text)
     print(text)
