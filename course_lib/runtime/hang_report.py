@@ -126,7 +126,7 @@ def read_reports(folder: str | Path) -> list[HangReport]:
                        for state in content["states"])
         found.append(HangReport(content["rank"], content["seconds"],
                                 tuple(Verdict(**verdict) for verdict in content["verdicts"]), states,
-                                content["stacks"], content["backend_error"]))
+                                content["stacks"], content.get("backend_error")))
     return sorted(found, key=lambda report: report.rank)
 
 
