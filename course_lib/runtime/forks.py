@@ -37,8 +37,9 @@ PLAN = "COURSE_PRELOAD"
 PRELOADED = ("torch.distributed", "torch._dynamo", "accelerate", "transformers")
 PROBE_SECONDS = 60.0
 
+_server: Any = forkserver._forkserver
 _clean = False  # whether this process came from the fork server
-_proven: set[int | None] = set()  # process ids of fork servers whose processes can train
+_proven: set[int] = set()  # process ids of fork servers whose processes can train
 _one_at_a_time = threading.Lock()
 
 
@@ -165,10 +166,9 @@ def arrive() -> None:
     global _clean
     _clean = True
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux: with the fork server, which ends with the last who holds this:
-    server = forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
+    if _server._forkserver_alive_fd is not None:
+        os.close(_server._forkserver_alive_fd)
+        _server._forkserver_alive_fd = None
 
 
 def start_clean(target: Callable[..., None], call: functools.partial, *args: Any) -> BaseProcess:
@@ -208,8 +208,7 @@ def serve() -> None:
     context.set_forkserver_preload(["course_lib.runtime.preload"])
     with _planned():
         forkserver.ensure_running()
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if server in _proven:
+    if _server._forkserver_pid in _proven:
         return
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_prove, args=(sender,))
@@ -224,7 +223,7 @@ def serve() -> None:
     process.join()
     if said != "ok":
         raise LaunchError(f"a new process cannot train here: {said}", 'use start_method="spawn"')
-    _proven.add(server)
+    _proven.add(_server._forkserver_pid)
 
 
 def _prove(sender: Connection) -> None:
@@ -249,7 +248,7 @@ def _planned() -> Iterator[None]:
     """Within it a fork server finds what to import: the engines, and what this process has of the course by now."""
     course = [name for name in sys.modules
               if name.startswith(("course_lib.", "transformers.models.")) and not name.endswith("__main__")]
-    planned = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    planned = {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in planned}
     os.environ.update(planned, **{PLAN: json.dumps({"modules": [*PRELOADED, *course], "environment": before})})
     try:

@@ -179,7 +179,7 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.5, devi
     """
     left, right = torch.randn(2, size, size, device=device).to(dtype)
     out = left @ right
-    synchronise = torch.cuda.synchronize if left.is_cuda else torch.mps.synchronize if left.is_mps else lambda: None
+    synchronise = (lambda: None) if left.is_cpu else torch.accelerator.synchronize
     fastest, end = float("inf"), time.perf_counter() + seconds
     while fastest == float("inf") or time.perf_counter() < end:
         synchronise()
