@@ -71,7 +71,8 @@ def main() -> None:
         "| # | mistake | found as | line named | alarms when right |", "|---|---|---|---|---|", *mistakes, "",
         "## Engines that are right", "",
         "One small transformer, four steps, on simulated GPUs; alarms with results as late as can be, and arriving at "
-        "moments drawn from two seeds. Apart: the largest relative difference of a loss from one process on the CPU.", "",
+        "moments drawn from two seeds. Apart: the largest relative difference of a loss from one process on the CPU.",
+        "",
         "| engine | ranks | kernels of all ranks | alarms | losses apart |", "|---|---|---|---|---|", *engines, ""])
     write_text(ROOT / "benchmarks" / "gpu-races.md", text)
     print(text)
