@@ -124,7 +124,7 @@ def hangs(step, ranks):
 
 @pytest.mark.parametrize(("step", "collective", "sequence"), [
     (all_reduces, "all_reduce", 2), (waits, "all_reduce", 2), (runs_ahead, "all_reduce", 201), (exchanges, None, 2),
-    (passes_on, "recv", 4), (reduces_in_backward, "all_reduce", None)])
+    (passes_on, None, 4), (reduces_in_backward, "all_reduce", None)])
 def test_the_culprit_alone_is_blamed_though_no_wait_holds_the_others_hosts_up(gpus, step, collective, sequence):
     reports, calls = gpus.run(hangs, step, 3, gpus=3)
     assert [report.rank for report in reports] == [0, 1, 2]
