@@ -41,7 +41,8 @@ def found_on(folder, ranks, runs):
         AcceleratorState._reset_state()
         GradientState._reset_state()
         run = parity.trace(parity.task(folder / name, ranks, **{"max_steps": STEPS, "device": "cuda"} | options))
-        found.append((run.losses, run.weights, [str(each) for each in gpu_sim.findings()]))
+        weights = {name: tensor.cpu() for name, tensor in run.weights.items()}
+        found.append((run.losses, weights, [str(each) for each in gpu_sim.findings()]))
     return found
 
 
@@ -60,7 +61,7 @@ def agree(ranks, wanted, from_step=0):
             assert max(abs(a - b) for a, b in zip(losses, wanted.losses[from_step:], strict=True)) < 2e-6
             if rank == 0:
                 assert weights.keys() == wanted.weights.keys()
-                assert max((weights[name].cpu() - wanted.weights[name]).abs().max() for name in weights) < 2e-6
+                assert max((weights[name] - wanted.weights[name]).abs().max() for name in weights) < 2e-6
 
 
 def whole_run(folder, options):

@@ -1,6 +1,5 @@
 """torch's own: ZeroRedundancyOptimizer for zero1, FSDP2 for the rest; and Accelerate's FSDP plugin."""
 
-import contextlib
 import inspect
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +18,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
 from course_lib.parallel.shards import Piece
 from course_lib.parallel.units import blocks
+from course_lib.training.engines.base import Engine
 from course_lib.training.engines.pieces import PieceEngine
 from course_lib.training.unwrapping import take_back_forward
 
@@ -51,6 +51,9 @@ class TorchZero1(_OnParameters):
         self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
         self.wrapped = self.accelerator.prepare(model)
         take_back_forward(model)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return Engine.accumulating(self, last)  # alone on a GPU the model is not wrapped, and has no no_sync()
 
     def step(self, max_norm: float) -> torch.Tensor:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -136,7 +139,7 @@ class AccelerateFSDP(TorchFSDP):
         return norm
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
+        return Engine.accumulating(self, last)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self.accelerator.backward(loss)
