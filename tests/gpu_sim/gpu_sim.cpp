@@ -209,19 +209,22 @@ static std::atomic<bool> trace_syncs{false};
 static std::mutex syncs_mutex;
 static std::vector<std::string> sync_names;
 // A GPU's own clock: each kernel takes GPU_SIM_KERNEL_US after the one before, while the host runs on; 1024 fit into the queue.
-static double kernel_seconds = [] { const char* us = std::getenv("GPU_SIM_KERNEL_US"); return us ? std::atof(us) * 1e-6 : 0.0; }();
+static double kernel_seconds() {  // read when the device is first used: a process forked from one with the library has its own
+  static double seconds = [] { const char* us = std::getenv("GPU_SIM_KERNEL_US"); return us ? std::atof(us) * 1e-6 : 0.0; }();
+  return seconds;
+}
 static std::mutex clock_mutex;
 static double gpu_until = 0;
 static double reached() {
-  if (kernel_seconds <= 0) return now_seconds();
+  if (kernel_seconds() <= 0) return now_seconds();
   std::lock_guard<std::mutex> lock(clock_mutex);
   return std::max(gpu_until, now_seconds());
 }
 static void launched() {
-  if (kernel_seconds <= 0) return;
+  if (kernel_seconds() <= 0) return;
   double ahead;
-  { std::lock_guard<std::mutex> lock(clock_mutex); gpu_until = std::max(gpu_until, now_seconds()) + kernel_seconds; ahead = gpu_until - now_seconds(); }
-  if (ahead > 1024 * kernel_seconds) std::this_thread::sleep_for(std::chrono::duration<double>(ahead - 1024 * kernel_seconds));
+  { std::lock_guard<std::mutex> lock(clock_mutex); gpu_until = std::max(gpu_until, now_seconds()) + kernel_seconds(); ahead = gpu_until - now_seconds(); }
+  if (ahead > 1024 * kernel_seconds()) std::this_thread::sleep_for(std::chrono::duration<double>(ahead - 1024 * kernel_seconds()));
 }
 static void host_sync(const char* what) {
   wait_until(reached());
