@@ -21,7 +21,6 @@ from course_lib.data.collating import moved, unpadded_rows
 from course_lib.modeling.masks import padding_known
 from course_lib.training.loss import loss_of_rows
 
-
 BATCHES = 64
 """Whose scores are brought to the host together: on a GPU it has to wait for them."""
 

@@ -185,7 +185,7 @@ class TrainerFrame(TrainerInterface):
         return every > 0 and self.state.step % every == 0
 
     def check_finite(self) -> None:
-        """Wait for the device; raise TrainingDiverged, on all processes, where a step since the start was not finite."""
+        """Wait for the device; raise TrainingDiverged, on all processes, where a step so far was not finite."""
         if step := int(self.first_bad_step):
             self.checkpoints_written()
             kept = checkpoint.in_order(self.output_dir)

@@ -1,4 +1,4 @@
-"""How fast a run trains: rows and tokens a second, and what share of the hardware's peak its model's FLOPs are (MFU)."""
+"""How fast a run trains: rows and tokens a second, and the share of the hardware's peak that its model uses (MFU)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -46,8 +46,8 @@ class Mail:
     def __init__(self, table: Schedule, group: dist.ProcessGroup | None, device: torch.device, forms: Forms,
                  kinds: Sequence[Any]):
         self.table, self.group, self.device, self.forms, self.kinds = table, group, device, forms, kinds
-        # What a form is told by: the host's memory where the group has a backend for it. On a GPU alone, both ends would
-        # wait until the device has done all that was queued.
+        # Forms are told by the hosts where the group has a backend for their memory: by the GPUs, both ends would wait
+        # until their device has done all that was queued.
         reached = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
         self._told_on = torch.device("cpu") if torch.device("cpu") in reached else device
         self._letters: dict[Action, Tensors] = {}
