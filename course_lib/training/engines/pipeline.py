@@ -30,7 +30,7 @@ from course_lib.training.optimization import parameter_groups
 from course_lib.training.precision import autocast
 
 
-def _for_stages(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _for_stages(batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """What every stage takes of a batch; see :class:`~course_lib.modeling.stages.Stage`."""
     found, unpadded = {name: batch[name] for name in ("input_ids", "attention_mask")}, unpadded_rows(batch)
     return found if unpadded is None else found | {"unpadded": torch.tensor(unpadded)}
