@@ -122,11 +122,12 @@ def sites_of_syncs(config):
 
 
 def test_under_deepspeed_nobody_waits_but_deepspeed(gpus):
-    """Its step asks for overflows, and a timer of its own synchronises; nothing of ours comes on top."""
+    """Its step asks the device for overflows; neither its timers nor anything of ours comes on top."""
     options = {"strategy": "zero1", "engine": "deepspeed"}
     for sites, syncs in gpus.run(run_on_gpus, sites_of_syncs, options, 2, gpus=2):
         assert len(sites) == syncs > 0
-        assert all("/deepspeed/" in site for site in sites), sites
+        assert {site.partition("/deepspeed/")[2] for site in sites} == {"runtime/utils.py",
+                                                                        "runtime/zero/stage_1_and_2.py"}
 
 
 def evaluation(config):
@@ -162,7 +163,7 @@ def evaluation(config):
 @pytest.mark.parametrize(("ranks", "options"), [(1, {"training_type": "basic"}), (2, {}),
                                                 (2, {"training_type": "pipeline"})])
 def test_an_evaluation_waits_at_its_end_and_not_for_each_batch(gpus, ranks, options):
-    """Losses, predictions and labels come down, each in one piece, and are added up there: not every GPU has float64."""
+    """Losses, predictions and labels come down, each in one piece, and are added up there: MPS has no float64."""
     options = options | {"max_eval_samples": 40, "eval_batch_size": 2}
     assert gpus.run(run_on_gpus, evaluation, options, ranks, gpus=ranks) == [(40, 3, [])] * ranks
 
