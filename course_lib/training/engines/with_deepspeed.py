@@ -43,6 +43,7 @@ def deepspeed_config(config: Config, precision: str, elements: int | None = None
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": config.parallel.offload != "none",
         "steps_per_print": 2**31 - 1,
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device twice a step
     }
 
 
