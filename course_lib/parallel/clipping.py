@@ -4,13 +4,11 @@ Between them stands the engine's own all-reduce. Each takes a handful of kernels
 one by one, the launches of a transformer's hundred gradients take longer than the work.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 
-def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements, a float32 scalar on ``device``; 0 where there are no gradients.
 
     ``nn.utils.get_total_norm`` would round each tensor's norm to the gradients' own dtype. On a CPU torch's norm keeps
@@ -22,7 +20,7 @@ def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square().sum().float()
 
 
-def scale_down_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+def scale_down_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiply gradients of that global norm so that it becomes at most ``max_norm``; in place, without a sync."""
     if gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -98,17 +98,16 @@ class FlatUnit:
 
     def collect(self) -> None:
         """Add the parameters' gradients to the flat one, in ``reduce_dtype``. A parameter without one adds zeros."""
-        arrived = [parameter for parameter in self.starts if parameter.grad is not None]
+        arrived = {parameter: parameter.grad for parameter in self.starts if parameter.grad is not None}
         is_first = self.gradient is None
-        if is_first:
+        if self.gradient is None:
             # Zeros in the padding, and where no gradient has come.
             make = torch.empty if len(arrived) == len(self.starts) and not self.has_padding else torch.zeros
             self.gradient = make(self.total, dtype=self.reduce_dtype, device=self.shard.device)
-        assert self.gradient is not None
         if arrived:
             runs = [self.gradient[self.starts[p] : self.starts[p] + p.numel()].view(p.shape) for p in arrived]
             move = torch._foreach_copy_ if is_first else torch._foreach_add_
-            move(runs, [parameter.grad for parameter in arrived])
+            move(runs, list(arrived.values()))
         for parameter in arrived:
             parameter.grad = None
 

@@ -69,12 +69,12 @@ class Bucket:
             self.sending = torch.empty_like(self.flat)
             self.sending[self.filled :].zero_()  # the padding
         into = {parameter: self.sending[self.runs[parameter]].view(parameter.shape) for parameter in parameters}
-        arrived = [parameter for parameter in parameters if parameter.grad is not None]
+        arrived = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         if arrived:
-            torch._foreach_copy_([into[parameter] for parameter in arrived], [p.grad for p in arrived])
-        for parameter in parameters:
-            if parameter.grad is None:
-                into[parameter].zero_()
+            torch._foreach_copy_([into[parameter] for parameter in arrived], list(arrived.values()))
+        for parameter, run in into.items():
+            if parameter not in arrived:
+                run.zero_()
             parameter.grad = None
         self.missing.difference_update(parameters)
 
