@@ -23,7 +23,7 @@ from course_lib.training.run import train
 
 pytestmark = pytest.mark.timeout(180)
 
-SECONDS, CULPRIT = 1.0, 1
+SECONDS, CULPRIT = 3.0, 1  # kernels are the CPU's here, and the cores may be taken
 RUN = {"model": "tiny-bert", "max_steps": 4, "max_train_samples": 60, "max_eval_samples": 16, "batch_size": 4,
        "eval_steps": 0, "save_steps": 0, "logging_steps": 4, "overwrite_output_dir": True, "progress_bar": False,
        "baselines": False, "keep_best": False, "tracker": "none", "max_length": 32, "mixed_precision": "no",
