@@ -33,7 +33,7 @@ def has_device(name):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "device"), zip(QUICK, ("cpu", "auto"), strict=True))
+@pytest.mark.parametrize(("name", "device"), [pytest.param(QUICK[0], "cpu", marks=pytest.mark.long), (QUICK[1], "auto")])
 def test_a_short_run(lesson, name, device):
     assert lesson(name, 2, device=device, **QUICK[name])
 
