@@ -233,9 +233,11 @@ class Metered(Callback):
                 return train_step(batches)
             with Meter(trainer.wrapped, trainer.optimizer, getattr(trainer.wrapped, "resident", None)) as meter:
                 result = train_step(batches)
-            # What attention's kernels save for the backward pass is their own affair.
+            # What attention's kernels save for the backward pass is their own affair; and on the CPU a buffer brought
+            # to the host is that buffer, which the step may return.
             peak = {kind: size for kind, size in meter.peak.items() if kind != "activations"}
-            self.found |= {"peak": peak, "resident": meter.resident, "waits": len(meter._waits),
+            resident = {kind: size for kind, size in meter.resident.items() if kind != "communication buffers"}
+            self.found |= {"peak": peak, "resident": resident, "waits": len(meter._waits),
                            "spans": {(span.kind, span.name) for span in meter.timeline},
                            "collectives": [(c.name, c.bytes, c.dtype, c.ranks, c.sent) for c in meter.collectives],
                            "ends": all(meter.start <= c.start <= c.end <= meter.end for c in meter.collectives)}
