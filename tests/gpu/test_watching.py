@@ -233,10 +233,10 @@ class Metered(Callback):
                 return train_step(batches)
             with Meter(trainer.wrapped, trainer.optimizer, getattr(trainer.wrapped, "resident", None)) as meter:
                 result = train_step(batches)
-            # What attention's kernels save for the backward pass is their own affair; and on the CPU a buffer brought
-            # to the host is that buffer, which the step may return.
+            # What attention's kernels save for the backward pass is their own affair; and what the step returns on the
+            # CPU may be such a buffer itself, where a GPU's is copied to the host.
             peak = {kind: size for kind, size in meter.peak.items() if kind != "activations"}
-            resident = {kind: size for kind, size in meter.resident.items() if kind != "communication buffers"}
+            resident = {kind: meter.resident[kind] for kind in ("parameters", "gradients", "optimizer states")}
             self.found |= {"peak": peak, "resident": resident, "waits": len(meter._waits),
                            "spans": {(span.kind, span.name) for span in meter.timeline},
                            "collectives": [(c.name, c.bytes, c.dtype, c.ranks, c.sent) for c in meter.collectives],
