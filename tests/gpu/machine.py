@@ -75,7 +75,7 @@ class Machine:
 
     def end(self) -> None:
         self.connection.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def _serve(connection: Connection) -> None:
