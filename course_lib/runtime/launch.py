@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 from accelerate import launchers, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
@@ -136,13 +135,10 @@ def _start(job: Job, num_processes: int, start_method: str) -> None:
                 notebook_launcher(lambda: job(int(os.environ["RANK"])), num_processes=num_processes,
                                   use_port=str(job.port))
         else:
-            # As torch's elastic launcher has it: the ranks meet here, not at rank 0, which may be the one that fails.
-            meeting_place = TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
             with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():
                 ranks = start_processes(job, nprocs=num_processes, join=False, start_method=start_method)
             while not ranks.join():
                 pass
-            del meeting_place
 
 
 @contextlib.contextmanager
