@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test long quick check lab notebooks exercises pins clean
+.PHONY: help setup train test gpu long quick check lab notebooks exercises pins clean
 
 help:  ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -24,9 +24,13 @@ ALONE := $(addprefix tests/distributed/test_,meter.py pipeline_lab.py) \
     $(addprefix tests/notebooks/test_,01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
 
 test: check  ## everything that needs no GPU: linters, types, all tests
-	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
+	$(BIN)/python tests/gpu_sim/build.py
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/gpu tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
 	    $(ALONE:%=--ignore=%) -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 	$(BIN)/pytest $(ALONE) --durations 15
+
+gpu: setup  ## what runs on the GPUs here: a report to attach to an issue; everything with ARGS=--full
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 long: setup  ## more cases of what `make test` shows
 	$(BIN)/pytest -m long

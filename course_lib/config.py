@@ -208,6 +208,10 @@ def _check_parallel(config: Config) -> None:
     if parallel.offload != "none" and engine not in ("deepspeed", "accelerate") and strategy != "fsdp":
         raise ConfigError(f"offload {parallel.offload} is not in engine {engine} with {strategy}",
                           "use --engine deepspeed, or --strategy fsdp --engine torch")
+    if parallel.offload != "none" and engine == "deepspeed" and config.optim.optimizer != "adamw":
+        # Accelerate would put DeepSpeed's Adam in its place (accelerate.utils.map_pytorch_optim_to_deepspeed).
+        raise ConfigError(f"DeepSpeed steps on the host by AdamW alone, and the optimizer is {config.optim.optimizer}",
+                          "use --optimizer adamw, or --strategy fsdp --engine torch")
     if parallel.offload == "parameters" and strategy in ("zero1", "zero2"):
         raise ConfigError(f"{strategy} keeps whole parameters, so they cannot be offloaded",
                           "use --offload optimizer, or --strategy zero3")

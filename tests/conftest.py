@@ -1,4 +1,7 @@
-"""The environment of every test: offline, on the CPU, and blind to what a developer has cached or launched."""
+"""The environment of every test: offline, on the CPU, and blind to what a developer has cached or launched.
+
+GPU_TESTS=hardware leaves the GPUs in sight: `make gpu` runs tests/gpu so.
+"""
 
 import os
 import shutil
@@ -14,7 +17,8 @@ for name in list(os.environ):
 
 os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false",
                   MPLBACKEND="Agg", COURSE_TRACKER="none")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+if os.environ.get("GPU_TESTS") != "hardware":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 def pytest_unconfigure():

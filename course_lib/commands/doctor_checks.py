@@ -21,7 +21,6 @@ from course_lib.runtime.machine import Machine
 GIB = 2**30
 QUICKSTART_MEMORY = 3 * GIB  # two ranks of 1.1 GiB each, and what started them
 QUICKSTART_DISK = 2 * GIB  # three checkpoints of MiniLM with AdamW's state, and the model
-SHARED_MEMORY = GIB
 
 
 class Finding(NamedTuple):
@@ -83,10 +82,11 @@ def _disk(_: Machine) -> Finding:
 def _shared_memory(here: Machine) -> Finding:
     if not os.path.isdir("/dev/shm"):
         return Finding("ok", f"{here.os} has no /dev/shm and needs none")
-    size = shutil.disk_usage("/dev/shm").free
-    if size < SHARED_MEMORY:
+    size = machine.shared_memory()
+    if size < machine.SHARED_MEMORY:
         return Finding("slow", f"/dev/shm has {size / 2**20:.0f} MiB free: --num_workers above 0, NCCL and DeepSpeed "
-                       "may run out of it", "start the container with --shm-size=2g, or keep --num_workers 0")
+                       "may run out of it, so ranks on GPUs start no workers by themselves",
+                       "start the container with --shm-size=2g")
     return Finding("ok", f"/dev/shm has {gib(size)} free")
 
 

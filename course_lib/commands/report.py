@@ -26,8 +26,10 @@ def print_summary(config: Config, summary: dict[str, Any]) -> None:
                                   f"{pipeline['pipeline_chunks']} micro-batches, "
                                   f"{pipeline['predicted_bubble']:.0%} idle by the simulator")
         facts.add_row("", pipeline["split"][-1])
+    mfu = f", MFU {train['mfu']:.1%} {train['mfu_note']}" if train["mfu"] is not None else ""
     facts.add_row("training", f"{train['steps']} steps, {train['seconds']:.0f} s, "
-                              f"{train['samples_per_second']:.0f} samples/s")
+                              f"{train['samples_per_second']:.0f} samples/s, "
+                              f"{train['tokens_per_second']:,.0f} tokens/s{mfu}")
     facts.add_row("peak memory", memory)
     facts.add_row("model", summary["model_dir"])
     console.print(facts)

@@ -45,13 +45,20 @@ class DataConfig(Strict):
     group_by_length: bool = True
     """Build global batches of examples of similar length: less padding, the same number of steps."""
     pad_to_multiple_of: Positive | None = None
-    """Round the padded length up to a multiple (8 helps GPU tensor cores)."""
+    """Round the padded length up to a multiple; default: 8 on GPUs, whose tensor cores multiply in eights, where \
+lengths vary; else 1."""
     dynamic_padding: bool = True
     """Pad to the longest row of a micro-batch; otherwise always to max_length."""
-    num_workers: NotNegative = 0
-    """Worker processes that collate batches, a rank."""
+    num_workers: NotNegative | None = None
+    """Worker processes that collate batches, a rank; default: on GPUs up to 4, as far as the machine has cores and \
+shared memory for them; on CPUs 0, as the ranks fill the cores."""
     pin_memory: bool = True
     """Collate into page-locked memory where there is a GPU."""
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether all batches are as long: blocks of a language model, or rows that are padded to max_length."""
+        return self.task == "causal_lm" or not self.dynamic_padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +72,8 @@ class ModelConfig(Strict):
     activation_checkpointing: bool = False
     """Recompute activations in backward rather than keep them."""
     torch_compile: bool = False
-    """Compile the model with torch.compile before training."""
+    """Compile each block of the model with torch.compile before it is sharded; for fixed shapes where all rows are of \
+one length (causal_lm, or dynamic_padding false), else for any."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation; auto is sdpa where the model has it."""
 
@@ -110,6 +118,9 @@ class RunConfig(Strict):
     """Kind of device to train on; auto takes a GPU where there is one."""
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
     """Autocast dtype; `auto` is bf16 where the hardware multiplies it natively, else no."""
+    tf32: Literal["auto", "on", "off"] = "auto"
+    """Let GPUs round the operands of float32 matrix products to 10 bits (TF32), several times as fast; auto does so \
+under bf16 and fp16, and not where mixed_precision is no, which asks for float32."""
     num_epochs: Annotated[float, Gt(0)] = 3
     """Passes over the training split; may be a fraction."""
     max_steps: Positive | None = None

@@ -15,6 +15,8 @@ ENGINES = {
     "fsdp": ("torch", "scratch", "accelerate"),
 }
 """Engines that carry each strategy out, the default one first."""
+BUCKET_MB = 25.0
+"""Of torch's DDP, and of what the course has built itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,12 @@ parameters too (zero3, fsdp)."""
     engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
     """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
 deepspeed for zero, scratch for pipelines, else torch."""
-    bucket_mb: Annotated[float, Gt(0)] = 25.0
-    """Gradients that travel together, in MiB."""
+    bucket_mb: Annotated[float, Gt(0)] | None = None
+    """Gradients that travel together, in MiB; default: 25, and for DeepSpeed its own 500 million elements, or an \
+eighth of a smaller model."""
+    lean_buffers: bool = False
+    """Let DeepSpeed hold and send what the formulas of lesson 05 count: buckets of 25 MiB, no parameter whole on \
+every rank, nothing kept for its next use. By default it takes memory for speed."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """State kept in the host's memory rather than the GPU's (deepspeed and torch)."""
     shard_group_size: Positive | None = None
@@ -38,6 +44,11 @@ deepspeed for zero, scratch for pipelines, else torch."""
     def chosen_engine(self) -> str:
         """The engine named, or the strategy's default."""
         return self.engine or ENGINES[self.strategy][0]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_mb`` in bytes."""
+        return round((self.bucket_mb or BUCKET_MB) * 2**20)
 
 
 @dataclass(frozen=True, kw_only=True)

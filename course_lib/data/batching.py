@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import datasets
+import joblib
 import numpy as np
 import pyarrow as pa
 import torch
@@ -19,7 +20,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from course_lib.data.cache import column
 from course_lib.data.ordering import PART, EpochBatches, lengths_of
 from course_lib.data.processing import Collator
+from course_lib.runtime.machine import SHARED_MEMORY, shared_memory
 from course_lib.runtime.seeding import seed_worker
+
+MOST_WORKERS = 4
+"""Of a rank's loader, by default."""
 
 
 class RowKey(NamedTuple):
@@ -172,17 +177,44 @@ class Rows(Dataset[dict[str, Any]]):
         return len(self.dataset)
 
 
+def workers(chosen: int | None, device_type: str, ranks: int) -> int:
+    """How many worker processes a rank's loader has: as chosen, or else what suits the device.
+
+    A rank that drives a GPU does no arithmetic, and what it spends on collating the GPU waits for: it leaves that to up
+    to four workers, and keeps one core to itself. A rank on a CPU computes on its cores, and workers would take them
+    away. A worker hands its batches over in shared memory, of which a container may have too little; then there are
+    none (``course doctor`` says so).
+
+    Args:
+        chosen: the option ``num_workers``.
+        device_type: `cpu`, `cuda` or `mps`.
+        ranks: of the run on this machine, which share its cores.
+    """
+    if chosen is not None:
+        return chosen
+    if device_type != "cuda" or shared_memory() < SHARED_MEMORY:
+        return 0
+    return max(0, min(MOST_WORKERS, joblib.cpu_count() // ranks - 1))
+
+
 def training_loader(dataset: datasets.Dataset, sampler: GlobalBatchSampler, collator: Collator,
                     num_workers: int = 0, pin_memory: bool = False, rank: int = 0) -> DataLoader:
-    """A loader of micro-batches in the sampler's order; the rank decides its workers' random streams."""
+    """A loader of micro-batches in the sampler's order; the rank decides its workers' random streams.
+
+    Workers stay from one epoch to the next, and hold two batches each ready. They may be forked from a process that
+    uses CUDA: what they run, :class:`Rows` and the collator, is Arrow, NumPy and tensors on the CPU.
+    """
     return DataLoader(Rows(dataset, sampler.seed, rank), batch_sampler=sampler, collate_fn=collator,
                       num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator(),
-                      worker_init_fn=expect_readers_end)
+                      worker_init_fn=expect_readers_end, persistent_workers=num_workers > 0)
 
 
 def evaluation_loader(dataset: datasets.Dataset, batch_size: int, collator: Collator, seed: int,
                       num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
-    """A loader that gives every row once; masks for masked language modelling are those of epoch 0."""
+    """A loader that gives every row once; masks for masked language modelling are those of epoch 0.
+
+    Its workers end with each evaluation: a run has a loader for every split, and seldom uses them.
+    """
     return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(column(dataset, "length")),
                       collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator(),
                       worker_init_fn=expect_readers_end)

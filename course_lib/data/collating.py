@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,6 +14,34 @@ IGNORE = -100
 
 KEEP, RANDOM = 0.1, 0.1
 """Shares of the predicted tokens that stay as they are, and that another token replaces (BERT)."""
+
+
+class Batch(dict[str, torch.Tensor]):
+    """The tensors of a batch by name, and what its maker knew of them without looking.
+
+    Loaders that pin it and move it (torch's and Accelerate's) keep what it knows.
+
+    Attributes:
+        unpadded: for each row whether it has no padding; None where that is not known.
+    """
+
+    unpadded: tuple[bool, ...] | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The batch on a device; ``non_blocking``: from pinned memory, without waiting for it."""
+        moved = type(self)({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()})
+        moved.unpadded = self.unpadded
+        return moved
+
+
+def moved(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch of any kind on a device, with what it knows; from pinned memory without waiting."""
+    return (batch if isinstance(batch, Batch) else Batch(batch)).to(device, non_blocking=True)
+
+
+def unpadded_rows(batch: Mapping[str, torch.Tensor]) -> tuple[bool, ...] | None:
+    """What a batch of any kind knows of its rows' padding, see :class:`Batch`."""
+    return batch.unpadded if isinstance(batch, Batch) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +75,7 @@ class Collator:
         flags[self.ordinary] = True
         return flags
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """`input_ids` and `attention_mask` int64 [B, L]; `labels` int64 [B] for classification, else [B, L].
 
         Labels are IGNORE where nothing is predicted. In causal language modelling they are the tokens themselves, not
@@ -72,8 +100,10 @@ class Collator:
                      for row, ids in zip(rows, tokens, strict=True)]
             input_ids[real], labels[real] = self.mask(input_ids[real], lengths, seeds)
         labels[ignored] = IGNORE
-        batch = {"input_ids": input_ids, "attention_mask": real.astype(np.int64), "labels": labels}
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+        arrays = {"input_ids": input_ids, "attention_mask": real.astype(np.int64), "labels": labels}
+        batch = Batch({name: torch.from_numpy(array) for name, array in arrays.items()})
+        batch.unpadded = tuple((lengths == real.shape[1]).tolist())
+        return batch
 
     def _width(self, longest: int) -> int:
         width = max(longest, self.pad_to or 0)

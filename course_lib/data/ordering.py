@@ -80,6 +80,15 @@ class EpochBatches(Sequence[np.ndarray]):
         return [batches[i] for i in random.permutation(len(batches))]
 
 
+def lengths_at(lengths: Sequence[int] | pa.ChunkedArray, rows: np.ndarray) -> np.ndarray:
+    """Tokens of some rows, by number and in any order; int64."""
+    # One by one: Arrow's take joins the pieces of a long column anew for each call.
+    found = (lengths[row] for row in rows.tolist())
+    if isinstance(lengths, pa.ChunkedArray):
+        found = (each.as_py() for each in found)
+    return np.fromiter(found, np.int64, len(rows))
+
+
 def lengths_of(lengths: Sequence[int] | pa.ChunkedArray, first: int, end: int) -> np.ndarray:
     """Tokens of some rows that follow each other."""
     return np.asarray(lengths.slice(first, end - first) if isinstance(lengths, pa.ChunkedArray) else lengths[first:end])

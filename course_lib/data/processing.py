@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Collator", "DataProcessor", "ProcessedData", "as_torch"]
 
+TENSOR_CORES = 8
+"""Products of 16-bit matrices are fastest on GPUs where their sizes are multiples of this."""
 FEATURES = datasets.Features({"input_ids": datasets.List(datasets.Value("int32")), "length": datasets.Value("int32")})
 
 
@@ -72,18 +74,20 @@ class DataProcessor:
         labels = [column_digest(rows, "labels") for rows in splits.values() if classifies]
         return ProcessedData(splits, data.label_names, self.config.task, digest(keys, data.label_names, labels))
 
-    def collator(self) -> Collator:
-        """What makes batches of the rows.
+    def collator(self, device_type: str = "cpu") -> Collator:
+        """What makes batches of the rows, for that kind of device.
 
         Raises:
             ModelError: the tokenizer lacks a token that the task needs.
         """
-        config, ordinary = self.config, None
+        config, ordinary, multiple = self.config, None, self.config.pad_to_multiple_of
+        if multiple is None and device_type == "cuda" and not config.has_one_length:
+            multiple = TENSOR_CORES
         if config.task == "masked_lm":
             ordinary = np.array(sorted(set(self.tokenizer.get_vocab().values()) - set(self.tokenizer.all_special_ids)))
         return Collator(
             config.task, self._token("pad"), self.tokenizer.padding_side,
-            pad_to=None if config.dynamic_padding else self.max_length, pad_to_multiple_of=config.pad_to_multiple_of,
+            pad_to=None if config.dynamic_padding else self.max_length, pad_to_multiple_of=multiple,
             max_positions=self.max_positions, mlm_probability=config.mlm_probability,
             mask_token_id=self._token("mask") if config.task == "masked_lm" else None, ordinary=ordinary)
 

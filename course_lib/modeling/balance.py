@@ -1,8 +1,8 @@
 """What each unit of a model costs, and how to deal units out to stages so that the dearest stage costs least."""
 
+import contextlib
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.errors import ConfigError
+from course_lib.runtime.clock import Clock, Stamp
 
 
 def deal_out(costs: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -59,31 +60,75 @@ def count_flops(model: nn.Module, front: Sequence[str], blocks: Sequence[str], l
         length: tokens.
     """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # others hide the scores
-        _forward(model, length)
+        _forward(model, length, next(model.parameters()).device)
     counts = {name.partition(".")[2]: sum(each.values()) for name, each in counter.get_flop_counts().items()}
     before, within = sum(counts.get(name, 0) for name in front), [float(counts[name]) for name in blocks]
     return [float(before), *within, counter.get_total_flops() - before - sum(within)]
 
 
-def measure_seconds(model: nn.Module, blocks: Sequence[str], length: int, tries: int = 5) -> list[float]:
-    """Seconds of one sequence's forward on the CPU, by the same units; the shortest of some tries."""
-    marks: list[float] = []
+def measure_seconds(model: nn.Module, blocks: Sequence[str], length: int, device: torch.device,
+                    tries: int = 5) -> list[float]:
+    """Seconds of one sequence's forward on a device, by the same units; the shortest of some tries.
+
+    A block is lent to the device for its own forward, and all else for the whole: the model may be too large for it.
+
+    Args:
+        model: takes ``input_ids``; left where it is.
+    """
+    clock = Clock(device)
     modules = [model.get_submodule(name) for name in blocks]
-    handles = [block.register_forward_pre_hook(lambda *_: marks.append(time.perf_counter())) for block in modules]
-    handles.append(modules[-1].register_forward_hook(lambda *_: marks.append(time.perf_counter())))
+    inside = {id(each) for block in modules for each in _held(block)}
+    spans: list[tuple[Stamp, Stamp]] = []
+    since: list[Stamp] = []
+    lent = contextlib.ExitStack()
+
+    def begin(block: nn.Module, _: object) -> None:
+        if not spans:
+            spans.append((since.pop(), clock.stamp()))
+        lent.enter_context(_on(device, _held(block)))
+        since[:] = [clock.stamp()]
+
+    def end(*_: object) -> None:
+        spans.append((since.pop(), clock.stamp()))
+        lent.close()
+        since[:] = [clock.stamp()]
+
+    handles = [hook for block in modules
+               for hook in (block.register_forward_pre_hook(begin), block.register_forward_hook(end))]
     tried = []
-    for _ in range(tries):
-        marks[:] = [time.perf_counter()]
-        _forward(model, length)
-        marks.append(time.perf_counter())
-        tried.append([end - start for start, end in itertools.pairwise(marks)])
+    with _on(device, [each for each in _held(model) if id(each) not in inside]), lent:
+        for turn in range(tries + 1):
+            spans.clear()
+            since[:] = [clock.stamp()]
+            _forward(model, length, device)
+            spans.append((since.pop(), clock.stamp()))
+            clock.settle()
+            if turn:  # the first loads kernels
+                tried.append([clock.seconds(after) - clock.seconds(before) for before, after in spans])
     for handle in handles:
         handle.remove()
     return [min(unit) for unit in zip(*tried, strict=True)]
 
 
-def _forward(model: nn.Module, length: int) -> None:
+def _held(module: nn.Module) -> list[torch.Tensor]:
+    """A module's parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+@contextlib.contextmanager
+def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Tensors on a device for a while, and then as they were."""
+    before = [each.data for each in tensors]
+    for each in tensors:
+        each.data = each.data.to(device)
+    try:
+        yield
+    finally:
+        for each, data in zip(tensors, before, strict=True):
+            each.data = data
+
+
+def _forward(model: nn.Module, length: int, device: torch.device) -> None:
     """One sequence of the same token, without gradients."""
-    device = next(model.parameters()).device
     with torch.no_grad():
         model(input_ids=torch.ones(1, length, dtype=torch.long, device=device))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from course_lib.errors import ConfigError, nearest
 from course_lib.modeling import balance
+from course_lib.modeling.masks import padding_known
 from course_lib.parallel.units import blocks
 
 EMBEDDINGS, HEAD = "embeddings", "head"
@@ -93,12 +94,14 @@ class Split:
         return "\n".join([*lines, f"the dearest stage has {self.excess:.1%} more than the mean"])
 
 
-def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int = 128) -> Split:
+def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int = 128,
+                 device: torch.device | None = None) -> Split:
     """Cut a model so that the dearest stage costs least; embeddings and head count too.
 
     Args:
-        by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the CPU.
+        by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the device, where ranks may differ.
         length: tokens of the sequence that flops and seconds are found with, or as many as the model can place.
+        device: that the stages will run on; None for where the model is.
     Raises:
         ConfigError: a model that cannot be cut, or not into so many stages.
     """
@@ -110,7 +113,7 @@ def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int =
         front = [f"{prefix}.{name}" for name in (layout.embedding, *layout.added, *layout.front)]
         costs = balance.count_flops(model, front, names, length)
     elif by == "seconds":
-        costs = balance.measure_seconds(model, names, length)
+        costs = balance.measure_seconds(model, names, length, device or next(model.parameters()).device)
     else:
         raise ConfigError(f"cannot balance by `{by}`", "choose from flops, parameters, seconds")
     return Split((EMBEDDINGS, *names, HEAD), balance.deal_out(costs, stages), tuple(costs), by)
@@ -163,7 +166,8 @@ def parse_spec(text: str) -> dict[str, str]:
 class Stage(nn.Module):
     """One stage; the first takes ``**batch``, the others what the stage before returned, and ``**batch``.
 
-    All of them are given the batch's ``input_ids`` and ``attention_mask``; see :func:`cut`.
+    All of them are given the batch's ``input_ids`` and ``attention_mask``; see :func:`cut`. They may be given
+    ``unpadded`` besides, bool [B] in the host's memory, true for rows without padding: then no stage asks its device.
 
     Attributes:
         model: the model with only this stage's parameters, under the model's own names.
@@ -180,11 +184,13 @@ class Stage(nn.Module):
         if not self.first:
             (self._received[0].hidden,) = received
             batch.pop("token_type_ids", None)  # they belong to the embeddings
+        unpadded = batch.pop("unpadded", None)
         try:
-            if self.last:
-                return self.model(**batch, **self._options).logits
-            base: Any = self.model.base_model
-            return base(**batch, **self._options).last_hidden_state
+            with padding_known(None if unpadded is None else unpadded.tolist()):
+                if self.last:
+                    return self.model(**batch, **self._options).logits
+                base: Any = self.model.base_model
+                return base(**batch, **self._options).last_hidden_state
         finally:
             self._received[0].hidden = None
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from course_lib.errors import ConfigError
+from course_lib.runtime import joining
 
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.PRODUCT: torch.mul,
@@ -159,13 +160,13 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
         ConfigError: a rank outside the group.
     """
     rank, ranks = _place(group)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = joining.device_of(group)
     token = torch.ones(1, dtype=torch.uint8, device=device)
     distance = 1
     while distance < ranks:
         _exchange(token, (rank + distance) % ranks, torch.empty_like(token), (rank - distance) % ranks, group)
         distance *= 2
-    if device == "cuda":
+    if device.type == "cuda":
         torch.cuda.current_stream().synchronize()
 
 
@@ -195,11 +196,15 @@ def _check_fit(name: str, rank: int, listed: Tensor, own: Tensor) -> None:
 def _exchange(sent: Tensor, to: int, received: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
     """Send to one rank and receive from another at the same time, so that a ring of senders does not lock up.
 
-    Nothing travels for an empty tensor: both ends know its shape.
+    Nothing travels for an empty tensor: both ends know its shape. But on GPUs a byte does, since a batch may be the
+    group's first call, which all its ranks have to make (torch.distributed.batch_isend_irecv).
     """
     landing = received.contiguous()
-    messages = [dist.P2POp(dist.isend, sent.contiguous(), group=group, group_peer=to),
-                dist.P2POp(dist.irecv, landing, group=group, group_peer=source)]
+    letters = [sent.contiguous(), landing]
+    if sent.is_cuda:
+        letters = [each if each.numel() else each.new_empty(1, dtype=torch.uint8) for each in letters]
+    messages = [dist.P2POp(dist.isend, letters[0], group=group, group_peer=to),
+                dist.P2POp(dist.irecv, letters[1], group=group, group_peer=source)]
     messages = [message for message in messages if message.tensor.numel()]
     for work in dist.batch_isend_irecv(messages) if messages else []:
         work.wait()

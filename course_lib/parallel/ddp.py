@@ -225,7 +225,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     """Replace gradients by their mean over a group, in buckets, after the last backward.
 
     For where backwards come in pieces and none is the last by itself, as in a pipeline; :class:`DataParallel` sends
-    each bucket as soon as it is full. A collective call: all ranks lack the same gradients.
+    each bucket as soon as it is full. So none of it hides behind computing: it could in the drain of the pipeline, for
+    which schedules would need an action of its own. A collective call: all ranks lack the same gradients.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sent = []
@@ -235,8 +236,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     for work, flat, together in sent:
         work.wait()
         flat /= dist.get_world_size(group)
-        for gradient, mean in zip(together, flat.split([each.numel() for each in together]), strict=True):
-            gradient.copy_(mean.view(gradient.shape))
+        means = flat.split([each.numel() for each in together])
+        torch._foreach_copy_(together, [mean.view_as(own) for own, mean in zip(together, means, strict=True)])
 
 
 def in_buckets(tensors: Iterable[AnyTensor], first_bytes: int, bytes_each: int) -> list[list[AnyTensor]]:

@@ -29,6 +29,7 @@ class FlatUnit:
         self.trainable = parameters[0].requires_grad
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.total, starts = self.lay_out(parameters)
+        self.has_padding = self.total > sum(parameter.numel() for parameter in parameters)
         whole = parameters[0].new_zeros(self.total, requires_grad=False)
         self.flat = whole.to(param_dtype or whole.dtype)
         self.reduce_dtype = reduce_dtype or self.flat.dtype
@@ -97,12 +98,18 @@ class FlatUnit:
 
     def collect(self) -> None:
         """Add the parameters' gradients to the flat one, in ``reduce_dtype``. A parameter without one adds zeros."""
+        arrived = {parameter: parameter.grad for parameter in self.starts if parameter.grad is not None}
+        is_first = self.gradient is None
         if self.gradient is None:
-            self.gradient = torch.zeros(self.total, dtype=self.reduce_dtype, device=self.shard.device)
-        for parameter, start in self.starts.items():
-            if parameter.grad is not None:
-                self.gradient[start : start + parameter.numel()].add_(parameter.grad.flatten())
-                parameter.grad = None
+            # Zeros in the padding, and where no gradient has come.
+            make = torch.empty if len(arrived) == len(self.starts) and not self.has_padding else torch.zeros
+            self.gradient = make(self.total, dtype=self.reduce_dtype, device=self.shard.device)
+        if arrived:
+            runs = [self.gradient[self.starts[p] : self.starts[p] + p.numel()].view(p.shape) for p in arrived]
+            move = torch._foreach_copy_ if is_first else torch._foreach_add_
+            move(runs, list(arrived.values()))
+        for parameter in arrived:
+            parameter.grad = None
 
     def reduce_scatter(self) -> "Reduction":
         """Begin to sum the flat gradient over the ranks; each receives its own 1/N."""
@@ -122,6 +129,10 @@ class Reduction:
         """Wait for it, average, and add to the gradients of the unit's pieces."""
         self.work.wait()
         mean = self.mine.to(self.unit.shard.dtype).div_(self.unit.world)
-        for parameter, piece in self.unit.pieces.items():
-            part = mean[self.unit.runs[parameter]]
-            piece.data.grad = part if piece.data.grad is None else piece.data.grad.add_(part)
+        parts = [(piece.data, mean[self.unit.runs[parameter]]) for parameter, piece in self.unit.pieces.items()]
+        before = [(own.grad, part) for own, part in parts if own.grad is not None]
+        if before:
+            torch._foreach_add_(*map(list, zip(*before, strict=True)))
+        for own, part in parts:
+            if own.grad is None:
+                own.grad = part

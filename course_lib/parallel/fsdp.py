@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from course_lib.errors import ModelError
 from course_lib.parallel import units as partition
 from course_lib.parallel.agreement import Unchanged, check_ranks_agree
+from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.flat import FlatUnit, Reduction
 from course_lib.parallel.shards import Piece, check_elementwise, names_of, repoint
 
@@ -208,15 +209,13 @@ class FullyShardedDataParallel(nn.Module):
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
         pieces = [p.data.grad for unit in self.units for p in unit.pieces.values() if p.data.grad is not None]
         whole = [parameter.grad for parameter in self.ignored if parameter.grad is not None]
-        square = torch.zeros((), device=next(iter(self.names)).device)
-        for gradient in pieces:
-            square += gradient.float().square().sum()
+        device = next(iter(self.names)).device
+        square = sum_of_squares(pieces, device)
         dist.all_reduce(square, group=self.group)
-        for gradient in whole:
-            square += gradient.float().square().sum()
+        if whole:
+            square += sum_of_squares(whole, device)  # all ranks hold them alike
         norm = square.sqrt()
-        for gradient in pieces + whole:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_down_(pieces + whole, norm, max_norm)
         return norm
 
     def step(self) -> None:

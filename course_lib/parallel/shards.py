@@ -4,8 +4,10 @@ A split parameter is flattened, and a rank holds one run of its elements. That i
 checkpoint or another number of ranks has to know.
 """
 
-from collections.abc import Mapping
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
+from course_lib.runtime import joining
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta,
                torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
@@ -90,40 +93,89 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
-def gather_whole(pieces: Mapping[str, Piece], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+class _Place(NamedTuple):
+    """What a rank holds of a tensor, without the data."""
+
+    start: int
+    numel: int
+    dtype: torch.dtype
+
+
+class _Run(NamedTuple):
+    """A piece in the stream of bytes that a rank sends."""
+
+    name: str
+    at: int
+    """First byte in the stream."""
+    first: int
+    """First byte in the whole tensor."""
+    length: int
+
+
+def gather_whole(pieces: Mapping[str, Piece], group: dist.ProcessGroup | None = None, *,
+                 room: int = 2**26) -> dict[str, torch.Tensor]:
     """Whole tensors from the pieces of all ranks; a collective call.
+
+    The pieces of a rank are one stream of bytes, and the first rank gathers the streams chunk by chunk. So it needs
+    ``room`` beside the result, however large the model is and whether its pieces are on GPUs or on the host, and only
+    the group's own communicator: for messages from rank to rank NCCL would open one more for each pair, and keep it.
 
     Args:
         pieces: this rank's, the same names in the same order on every rank.
+        room: bytes that the first rank gathers at once, the chunks of all ranks together.
     Returns:
         On the group's first rank, tensors on the CPU by name; elsewhere nothing.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    places: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    dist.all_gather_object(places, [(piece.start, piece.data.numel()) for piece in pieces.values()], group=group)
-    first = dist.get_global_rank(group, 0) if group is not None else 0
+    places: list[list[_Place]] = [[] for _ in range(world)]
+    dist.all_gather_object(places, [_Place(piece.start, piece.data.numel(), piece.data.dtype)
+                                    for piece in pieces.values()], group=group)
     whole: dict[str, torch.Tensor] = {}
-    for i, (name, piece) in enumerate(pieces.items()):
-        mine = piece.data.detach().contiguous()
-        if rank != 0:
-            if mine.numel() and not _same_on_all([ranks[i] for ranks in places], piece):
-                dist.send(mine, dst=first, group=group)
-            continue
-        full = torch.empty(piece.shape.numel(), dtype=mine.dtype, device=mine.device)
-        piece.of(full).copy_(mine)
-        if not _same_on_all([ranks[i] for ranks in places], piece):
-            for source in range(1, world):
-                start, length = places[source][i]
-                if length:
-                    sender = dist.get_global_rank(group, source) if group is not None else source
-                    dist.recv(full[start : start + length], src=sender, group=group)
-        whole[name] = full.view(piece.shape).cpu()
+    if rank == 0:
+        for (name, piece), held in zip(pieces.items(), zip(*places, strict=True), strict=True):
+            dtype = next((place.dtype for place in held if place.numel), piece.data.dtype)
+            whole[name] = torch.empty(piece.shape, dtype=dtype)
+            piece.of(whole[name]).copy_(piece.data.detach())
+    streams = _streams(list(pieces), places)
+    chunk = max(1, room // world)
+    sent = torch.empty(chunk, dtype=torch.uint8, device=joining.device_of(group))
+    received = [torch.empty_like(sent) for _ in range(world)] if rank == 0 else None
+    for start in range(0, max(sum(run.length for run in stream) for stream in streams), chunk):
+        for run, skipped, at, length in _parts(streams[rank], start, chunk):
+            piece_bytes = pieces[run.name].data.detach().contiguous().view(torch.uint8)
+            sent[at : at + length].copy_(piece_bytes[skipped : skipped + length])
+        dist.gather(sent, received, group=group, group_dst=0)
+        for source, gathered in enumerate(received or ()):
+            arrived = gathered.cpu() if streams[source] else gathered
+            for run, skipped, at, length in _parts(streams[source], start, chunk):
+                target = whole[run.name].view(-1).view(torch.uint8)[run.first + skipped :]
+                target[:length].copy_(arrived[at : at + length])
     return whole
 
 
-def _same_on_all(places: list[tuple[int, int]], piece: Piece) -> bool:
-    """Whether every rank holds the whole, so that nothing has to be sent."""
-    return all(place == (0, piece.shape.numel()) for place in places)
+def _streams(names: Sequence[str], places: Sequence[Sequence[_Place]]) -> list[list[_Run]]:
+    """What each rank has to send: of its pieces those that no rank before it has, the first rank's included."""
+    streams: list[list[_Run]] = [[] for _ in places]
+    ends = [0] * len(places)
+    for name, held in zip(names, zip(*places, strict=True), strict=True):
+        for rank, place in enumerate(held):
+            if rank and place.numel and place not in held[:rank]:
+                size = place.dtype.itemsize
+                streams[rank].append(_Run(name, ends[rank], place.start * size, place.numel * size))
+                ends[rank] += place.numel * size
+    return streams
+
+
+def _parts(stream: Sequence[_Run], start: int, length: int) -> Iterator[tuple[_Run, int, int, int]]:
+    """The runs within ``length`` bytes of a stream from ``start``: run, bytes of it before, place from start, bytes."""
+    first = bisect.bisect_right(stream, start, key=lambda run: run.at) - 1
+    for run in stream[max(0, first) :]:
+        skipped = max(0, start - run.at)
+        at = run.at + skipped - start
+        if at >= length:
+            return
+        if skipped < run.length:
+            yield run, skipped, at, min(run.length - skipped, length - at)
 
 
 def scatter_whole(whole: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:

@@ -8,7 +8,7 @@ plain data parallel does (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from course_lib.parallel.agreement import Unchanged, check_ranks_agree
+from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.shards import Piece, check_elementwise, names_of, overlap, padded, repoint
 
 
@@ -45,6 +46,7 @@ class Bucket:
             self.flat[run].copy_(parameter.detach().flatten())
             parameter.data = self.flat[run].view(parameter.shape)
             start = run.stop
+        self.filled = start
         dist.broadcast(self.flat, group=group, group_src=0)
         self.mine = self.flat[rank * length : (rank + 1) * length]
         self.master = self.mine if self.flat.dtype == torch.float32 else self.mine.float()
@@ -61,19 +63,24 @@ class Bucket:
         self.work: dist.Work | None = None
         self.missing = set(self.runs)
 
-    def collect(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's gradient into the buffer that will be sent."""
+    def collect(self, parameters: Collection[nn.Parameter]) -> None:
+        """Move some parameters' gradients into the buffer that will be sent; zeros where there is none."""
         if self.sending is None:
-            self.sending = torch.zeros_like(self.flat)
-        if parameter.grad is not None:
-            self.sending[self.runs[parameter]].copy_(parameter.grad.flatten())
+            self.sending = torch.empty_like(self.flat)
+            self.sending[self.filled :].zero_()  # the padding
+        into = {parameter: self.sending[self.runs[parameter]].view(parameter.shape) for parameter in parameters}
+        arrived = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        if arrived:
+            torch._foreach_copy_([into[parameter] for parameter in arrived], list(arrived.values()))
+        for parameter, run in into.items():
+            if parameter not in arrived:
+                run.zero_()
             parameter.grad = None
-        self.missing.discard(parameter)
+        self.missing.difference_update(parameters)
 
     def send(self) -> None:
         """Begin the reduce-scatter: each rank receives the sum of its own slice."""
-        for parameter in tuple(self.missing):
-            self.collect(parameter)  # not reached by this backward: zeros
+        self.collect(tuple(self.missing))  # of stage 2, those that this backward did not reach
         assert self.sending is not None
         self.received = torch.empty_like(self.mine)
         self.work = dist.reduce_scatter_single(self.received, self.sending, group=self.group, async_op=True)
@@ -99,6 +106,10 @@ class Zero1(nn.Module):
 
     All ranks start from the weights and buffers of the group's first. A trainable parameter that no backward reaches
     counts as having a gradient of zeros.
+
+    The three phases of :meth:`step` stand apart, and none hides behind computing. :class:`OverlappedZero1` sends while
+    the last backward runs. The gathers could run beneath the next forward, with a hook at each module that waits for
+    its bucket: such hooks are FSDP's subject, and left to it.
 
     Args:
         module: its trainable parameters become views of flat buckets.
@@ -173,13 +184,10 @@ class Zero1(nn.Module):
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
         self.reduce()
         gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        square = torch.zeros((), device=self.buckets[0].flat.device)
-        for gradient in gradients:
-            square += gradient.square().sum()  # the padding is zero
+        square = sum_of_squares(gradients, self.buckets[0].flat.device)  # of this rank's slices; the padding is zero
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
-        for gradient in gradients:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_down_(gradients, norm, max_norm)
         return norm
 
     def zero_grad(self) -> None:  # type: ignore[override]
@@ -235,7 +243,7 @@ class Zero2(Zero1):
         if self._next is None:
             self._next = 0
             Variable._execution_engine.queue_callback(self._end_backward)
-        bucket.collect(parameter)
+        bucket.collect([parameter])
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._send_next()
 
@@ -255,6 +263,30 @@ class Zero2(Zero1):
 
     def reduce(self) -> None:
         """Reduce: backward has done it."""
+
+
+class OverlappedZero1(Zero2):
+    """:class:`Zero1` for a loop that says which backward is the last, by running the others within ``no_sync``.
+
+    Until then whole gradients add up in place, as in stage 1. In the last backward they leave bucket by bucket while it
+    goes on, as in stage 2: with one micro-batch it is stage 2. Arguments and bytes are those of :class:`Zero1`.
+    """
+
+    stage = 1
+    synchronise = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: gradients stay on this rank, until a backward outside it sends the sums."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
+
+    def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        if self.synchronise:
+            super()._arrived(bucket, parameter)
 
 
 def _worth_updating(piece: Piece) -> Tensor | None:

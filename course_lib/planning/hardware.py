@@ -167,6 +167,16 @@ def _resolve(name: str) -> str:
                       nearest(plain, {**known, **aliases}) or "choose from " + ", ".join(accelerators()))
 
 
+def of_device(name: str) -> Accelerator | None:
+    """The accelerator that a driver calls so, as ``torch.cuda.get_device_name`` has it; None where none is known.
+
+    Unlike :func:`accelerator`, no nearest one: an H100 PCIe has another peak than the H100 of the catalogue, and an
+    A10 than the A10G.
+    """
+    found = _catalogue()["device_names"].get(name.removeprefix("NVIDIA "))
+    return accelerators()[found] if found else None
+
+
 def accelerator(name: str) -> Accelerator:
     """An accelerator by name, or that of a SageMaker instance.
 

@@ -3,11 +3,11 @@
 It listens at the :mod:`~course_lib.runtime.tap`, so that it sees DDP's C++ reducer, FSDP2, DeepSpeed and pipelines
 too, and writes each call straight into the rank's page of the :mod:`~course_lib.runtime.board`: what it noted stays
 readable when this process is stopped or killed in the next instruction. A call costs some tens of microseconds
-(``benchmarks/watchdog.py``), two thirds of them for the dispatcher's way through Python and back.
+(``benchmarks/watchdog.py``), two thirds of them for the dispatcher's way through Python and back. When a call has
+ended, :mod:`~course_lib.runtime.pending` knows.
 """
 
 import importlib.util
-import itertools
 import json
 import os
 import sys
@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 
 from course_lib.runtime import tap
-from course_lib.runtime.page import CALL_ROOM, ENDED, WAITED_FOR, Page, spans
+from course_lib.runtime.page import CALL_ROOM, CALLS, ENDED, WAITED_FOR, Page, spans
+from course_lib.runtime.pending import Pending
 from course_lib.runtime.tap import ARGUMENTS, INPUTS, OPERATORS
 
-PENDING = 256
-"""Calls that are followed until they end."""
 GLANCE = 4
-"""Of them, the oldest, that each call looks at: on a GPU hundreds may be under way, and to ask for each takes time."""
+"""Calls, the oldest, that each call looks at: on a GPU hundreds may be under way, and to ask for each takes time."""
 TEXTS = 4096
 """Descriptions that are kept: shapes may be others in every step."""
 PEER = {"send": "dst", "recv_": "src"}
@@ -44,6 +43,7 @@ _SUBJECT = {operator: _at(operator, [INPUTS.get(operator, "")]) for operator in 
 _GROUP = {operator: ARGUMENTS[operator].index("process_group") for operator in OPERATORS}
 _PEER = {operator: _at(operator, [PEER.get(operator, "")]) for operator in OPERATORS}
 _ROOT = {operator: _at(operator, ["root_rank"]) for operator in OPERATORS}
+_ASYNC = {operator: _at(operator, ["async_op"]) for operator in OPERATORS}
 
 # Frames of these are not the user's.
 _FOREIGN = (*(os.path.dirname(spec.origin) + os.sep for name in ("torch", "accelerate", "deepspeed", "transformers")
@@ -81,8 +81,7 @@ class FlightRecorder:
         self._sequences: dict[str, int] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
         self._texts: dict[Any, tuple[bytes, str, CodeType | None]] = {}  # the code is kept: it is known by its id
-        # By the work's id: the serials of those that have not ended, and nobody waits for.
-        self._pending: dict[int, tuple[int, dist.Work]] = {}
+        self._pending = Pending()
         self._waiting: set[int] = set()  # those that a thread waits for
         self._lock = threading.Lock()
         self._folder = os.getcwd() + os.sep
@@ -94,71 +93,65 @@ class FlightRecorder:
         tap.leave(self)
         self._pending.clear()
 
-    def issuing(self, operator: str, args: Sequence[Any]) -> int:
+    def issuing(self, operator: str, args: Sequence[Any]) -> tuple[int, torch.device | None]:
         group = dist.ProcessGroup.unbox(args[_GROUP[operator]])
         subject, peer, root = _SUBJECT[operator], _PEER[operator], _ROOT[operator]
-        shape, dtype, count = _described(args[subject]) if subject is not None else ((), None, 0)
+        shape, dtype, count, gpu = _described(args[subject or 0])
+        if subject is None:  # a barrier's is a dummy
+            shape, dtype, count = (), None, 0
         frame = self._user_frame(sys._getframe(1)) or self._main_frame()
         code, line = (frame.f_code, frame.f_lineno) if frame else (None, None)
         # A code object hashes slowly, but is the same object as long as it runs.
         key = (operator, shape, dtype, count, group.group_name, None if peer is None else args[peer],
-               None if root is None else args[root], id(code), line)
+               None if root is None else args[root], gpu is not None, id(code), line)
         with self._lock:
             text, stream, _ = self._texts.get(key) or self._text(key, group, code)
             self.serial += 1
             serial = self.serial
             sequence = self._sequences[stream] = self._sequences.get(stream, 0) + 1
-            self.page.write_call(serial, sequence, time.monotonic(), self.step, stream, text)
-        return serial
+            if self._pending.on_gpu(serial - CALLS):
+                self.page.keep(serial - CALLS)
+            self.page.write_call(serial, sequence, time.monotonic(), self.step, stream, text, tap.batch())
+            if gpu is not None and _is_synchronous(operator, args):
+                self.page.mark(serial, WAITED_FOR, serial)  # by the stream; a barrier's caller also waits itself
+        return serial, gpu
 
-    def issued(self, note: int, result: Any) -> None:
-        boxed = result[-1] if isinstance(result, tuple) else result
-        if boxed is None:  # monitored_barrier_ has been waited for
-            self.page.mark(note, ENDED)
-            return
+    def issued(self, note: tuple[int, torch.device | None], work: dist.Work | None) -> None:
         if self._pending:
             self.look(GLANCE)
-        work = dist.Work.unbox(boxed)
-        with self._lock:
-            if len(self._pending) >= PENDING:
-                self._pending.pop(next(iter(self._pending)))  # nobody waits for a send that nobody kept
-            self._pending[id(work)] = note, work
+        serial, gpu = note
+        if not self._pending.add(serial, work, gpu):
+            self.page.mark(serial, ENDED)
 
-    def waiting(self, waited_for: dist.Work | torch.Tensor) -> int | None:
-        # From here on its end is that of the wait, which may raise instead.
-        with self._lock:
-            serial, _ = self._pending.pop(id(waited_for), (None, None))
-        if serial is not None:
+    def waiting(self, waited_for: dist.Work | torch.Tensor) -> list[int]:
+        serials = self._pending.waiting(waited_for)
+        for serial in serials:
             self._waiting.add(serial)
-            self.page.mark(serial, WAITED_FOR)
-        return serial
+            self.page.mark(serial, WAITED_FOR, self.serial)
+        return serials
 
-    def waited(self, note: int | None, waited_for: dist.Work | torch.Tensor) -> None:
-        if note is not None:
-            self._waiting.discard(note)
-            self.page.mark(note, ENDED)
-        else:
-            self.look()
+    def waited(self, note: list[int], waited_for: dist.Work | torch.Tensor) -> None:
+        self._waiting.difference_update(note)
+        if not note:
+            self.look(GLANCE if isinstance(waited_for, torch.Tensor) and waited_for.is_cuda else None)
+        elif self._pending.waited(waited_for):
+            for serial in note:
+                self.page.mark(serial, ENDED)
 
     def look(self, most: int | None = None) -> bool:
         """Mark the calls that have ended in the meantime; whether there were any.
 
         Args:
-            most: look at so many of the oldest; None for all.
+            most: look until so many have been found that have not, the oldest first; None for all.
         """
-        # gloo's sends, receives and reduce-scatters end only when they are waited for.
-        with self._lock:  # the watchdog's thread looks too
-            pending = list(itertools.islice(self._pending.items(), most))
-        ended = [(key, serial) for key, (serial, work) in pending if work.is_completed()]
-        for key, serial in ended:
-            with self._lock:
-                self._pending.pop(key, None)  # it holds the tensors, which are to be freed
+        ended = self._pending.ended(most)  # the watchdog's thread looks too
+        for serial in ended:
             self.page.mark(serial, ENDED)
         return bool(ended)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a thread waits for a collective; waits inside C++, such as DDP's, don't tell."""
+        """Whether a thread waits for a collective; waits inside C++, such as DDP's, and for a GPU don't tell."""
         return bool(self._waiting)
 
     def place(self) -> Place:
@@ -194,7 +187,7 @@ class FlightRecorder:
 
     def _text(self, key: Any, group: dist.ProcessGroup, code: CodeType | None) -> tuple[bytes, str, CodeType | None]:
         """What the page keeps of a call besides its numbers, and the name of the order that it is part of."""
-        operator, shape, dtype, count, name, peer, root, _, line = key
+        operator, shape, dtype, count, name, peer, root, on_gpu, _, line = key
         ranks = self._groups.get(name)
         if ranks is None:
             ranks = self._groups[name] = tuple(dist.get_process_group_ranks(group))
@@ -209,7 +202,8 @@ class FlightRecorder:
             "stream": stream, "name": kind, "shape": shape[:8], "tensors": count,
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "peer": other, "root": None if root is None else ranks[root],
-            "file": self._shown(code.co_filename) if code else None, "line": line, "ranks": spans(ranks)}
+            "on_gpu": on_gpu, "file": self._shown(code.co_filename) if code else None, "line": line,
+            "ranks": spans(ranks)}
         end = described["file"] and described["file"][-40:]
         for shorter in ({}, {"file": end}, {"file": end, "ranks": []}):  # long paths, odd groups of hundreds of ranks
             text = json.dumps(described | shorter).encode()
@@ -239,24 +233,17 @@ def _frame_of(thread: threading.Thread) -> FrameType | None:
     return sys._current_frames().get(thread.ident or 0)
 
 
-def _described(value: Any) -> tuple[tuple[int, ...], torch.dtype | None, int]:
-    """Shape and dtype of the first tensor, and how many there are."""
+def _described(value: Any) -> tuple[tuple[int, ...], torch.dtype | None, int, torch.device | None]:
+    """Shape and dtype of the first tensor, how many there are, and the GPU that they are on."""
     count = 1
     while isinstance(value, list):
         if not value:
-            return (), None, 0
+            return (), None, 0, None
         count *= len(value)
         value = value[0]
-    return tuple(value.shape), value.dtype, count
+    return tuple(value.shape), value.dtype, count, value.device if value.is_cuda else None
 
 
-def backend_records() -> Any:
-    """What the backend's own flight recorder holds, by ``torch._C``'s JSON; None where it records nothing.
-
-    NCCL's is on by default, gloo's where TORCH_FR_BUFFER_SIZE is set before the group is made (torch 2.13); gloo's
-    leaves out sends and receives.
-    """
-    from torch._C import _distributed_c10d
-
-    found = json.loads(_distributed_c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]
-    return found if found.get("entries") else None
+def _is_synchronous(operator: str, args: Sequence[Any]) -> bool:
+    at = _ASYNC[operator]
+    return at is not None and at < len(args) and not args[at]

@@ -66,6 +66,7 @@ class HangReport:
         verdicts: the ranks to blame; empty where all had come to the same collectives.
         states: every rank's.
         stacks: the Python stacks of every rank that could answer.
+        backend_error: what NCCL had said has gone wrong, such as ``COMM_ERROR``.
     """
 
     rank: int
@@ -73,19 +74,21 @@ class HangReport:
     verdicts: tuple[Verdict, ...]
     states: tuple[RankState, ...]
     stacks: str
+    backend_error: str | None = None
 
     @property
     def summary(self) -> str:
         """The verdicts in one line."""
-        return "; ".join(verdict.sentence for verdict in self.verdicts) or (
+        said = "; ".join(verdict.sentence for verdict in self.verdicts) or (
             "no rank is behind: all have come to the same collectives, and those do not end; look at the network")
+        return f"{said}; NCCL reports {self.backend_error}" if self.backend_error else said
 
-    def write(self, folder: Path, sightings: Sequence[Sighting], backend: Any) -> None:
+    def write(self, folder: Path, sightings: Sequence[Sighting], backend: Any = None) -> None:
         """Write ``hang-rank{R}.txt`` and ``.json``.
 
         Args:
             sightings: for each rank's last calls.
-            backend: what the backend's own flight recorder holds, or None.
+            backend: what the backends' own flight recorders hold, or None.
         Raises:
             OSError: they cannot be written.
         """
@@ -99,6 +102,8 @@ class HangReport:
     def _text(self, sightings: Sequence[Sighting]) -> str:
         lines = [f"Hang, as rank {self.rank} saw it after {self.seconds:.1f} s without progress", ""]
         lines += [verdict.sentence for verdict in self.verdicts] or [self.summary]
+        if self.backend_error and self.verdicts:
+            lines.append(f"NCCL reports {self.backend_error}")
         lines += ["", "rank  step  last collective"]
         for seen in sightings:
             file, line = place(seen)
@@ -121,7 +126,7 @@ def read_reports(folder: str | Path) -> list[HangReport]:
                        for state in content["states"])
         found.append(HangReport(content["rank"], content["seconds"],
                                 tuple(Verdict(**verdict) for verdict in content["verdicts"]), states,
-                                content["stacks"]))
+                                content["stacks"], content.get("backend_error")))
     return sorted(found, key=lambda report: report.rank)
 
 

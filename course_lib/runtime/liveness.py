@@ -14,6 +14,8 @@ BUSY_SHARE = 0.05
 """Of the time, that a process has to run, or wait for a core, to count as busy."""
 BUSY_BYTES = 1 << 20
 """A second, that a process has to read and write to count as busy."""
+SPIN_SHARE = 0.5
+"""Of the time, that a thread has to run, or wait for a core, to count as one that spins."""
 QUEUE_FACTOR = 10
 """A thread that works gets a turn of this part of its time in the queue, however full the machine."""
 SCHEDSTAT = Path("/proc/self/schedstat")  # Linux: the only account of the time in which a thread waits for a core
@@ -59,10 +61,12 @@ class Activity:
 
     Args:
         watchers: threads whose own work doesn't count: in the queue for a core they would look busy, too.
+    Attributes:
+        main_spins: whether the main thread had something to do nearly all the time between the last two measurements.
     """
 
     def __init__(self, watchers: Iterable[threading.Thread] = ()):
-        self._watchers = tuple(watchers)
+        self._watchers, self.main_spins = tuple(watchers), False
         self._before = self._measure()
 
     def is_busy(self, spins: bool) -> bool:
@@ -73,6 +77,8 @@ class Activity:
         """
         (at, own, others, moved), self._before = self._before, self._measure()
         now, own_now, others_now, moved_now = self._before
+        main = os.getpid()  # Linux: its number, too
+        self.main_spins = _worked(own, {main: own_now[main]} if main in own_now else {}) > SPIN_SHARE * (now - at)
         worked = _worked(others, others_now) + (0.0 if spins else _worked(own, own_now))
         return worked > BUSY_SHARE * (now - at) or moved_now - moved > BUSY_BYTES * (now - at) or _in_disk_sleep()
 

@@ -2,8 +2,10 @@
 
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from course_lib.runtime import hub
 
 ENGINES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "deepspeed", "tokenizers", "wandb",
            "scikit-learn", "papermill")
+
+SHARED_MEMORY = 2**30
+"""Bytes of /dev/shm with which loaders' workers, NCCL and DeepSpeed get by."""
 
 _CPU_FEATURES = {"avx2": "avx2", "avx512_f": "avx512f", "avx512_bf16": "avx512_bf16", "amx_bf16": "amx_bf16",
                  "neon": "neon", "bf16": "arm_bf16", "sve_bf16": "sve_bf16"}
@@ -140,6 +145,11 @@ def cgroup_memory_limit(proc: Path = Path("/proc/self/cgroup"), root: Path = Pat
                 text = (folder / file).read_text().strip()
                 limits += [] if text == "max" else [int(text)]
     return min(limits, default=None)
+
+
+def shared_memory() -> float:
+    """Bytes free in /dev/shm, in which a loader's workers hand over tensors; infinite where there is no such limit."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else math.inf
 
 
 def native_bf16(device_type: str) -> bool:

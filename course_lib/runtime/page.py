@@ -15,18 +15,24 @@ RUNNING, LEFT, FAILED = range(3)
 """State of a rank's training: under way, ended well, ended by an exception."""
 
 # Steps done + 1 (0: no beat yet); when the watchdog's thread looked, found progress, and noted the main thread's place;
-# its flags: state, hang declared, report written.
+# its flags: state, hang declared, report written;
+# whether its main thread spins.
 _STEP = struct.Struct("=q")
 _LOOK = struct.Struct("=ddd")
 _FLAGS = struct.Struct("=BBB")
+_SPINS = struct.Struct("=B")
 _SERIAL = struct.Struct("=Q")
-_CALL = struct.Struct("=QQdqBH")  # serial, sequence, issued at, step, state, size of the text that follows
-_STATE_AT = struct.calcsize("=QQdq")
+# Serial, sequence, issued at, step, batch, waited at, state, size of the text that follows.
+_CALL = struct.Struct("=QQdqQQBH")
+_WAITED = struct.Struct("=QB")
+_WAITED_AT, _STATE_AT = struct.calcsize("=QQdqQ"), struct.calcsize("=QQdqQQ")
 _ORDER = struct.Struct("=8sQ")
-_STEP_AT, _LOOK_AT, _FLAGS_AT, _WORDS_AT = 0, 64, 128, 1024
+_STEP_AT, _LOOK_AT, _FLAGS_AT, _SPINS_AT, _WORDS_AT = 0, 64, 128, 192, 1024
 _ORDERS_AT, ORDERS = 1 << 17, 64
 _CALLS_AT, CALLS, CALL_SIZE = _ORDERS_AT + ORDERS * _ORDER.size, 128, 512
-SIZE = _CALLS_AT + CALLS * CALL_SIZE
+KEPT = 16
+"""Calls that are kept for longer: the oldest that have not ended, while a host is far ahead of its GPU."""
+SIZE = _CALLS_AT + (CALLS + KEPT) * CALL_SIZE
 CALL_ROOM = CALL_SIZE - _CALL.size
 """Bytes of text that a call's entry holds."""
 WORDS_ROOM = 10_000
@@ -48,6 +54,10 @@ class Call:
         root: global rank, for a collective with one.
         at: seconds on the rank's ``time.monotonic``, when it was issued.
         state: ISSUED, WAITED_FOR or ENDED.
+        on_gpu: it stands in a GPU's queue: whoever waits for it need not wait on the host, and it ends later than a
+            wait that returned.
+        batch: number of the batch that it was issued in, from 1; 0 outside of one.
+        waited: serial of the last call that the rank had issued when it waited for this one; 0 where it has not.
     """
 
     serial: int
@@ -65,6 +75,9 @@ class Call:
     step: int
     at: float
     state: int
+    on_gpu: bool = False
+    batch: int = 0
+    waited: int = 0
 
     @property
     def ended(self) -> bool:
@@ -82,6 +95,7 @@ class Sighting:
         stalled: seconds without progress.
         silent: seconds since its watchdog's thread last ran.
         placed_at: when its main thread's place was noted in ``words``, by its own clock.
+        spins: its main thread keeps a core busy in one and the same call, as one does that waits for its GPU.
         calls: its last ones, oldest first.
         orders: the last sequence of each stream, by the stream's digest.
         words: what it wrote for the others: ``file`` and ``line`` of the user's code that its main thread is in,
@@ -96,6 +110,7 @@ class Sighting:
     stalled: float = 0.0
     silent: float = 0.0
     placed_at: float = 0.0
+    spins: bool = False
     calls: tuple[Call, ...] = ()
     orders: dict[bytes, int] = field(default_factory=dict)
     words: dict[str, Any] = field(default_factory=dict)
@@ -123,6 +138,7 @@ class Page:
             os.ftruncate(self.descriptor, SIZE)
         self.memory = mmap.mmap(self.descriptor, SIZE)
         self._slots: dict[str, tuple[bytes, int]] = {}
+        self._kept: dict[int, int] = {}  # by serial, where a call is that was kept for longer
 
     def close(self) -> None:
         """Let nobody map it any more."""
@@ -139,6 +155,9 @@ class Page:
     def write_flags(self, state: int, declared: bool, reported: bool) -> None:
         _FLAGS.pack_into(self.memory, _FLAGS_AT, state, declared, reported)
 
+    def write_spins(self, spins: bool) -> None:
+        _SPINS.pack_into(self.memory, _SPINS_AT, spins)
+
     def write_words(self, words: dict[str, Any]) -> None:
         """Leave words for the others; what is too long loses its middle."""
         text = json.dumps({key: _cut(each) if isinstance(each, str) else each for key, each in words.items()}).encode()
@@ -146,23 +165,47 @@ class Page:
         self.memory[_WORDS_AT + 4 : _WORDS_AT + 4 + len(text)] = text
         struct.pack_into("=I", self.memory, _WORDS_AT, len(text))
 
-    def write_call(self, serial: int, sequence: int, at: float, step: int, stream: str, text: bytes) -> None:
+    def write_call(self, serial: int, sequence: int, at: float, step: int, stream: str, text: bytes,
+                   batch: int = 0) -> None:
         """Note a call that is about to be issued; ``text`` is JSON with its other fields, at most CALL_ROOM bytes."""
-        memory, start = self.memory, _CALLS_AT + serial % CALLS * CALL_SIZE
+        memory, start = self.memory, _at(serial % CALLS)
         if stream not in self._slots:
             self._slots[stream] = digest(stream), len(self._slots)
         name, slot = self._slots[stream]
-        _CALL.pack_into(memory, start, 0, sequence, at, step, ISSUED, len(text))  # no call while it is half written
+        _CALL.pack_into(memory, start, 0, sequence, at, step, batch, 0, ISSUED, len(text))  # serial 0: not yet whole
         memory[start + _CALL.size : start + _CALL.size + len(text)] = text
         _SERIAL.pack_into(memory, start, serial)
         if slot < ORDERS:
             _ORDER.pack_into(memory, _ORDERS_AT + slot * _ORDER.size, name, sequence)
 
-    def mark(self, serial: int, state: int) -> None:
-        """Set the state of a call that is still kept."""
-        start = _CALLS_AT + serial % CALLS * CALL_SIZE
-        if _SERIAL.unpack_from(self.memory, start)[0] == serial:
+    def keep(self, serial: int) -> None:
+        """Keep a call, which another is going to be written over, until it has ended; as long as there is room."""
+        start, free = self._start(serial), set(range(CALLS, CALLS + KEPT)) - set(self._kept.values())
+        if start is not None and free:
+            slot = self._kept[serial] = min(free)
+            content = self.memory[start : start + CALL_SIZE]
+            self.memory[_at(slot) : _at(slot) + CALL_SIZE] = content
+
+    def mark(self, serial: int, state: int, waited: int = 0) -> None:
+        """Set the state of a call that is still kept.
+
+        Args:
+            waited: of one that has not ended, as `Call` has it.
+        """
+        start = self._start(serial)
+        if start is None:
+            return
+        if state == ENDED:
             self.memory[start + _STATE_AT] = state
+            if serial in self._kept:
+                _SERIAL.pack_into(self.memory, _at(self._kept.pop(serial)), 0)
+        else:
+            _WAITED.pack_into(self.memory, start + _WAITED_AT, waited, state)
+
+    def _start(self, serial: int) -> int | None:
+        """Where a call is; None where it has been written over."""
+        start = _at(self._kept.get(serial, serial % CALLS))
+        return start if _SERIAL.unpack_from(self.memory, start)[0] == serial else None
 
 
 def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: float) -> Sighting:
@@ -174,7 +217,7 @@ def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: f
     """
     looked_at, progressed_at, placed_at = _LOOK.unpack_from(content, _LOOK_AT)
     state, declared, reported = read_flags(content)
-    calls = sorted(filter(None, (_call(content, slot) for slot in range(CALLS))), key=lambda call: call.serial)
+    calls = sorted(filter(None, (_call(content, slot) for slot in range(CALLS + KEPT))), key=lambda call: call.serial)
     orders = dict(_ORDER.unpack_from(content, _ORDERS_AT + slot * _ORDER.size) for slot in range(ORDERS))
     size = struct.unpack_from("=I", content, _WORDS_AT)[0]
     words = _json(content[_WORDS_AT + 4 : _WORDS_AT + 4 + size]) if size else None
@@ -184,7 +227,8 @@ def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: f
         life = "running"
     progressed_at = max([progressed_at, *(call.at for call in calls[-1:])])
     return Sighting(rank, life, pid, host, _STEP.unpack_from(content, _STEP_AT)[0] - 1,
-                    now - progressed_at, now - looked_at, placed_at, tuple(calls), orders, words or {},
+                    now - progressed_at, now - looked_at, placed_at, bool(_SPINS.unpack_from(content, _SPINS_AT)[0]),
+                    tuple(calls), orders, words or {},
                     bool(declared), bool(reported))
 
 
@@ -193,14 +237,20 @@ def read_flags(content: bytes | mmap.mmap) -> tuple[int, int, int]:
     return _FLAGS.unpack_from(content, _FLAGS_AT)
 
 
+def _at(slot: int) -> int:
+    """Where a slot for a call begins."""
+    return _CALLS_AT + slot * CALL_SIZE
+
+
 def _call(content: bytes, slot: int) -> Call | None:
     """The call in a slot; None where there is none, or one that is being written."""
-    start = _CALLS_AT + slot * CALL_SIZE
-    serial, sequence, at, step, state, size = _CALL.unpack_from(content, start)
+    start = _at(slot)
+    serial, sequence, at, step, batch, waited, state, size = _CALL.unpack_from(content, start)
     if not serial:
         return None
     text = _json(content[start + _CALL.size : start + _CALL.size + size])
-    return None if text is None else Call(serial=serial, sequence=sequence, step=step, at=at, state=state, **{
+    return None if text is None else Call(serial=serial, sequence=sequence, step=step, at=at, state=state, batch=batch,
+                                              waited=waited, **{
         **text, "shape": tuple(text["shape"]), "ranks": _ranks(text["ranks"])})
 
 

@@ -43,6 +43,8 @@ def relaunch(num_processes: int, arguments: Sequence[str], *, use_cpu: bool, out
     if not gpus:
         # "multi_gpu" is what Accelerate calls one process a device; with this it keeps the CPU.
         os.environ["ACCELERATE_USE_CPU"] = "true"
+    else:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as worker.py does
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes)
                                                  if hasattr(os, "sched_getaffinity") else 1))
     # The ranks report their own errors; the launcher's account of them would bury that line.

@@ -50,8 +50,13 @@ def seed_worker(seed: int, rank: int, worker: int, epoch: int) -> None:
     torch.manual_seed(int(words[0]))
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of every stream, as plain values and tensors that can be stored without pickle."""
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of every stream, as plain values and tensors that can be stored without pickle.
+
+    Args:
+        device: of the run. Of the GPUs only this one's stream is in it, since a rank draws from no other and the next
+            run may see fewer; a run on the CPU asks CUDA nothing, which would take memory on GPU 0.
+    """
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
     key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
@@ -59,17 +64,23 @@ def rng_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": {**numpy, "state": {**numpy["state"], "key": key}},
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`rng_state` gave."""
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what :func:`rng_state` gave, on the same device or another.
+
+    A state saved on a GPU serves a CPU, and the reverse, without the stream that the other has not. Older versions
+    saved the streams of all GPUs that the rank saw, by their number: the one of this number counts, or, where those
+    machines had fewer, of the place that this rank had there.
+    """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy = state["numpy"]
     key = numpy["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] and device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_rng_state(state["cuda"][index % len(state["cuda"])], device)

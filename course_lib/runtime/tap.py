@@ -5,8 +5,14 @@ the operators ``c10d::allreduce_`` and so on of PyTorch's dispatcher. Every call
 dispatch key BackendSelect on its way to gloo's or NCCL's kernel, on any thread, with or without autograd. There
 the tap stands, shows the call to its listeners, and lets it pass on. The key has room for one kernel an operator, so
 all listeners share it.
+
+What a call returns is not the same everywhere. A backend for the CPU returns a Work. NCCL's synchronous collectives
+run on the current stream and return none (since torch 2.8; distributed_c10d.py, all_reduce: "the backend has sync'ed
+at CPP level"), and in a batch, as ``batch_isend_irecv`` makes one, nothing is under way before the batch is closed,
+which returns the one Work of them all: so the listeners hear of its calls only then.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,6 +20,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from course_lib.runtime import captures
 
 BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -74,8 +82,11 @@ class Listener(Protocol):
     def issuing(self, operator: str, args: Sequence[Any]) -> Any:
         """Before a collective is passed on; what it returns is handed to `issued`."""
 
-    def issued(self, note: Any, result: Any) -> None:
-        """After it was passed on, with what the kernel returned."""
+    def issued(self, note: Any, work: dist.Work | None) -> None:
+        """After it was passed on, or its batch was closed; None: it is under way on the current stream, or has ended.
+
+        Calls of one batch share a Work.
+        """
 
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> Any:
         """Before a thread waits for a collective, or for a functional collective's tensor."""
@@ -84,7 +95,18 @@ class Listener(Protocol):
         """After it has waited, with what `waiting` returned."""
 
 
+class _Batch(threading.local):
+    """What this thread has issued since it began a batch."""
+
+    number = 0
+    """From 1; 0 outside of one."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[Listener, Any]]] = []  # of each call, who has seen it, with their notes
+
+
 _listeners: tuple[Listener, ...] = ()
+_batch, _batches = _Batch(), itertools.count(1)
 _undo: list[Callable[[], None]] = []
 _lock = threading.Lock()
 
@@ -108,15 +130,25 @@ def leave(listener: Listener) -> None:
                 _undo.pop()()
 
 
+def batch() -> int:
+    """The number of the batch that the calling thread is filling, from 1; 0 where it issues calls one by one."""
+    return _batch.number
+
+
 def _open() -> None:
     operators = torch.library.Library("c10d", "IMPL")
     for operator in OPERATORS:
         operators.impl(operator, _passing(operator), "BackendSelect", with_keyset=True)
     waits = torch.library.Library("_c10d_functional", "IMPL")
     waits.impl("wait_tensor", _wait_tensor, "BackendSelect", with_keyset=True)
-    patch = mock.patch.object(dist.Work, "wait", _waiting(dist.Work.wait))
-    patch.start()
-    _undo.extend((operators._destroy, waits._destroy, patch.stop))
+    _undo.extend((operators._destroy, waits._destroy))
+    for owner, name, around in ((dist.Work, "wait", _waiting), (dist.ProcessGroup, "_start_coalescing", _beginning),
+                                (dist.ProcessGroup, "_end_coalescing", _closing),
+                                (torch.cuda.CUDAGraph, "capture_begin", captures.beginning),
+                                (torch.cuda.CUDAGraph, "capture_end", captures.ending)):
+        patch = mock.patch.object(owner, name, around(getattr(owner, name)))
+        patch.start()
+        _undo.append(patch.stop)
 
 
 def _passing(operator: str) -> Callable[..., Any]:
@@ -126,11 +158,42 @@ def _passing(operator: str) -> Callable[..., Any]:
     def show_and_pass(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         shown = [(listener, listener.issuing(operator, args)) for listener in _listeners]
         result = redispatch(keyset & BELOW, *args)
+        if _batch.number:
+            # A Work that is returned here would pass for ended: its event is recorded when the batch is closed.
+            _batch.calls.append(shown)
+            return result
+        boxed = result[-1] if isinstance(result, tuple) else result
+        work = None if boxed is None else dist.Work.unbox(boxed)  # monitored_barrier_ returns nothing
         for listener, note in shown:
-            listener.issued(note, result)
+            listener.issued(note, work)
         return result
 
     return show_and_pass
+
+
+def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``ProcessGroup._start_coalescing``: from here on the thread fills a batch."""
+
+    def start(group: dist.ProcessGroup, *args: Any) -> Any:
+        result = original(group, *args)
+        _batch.number, _batch.calls = next(_batches), []
+        return result
+
+    return start
+
+
+def _closing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``ProcessGroup._end_coalescing``, which hands the batch over and returns its Work."""
+
+    def end(group: dist.ProcessGroup, *args: Any) -> Any:
+        _batch.number = 0
+        work = original(group, *args)
+        for shown in _batch.calls:
+            for listener, note in shown:
+                listener.issued(note, work)
+        return work
+
+    return end
 
 
 def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:

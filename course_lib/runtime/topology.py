@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_lib.errors import ConfigError
+from course_lib.runtime import joining
 
 AXES = ("dp", "pp", "tp")
 """Data, pipeline, tensor parallelism: the grid's dimensions, from the outermost to the innermost."""
@@ -128,7 +129,9 @@ class RankGrid:
             raise ConfigError(f"a grid of {self.dp} x {self.pp} x {self.tp} is {self.world_size} ranks, "
                               f"and there are {dist.get_world_size()}", "choose sizes whose product they are")
         groups = {tuple(line): dist.new_group(line) for line in self.lines(*axes)}
-        return next(group for line, group in groups.items() if dist.get_rank() in line)
+        own = next(group for line, group in groups.items() if dist.get_rank() in line)
+        joining.meet(own)
+        return own
 
     def groups(self) -> AxisGroups:
         """This rank's group along each axis; a collective call of all ranks, once a run."""

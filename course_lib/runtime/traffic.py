@@ -104,7 +104,7 @@ class Traffic:
                  waited: Callable[[Stamp, Stamp], None]):
         self.clock, self._handed_over, self._stood_still = clock, issued, waited
         self.transfers: list[Transfer] = []
-        self._pending: dict[int, tuple[Transfer, dist.Work, set[int]]] = {}  # and the storages of its tensors
+        self._pending: dict[int, tuple[list[Transfer], dist.Work, set[int]]] = {}  # and the storages of their tensors
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -126,8 +126,8 @@ class Traffic:
         self.transfers.append(transfer)
         return transfer, named
 
-    def issued(self, note: tuple[Transfer, dict[str, Any]], result: Any) -> None:
-        self._follow(*note, result)
+    def issued(self, note: tuple[Transfer, dict[str, Any]], work: dist.Work | None) -> None:
+        self._follow(*note, work)
 
     def _describe(self, operator: str, named: dict[str, Any]) -> Transfer:
         name, payload = OPERATORS[operator], PAYLOAD[operator]
@@ -147,22 +147,28 @@ class Traffic:
         blocking = named.get("async_op", True) is False
         return Transfer(name, size, dtype, ranks, sent, blocking, self.clock.stamp(_device(named)))
 
-    def _follow(self, transfer: Transfer, named: dict[str, Any], result: Any) -> None:
+    def _follow(self, transfer: Transfer, named: dict[str, Any], work: dist.Work | None) -> None:
         """Learn when a collective has ended."""
-        boxed = result[-1] if isinstance(result, tuple) else result
-        if boxed is None:  # monitored_barrier_ has been waited for
-            self._end(transfer, _device(named))
+        device = _device(named)
+        if work is None:  # it is in the current stream, which waits for it; or, as monitored_barrier_, has ended
+            self._end(transfer, device)
+            if transfer.end is not None and device.type == "cuda":
+                self._stood_still(transfer.start, transfer.end)
             return
-        work = dist.Work.unbox(boxed)
-        key, device = id(work), _device(named)
-        self._pending[key] = transfer, work, {_storage(tensor) for tensor in _tensors(list(named.values()))}
+        key, storages = id(work), {_storage(tensor) for tensor in _tensors(list(named.values()))}
+        if known := self._pending.get(key):  # the others of a batch
+            known[0].append(transfer)
+            known[2].update(storages)
+            return
+        self._pending[key] = transfers, *_ = [transfer], work, storages
         try:
             future = work.get_future()
         except RuntimeError:  # gloo's sends, receives and reduce-scatters have none: they end when waited for
             return
 
         def ended(_: Any) -> None:
-            self._end(transfer, device)
+            for each in list(transfers):
+                self._end(each, device)
             if not transfer.blocking:  # a blocking one is waited for at once
                 self._pending.pop(key, None)  # its work holds the tensors, which are to be freed
 
@@ -174,7 +180,7 @@ class Traffic:
                 transfer.end = self.clock.stamp(device)
 
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> Stamp:
-        transfer, *_ = self._pending.get(id(waited_for), (None,))
+        (transfer, *_), *_ = self._pending.get(id(waited_for), ([None],))
         return transfer.start if transfer and transfer.blocking else self.clock.stamp()
 
     def waited(self, note: Stamp, waited_for: dist.Work | torch.Tensor) -> None:
@@ -185,7 +191,8 @@ class Traffic:
             ended = [id(waited_for)]
         for key in ended:
             if pending := self._pending.pop(key, None):
-                self._end(pending[0])
+                for transfer in pending[0]:
+                    self._end(transfer)
         self._stood_still(note, self.clock.stamp())
 
 

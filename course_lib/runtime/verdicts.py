@@ -2,7 +2,8 @@
 
 A rank waits for another where it has issued a call that the other has not come to. Who is waited for and waits for
 nobody is the one. Where all of them wait in a circle, each is named; and where ranks came to different calls at the
-same place in a group's order, those that differ from the others, or from what followed there before.
+same place in a group's order, those that differ from the others, or from what followed there before. On a GPU a rank
+has come to a call when its GPU has (:mod:`~course_lib.runtime.queues`).
 """
 
 import math
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from course_lib.runtime.page import WAITED_FOR, Call, Sighting
+from course_lib.runtime.queues import POINT_TO_POINT, Queue
 
 What = Literal["dead", "stopped", "behind", "mismatched", "elsewhere"]
 
 BUSY_FACTOR = 10
 """How many times the watchdog's seconds a rank may work without a collective or a beat: a loop without end is work."""
-POINT_TO_POINT = {"send": "recv", "recv": "send"}
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # end when all have come
 UNEVEN = ("all_to_all", "gather", "scatter", "barrier")  # whose ranks may hand in different shapes
 
@@ -67,8 +68,12 @@ def judge(sightings: Sequence[Sighting]) -> tuple[Verdict, ...]:
         idle = [each for each in sightings if each.life == "running" and all(call.ended for call in each.calls)]
         return tuple(_verdict(each, "elsewhere", edges) for each in idle)
     waiting = {who.rank for who, _, _ in edges}
-    roots = {whom for _, _, whom in edges} - waiting or _circle(edges)
-    return tuple(_verdict(sightings[rank], "elsewhere" if _is_elsewhere(sightings[rank]) else "behind", edges)
+    roots, tells = {whom for _, _, whom in edges} - waiting, False
+    if not roots:
+        circle = _circle(edges)
+        free = circle - {who.rank for who, call, _ in edges if _holds_up(who, call)}
+        roots, tells = free or circle, bool(free) and free != circle
+    return tuple(_verdict(sightings[rank], "elsewhere" if _is_elsewhere(sightings[rank], tells) else "behind", edges)
                  for rank in sorted(roots))
 
 
@@ -91,15 +96,17 @@ def _edges(sightings: Sequence[Sighting]) -> Edges:
     """Every call that waits for ranks, with these ranks."""
     edges: Edges = []
     gone = {each.rank for each in sightings if each.life in ("dead", "stopped", "silent")}
-    for who in sightings:
-        for call in who.calls if who.life in ("running", "late") else ():
-            # A send or receive may be posted long before it is needed: only one that is waited for holds a rank up.
-            if not call.ended and (call.name not in POINT_TO_POINT or call.state == WAITED_FOR):
-                edges += [(who, call, rank) for rank in _partners(call, who.rank)
-                          if rank in gone or not _has_come(sightings[rank], call)]
-            elif call.name in TOGETHER:  # a backend may end it with an error when it loses a peer
+    queues = [Queue(each) for each in sightings]
+    for who, queue in zip(sightings, queues, strict=True):
+        if who.life not in ("running", "late"):
+            continue
+        for call in queue.waiting():
+            edges += [(who, call, rank) for rank in _partners(call, who.rank)
+                      if rank in gone or not _has_come(sightings[rank], queues[rank], call)]
+        for call in who.calls:
+            if call.ended and call.name in TOGETHER:  # a backend may end it with an error when it loses a peer
                 edges += [(who, call, rank) for rank in call.ranks
-                          if rank in gone and not _has_come(sightings[rank], call)]
+                          if rank in gone and not sightings[rank].has_issued(call.stream, call.sequence)]
     return edges
 
 
@@ -109,28 +116,38 @@ def _partners(call: Call, rank: int) -> list[int]:
     return [each for each in call.ranks if each != rank]
 
 
-def _has_come(partner: Sighting, call: Call) -> bool:
-    """Whether a partner has issued its part of a call."""
+def _has_come(partner: Sighting, queue: Queue, call: Call) -> bool:
+    """Whether a partner has come to its part of a call."""
     stream = call.stream
     if call.name in POINT_TO_POINT:
         stream = f"{stream.rpartition(':')[0]}:{POINT_TO_POINT[call.name]}"
-    return partner.has_issued(stream, call.sequence)
+    return partner.has_issued(stream, call.sequence) and queue.has_come(stream, call.sequence)
 
 
 def _circle(edges: Edges) -> set[int]:
-    """The ranks that wait for each other; of them those that no wait holds up, if there are some."""
+    """The ranks that wait for each other."""
     waited_for = {whom for _, _, whom in edges}
     ranks = {who.rank for who, _, _ in edges} & waited_for
     while outside := {rank for rank in ranks
                       if not any(who.rank in ranks and whom == rank for who, _, whom in edges)
                       or not any(who.rank == rank and whom in ranks for who, _, whom in edges)}:
         ranks -= outside
-    held_up = {who.rank for who, call, _ in edges if call.state == WAITED_FOR}
-    return ranks - held_up or ranks
+    return ranks
 
 
-def _is_elsewhere(sighting: Sighting) -> bool:
-    return sighting.life in ("running", "late") and not any(call.state == WAITED_FOR for call in sighting.calls)
+def _holds_up(who: Sighting, call: Call) -> bool:
+    """Whether a rank's main thread waits in a call; for its GPU's it waits where it spins."""
+    return who.spins if call.on_gpu else call.state == WAITED_FOR
+
+
+def _is_elsewhere(sighting: Sighting, tells: bool) -> bool:
+    """Whether a rank to blame is busy with something else.
+
+    Args:
+        tells: for its GPU's calls others of its circle spin, and it does not.
+    """
+    return sighting.life in ("running", "late") and not any(
+        call.state == WAITED_FOR and not (tells and call.on_gpu) for call in sighting.calls)
 
 
 def _mismatched(sightings: Sequence[Sighting]) -> tuple[Verdict, ...]:

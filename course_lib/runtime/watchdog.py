@@ -5,6 +5,17 @@ thread that evaluates, compiles or saves for minutes without a collective keeps 
 busy, where one that hangs leaves all three alone. Once the rank that all wait for has made none for long enough, or a
 rank has died, every rank that can still answer writes the same report (:mod:`~course_lib.runtime.hang_report`), with
 the ranks to blame (:mod:`~course_lib.runtime.verdicts`), and ends itself.
+
+On GPUs it is the only one to say why. gloo raises an error on the ranks that were talking to one that dies, which
+ends the watchdog's ``with``. NCCL raises nothing: within a machine its kernels wait for ever; where a socket to
+another machine is lost, its own watchdog ends the process, which no Python code outlives (SIGABRT;
+TORCH_NCCL_ASYNC_ERROR_HANDLING is 3 by default, tear down without clean-up). By default our report comes first:
+ProcessGroupNCCL.cpp, Watchdog::runLoop, notes the error within a tenth of a second, and aborts only after 4 x
+TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC = 60 s, which are for records to be written; ranks that are told of it by another
+one wait for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC = 480 s (HeartbeatMonitor::runLoop). A collective that takes longer than
+its group's time-out, 10 minutes, ends in the same way. So our thread asks NCCL at each look whether it has noted an
+error, and reports at once; who sets the first of these times to less than the few seconds that this takes may lose
+the report. TORCH_NCCL_BLOCKING_WAIT, which lets waits raise, changes nothing here.
 """
 
 import contextlib
@@ -24,8 +35,9 @@ import torch
 import torch.distributed as dist
 
 from course_lib.errors import EXIT_HUNG, CourseError
+from course_lib.runtime.backends import backend_error, backend_records
 from course_lib.runtime.board import Board
-from course_lib.runtime.flight import FlightRecorder, backend_records
+from course_lib.runtime.flight import FlightRecorder
 from course_lib.runtime.hang_report import HangReport, RankState, read_reports
 from course_lib.runtime.liveness import Activity
 from course_lib.runtime.page import FAILED, LEFT, RUNNING, Sighting
@@ -75,6 +87,7 @@ class Watchdog:
         self._leaving, self._lost_peer, self._reported = threading.Event(), threading.Event(), threading.Event()
         self._state, self._declared = RUNNING, False
         self._error: BaseException | None = None  # that ended the block
+        self._error_of_backend: str | None = None
         self._reprieve, self._holds_sigterm = Reprieve(), holds_sigterm
 
     def __enter__(self) -> "Watchdog":
@@ -137,7 +150,9 @@ class Watchdog:
                 continue
             self._look()
             now = time.monotonic()
-            if self._lost_peer.is_set() and deadline == float("inf"):
+            if self._error_of_backend is None and torch.cuda.is_initialized():
+                self._error_of_backend = backend_error()
+            if (self._lost_peer.is_set() or self._error_of_backend) and deadline == float("inf"):
                 deadline = now + self._board.notice_seconds()
             is_hanging = now > deadline or self._board.is_alarming()
             if not is_hanging and now - self._progressed >= self.seconds and now - judged_at > JUDGE_SECONDS:
@@ -151,9 +166,11 @@ class Watchdog:
         if now - self._looked > min(GAP_SECONDS, self.seconds / 2):
             self._progressed += now - self._looked
             self._moved += now - self._looked
-        ended, mark = self._recorder.look(), (self._recorder.serial, self._beats)
+        # What NCCL gives up after an error would pass for ended.
+        ended, mark = not self._error_of_backend and self._recorder.look(), (self._recorder.serial, self._beats)
         if ended or mark != self._mark:
             self._progressed = self._moved = now
+            self._board.page.write_spins(False)
         elif now - max(self._moved, self._measured) > min(MEASURE_SECONDS, self.seconds / 10):
             self._look_at_work(now)
         self._looked, self._mark = now, mark
@@ -163,9 +180,10 @@ class Watchdog:
     def _look_at_work(self, now: float) -> None:
         """Count what is no collective as progress, too: work, for as long as that may take."""
         position = self._recorder.position()
-        # In CUDA's hands a thread spins, whether the GPU works or waits for another.
-        spins = torch.cuda.is_initialized() and position == self._position
-        is_busy, is_first = self._activity.is_busy(spins), self._measured < self._moved
+        # In CUDA's hands a thread spins, whether the GPU works or waits for another (cudaDeviceScheduleAuto).
+        stands = torch.cuda.is_initialized() and position == self._position
+        is_busy, is_first = self._activity.is_busy(stands), self._measured < self._moved
+        self._board.page.write_spins(stands and self._activity.main_spins)
         is_in_time = now - self._moved < BUSY_FACTOR * self.seconds
         if is_busy and is_in_time and not is_first and not self._recorder.is_waiting:
             self._progressed = now
@@ -197,11 +215,13 @@ class Watchdog:
         stacks = "\n".join(f"--- rank {each.rank} ---\n{each.words.get('stacks') or f'none: it is {each.life}'}"
                            for each in sightings)
         report = HangReport(self.rank, sightings[self.rank].stalled, judge(sightings),
-                            tuple(map(RankState.of, sightings)), stacks)
+                            tuple(map(RankState.of, sightings)), stacks, self._error_of_backend)
         line = f"watchdog: {report.summary}. The ranks' reports: {self.folder}/hang-rank*.txt\n"
         try:
             self._remove_old_reports()
-            report.write(self.folder, sightings, backend_records())
+            report.write(self.folder, sightings)
+            if records := backend_records():  # to read NCCL's asks its events, which have been seen to hang
+                report.write(self.folder, sightings, records)
         except OSError as error:  # such as a full disk, which may be why they hang
             line = f"watchdog: {report.summary}. No report in {self.folder}: {error.strerror}\n"
         self._write_flags(reported=True)

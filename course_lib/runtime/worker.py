@@ -192,6 +192,8 @@ def _set_up(rank: int, num_processes: int, port: int, device: str, hosted: bool)
         if torch.cuda._is_in_bad_fork():
             raise LaunchError("CUDA was used in this process before launch()",
                               "leave start_method out, or restart the kernel and leave the GPU alone before launch()")
+        # Batches of many lengths leave holes in the allocator's fixed segments. torch reads it at its first allocation.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(rank)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -11,12 +11,13 @@ from torch import nn
 
 from course_lib.errors import LaunchError
 from course_lib.parallel.shards import Piece, scatter_whole
-from course_lib.runtime import ranks
+from course_lib.runtime import joining, ranks
 from course_lib.runtime.interrupts import exit_code
 from course_lib.training import sharded, stored, tensorfile
 from course_lib.training.background import BackgroundSaver
 from course_lib.training.basic import BasicTrainer, Batch
 from course_lib.training.engines import Engine, build_engine
+from course_lib.training.votes import Votes
 
 
 class AcceleratedTrainer(BasicTrainer):
@@ -42,6 +43,7 @@ class AcceleratedTrainer(BasicTrainer):
         if self.num_processes != wanted:
             raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {wanted}",
                               "start with `course train --num_processes N`, which starts the ranks itself")
+        self.votes = Votes(self.device)
 
     def build_engine(self) -> Engine:
         """The engine that the config names."""
@@ -49,6 +51,7 @@ class AcceleratedTrainer(BasicTrainer):
 
     def prepare(self) -> None:
         self.engine.wrap(self.model, self.optimizer)
+        joining.have_patience(self.config.guard.watchdog)
         self.model, self.wrapped, self.optimizer = self.engine.model, self.engine.wrapped, self.engine.optimizer
         self.train_loader = self.accelerator.prepare_data_loader(self.train_loader)
         self.eval_loaders = {split: self.accelerator.prepare_data_loader(loader)
@@ -68,24 +71,29 @@ class AcceleratedTrainer(BasicTrainer):
                     self.engine.backward(loss * weight, last)
             total += loss.detach() * weight / self.num_processes
         with self.phases("optimizer"):
+            self.settle()
             norm = self.engine.step(self.max_grad_norm)
-            if not self.engine.step_was_skipped:
-                self.scheduler.step()
+            self.stepped(knows_at_once=self.engine.knows_at_once)
         return total, norm
 
     def count_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         mine = self.own_targets(micro_batches)
         # One reduction carries both: how many targets there are, and whether anyone was asked to stop.
-        votes = torch.tensor(self.stop_request.vote, device=self.device)
-        targets, self.stop_votes = self.sum_over_processes(torch.stack([mine, votes]))
+        own_vote = torch.full_like(mine, self.stop_request.vote)  # filled in there: a copy would wait for the device
+        targets, votes = self.sum_over_processes(torch.stack([mine, own_vote]))
+        self.votes.cast(votes)
         return targets
 
     def own_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Targets in this process's rows."""
         return super().count_targets(micro_batches)
 
-    def asked_to_stop(self) -> int:
-        return exit_code(int(self.stop_votes))
+    @property
+    def step_was_skipped(self) -> bool:
+        return self.engine.step_was_skipped
+
+    def asked_to_stop(self, waited: bool) -> int:
+        return exit_code(self.votes.counted(waited))
 
     def to_device(self, batch: Batch) -> Batch:
         return batch  # the prepared loader has moved it
@@ -124,7 +132,7 @@ class AcceleratedTrainer(BasicTrainer):
 
     def close(self) -> None:
         self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
+        self.accelerator.state.destroy_process_group()  # not end_training(): whoever tracks has the model yet to come
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self.engine.shapes()
@@ -145,7 +153,8 @@ class AcceleratedTrainer(BasicTrainer):
             return super().put_checkpoint(write_files)
         if self.config.output.async_save:
             limit = self.config.output.save_total_limit
-            self.saver = self.saver or BackgroundSaver(self.output_dir, limit, self.barrier)
+            self.saver = self.saver or BackgroundSaver(
+                self.output_dir, limit, self.barrier, joining.patience(self.config.guard.watchdog))
             return self.saver.start(self.state.step, write_files, self.tensors())
 
         def write_all(folder: Path) -> None:
@@ -179,11 +188,11 @@ class AcceleratedTrainer(BasicTrainer):
             sharded.load({f"model/{name}": piece for name, piece in engine.pieces().items()}
                          | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
             engine.load_buffers(tensorfile.load(folder / stored.BUFFERS))
-            engine.refresh()
         else:
             engine.load_whole_weights(tensorfile.load(folder / stored.MODEL))
             whole = stored.whole_optimizer_state(folder, engine.trained_names)
             scatter_whole(whole, engine.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
+        engine.refresh()
 
     @property
     def engine_name(self) -> str:

@@ -5,7 +5,6 @@ every machine; what an allocator adds on top is not in them.
 """
 
 import contextlib
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from course_lib.runtime.phases import Phases
+from course_lib.runtime.clock import Clock, Stamp
+from course_lib.runtime.phases import Phases, between
 from course_lib.training.evaluation import evaluating
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Moment:
     """Bytes by kind at one moment of a step."""
 
     seconds: float
-    """Since the timeline began."""
+    """Since the timeline began; on a GPU when the device came to it, as its memory is handed out in that order."""
     phase: str
     """`forward`, `backward` or `optimizer`."""
     held: dict[str, int]
@@ -104,17 +104,19 @@ class MemoryTimeline(Phases):
     Args:
         model: the bare model.
         optimizer: steps it.
+        clock: of the device that they are on; None for a CPU.
 
     Attributes:
-        moments: in order of time.
+        moments: in order of time, up to the last :meth:`settle`.
         saved: counts the activations.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer):
-        super().__init__()
+    def __init__(self, model: nn.Module, optimizer: Optimizer, clock: Clock | None = None):
+        super().__init__(clock)
         self.model, self.optimizer = model, optimizer
         self.saved, self.moments = SavedForBackward(model), list[Moment]()
-        self._phase, self._start = "", time.perf_counter()
+        self._phase, self._start = "", self.stamp()
+        self._noted: list[tuple[Stamp, str, dict[str, int]]] = []
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -128,7 +130,12 @@ class MemoryTimeline(Phases):
     def note(self, *_: object) -> None:
         """Add a moment."""
         held = bytes_by_kind(self.model, self.optimizer) | {"activations": self.saved.bytes}
-        self.moments.append(Moment(time.perf_counter() - self._start, self._phase, held))
+        self._noted.append((self.stamp(), self._phase, held))
+
+    def settle(self) -> None:
+        super().settle()
+        self.moments += [Moment(between(self._start, stamp), phase, held) for stamp, phase, held in self._noted]
+        self._noted.clear()
 
 
 def watch_memory(trainer: "BasicTrainer", batches: Iterable[Batch]) -> tuple[list[Moment], list[float]]:
@@ -137,14 +144,17 @@ def watch_memory(trainer: "BasicTrainer", batches: Iterable[Batch]) -> tuple[lis
     Returns:
         The moments in order of time, and the loss of each step.
     """
-    timeline, phases = MemoryTimeline(trainer.model, trainer.optimizer), trainer.phases
+    timeline, phases = MemoryTimeline(trainer.model, trainer.optimizer, trainer.clock), trainer.phases
     hooks = [p.register_post_accumulate_grad_hook(timeline.note) for p in trainer.model.parameters()]
     hooks += [module.register_forward_hook(timeline.note) for module in trainer.model.modules()]
     hooks.append(trainer.optimizer.register_step_post_hook(timeline.note))
     trainer.phases = timeline
     trainer.wrapped.train()
     try:
-        return timeline.moments, [trainer.train_step([batch])[0].item() for batch in batches]
+        losses = [trainer.train_step([batch])[0].item() for batch in batches]
+        trainer.clock.settle()
+        timeline.settle()
+        return timeline.moments, losses
     finally:
         trainer.phases = phases
         for hook in hooks:
@@ -160,9 +170,9 @@ def seconds_by_turns(trainer: "BasicTrainer", ways: Mapping[str, Sequence[Batch]
         ways: batches by the name of the way, as many for each.
         prepare: called with the name before each step.
     Returns:
-        Seconds by phase, for each way.
+        Seconds by phase, for each way; on a GPU the device's, see :class:`Phases`.
     """
-    phases, before = {name: Phases() for name in ways}, trainer.phases
+    phases, before = {name: Phases(trainer.clock) for name in ways}, trainer.phases
     trainer.wrapped.train()
     for turn in zip(*ways.values(), strict=True):
         for name, batch in zip(ways, turn, strict=True):
@@ -170,6 +180,9 @@ def seconds_by_turns(trainer: "BasicTrainer", ways: Mapping[str, Sequence[Batch]
             trainer.phases = phases[name]
             trainer.train_step([batch])
     trainer.phases = before
+    trainer.clock.settle()
+    for each in phases.values():
+        each.settle()
     return {name: dict(each.seconds) for name, each in phases.items()}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,12 +22,13 @@ class BackgroundSaver:
         run_dir: the run's folder.
         keep: checkpoints to keep.
         barrier: waits for all ranks.
+        patience: how long a rank's thread waits for the others' files; by default torch's 30 minutes.
     """
 
-    def __init__(self, run_dir: Path, keep: int | None, barrier: Callable[[], None]):
+    def __init__(self, run_dir: Path, keep: int | None, barrier: Callable[[], None], patience: timedelta | None = None):
         self.run_dir, self.keep, self.barrier = run_dir, keep, barrier
         self.is_main = dist.get_rank() == 0
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=patience)
         self.thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: futures.Future[int] | None = None
 

@@ -1,16 +1,18 @@
 """The plain PyTorch training loop: one process, one device, nothing hidden."""
 
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from course_lib.data.collating import moved, unpadded_rows
+from course_lib.modeling.masks import padding_known
 from course_lib.runtime.interrupts import exit_code
 from course_lib.training.frame import TrainerFrame
 from course_lib.training.loss import count_targets, summed_loss
+from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import pick_device
 
 Batch = dict[str, torch.Tensor]
@@ -27,24 +29,22 @@ class BasicTrainer(TrainerFrame):
     def prepare(self) -> None:
         # fp16 gradients below 6e-8 would vanish, so the loss is scaled up (arXiv 1710.03740, section 3.2).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        self.overflow = OverflowWatch()
 
     def train_epoch(self) -> None:
         state = self.state
         self.sampler.start_at(state.epoch, state.step_in_epoch)
         self.wrapped.train()
         batches = iter(self.train_loader)
-        tick = time.perf_counter()
         while not state.finished and state.step_in_epoch < state.steps_per_epoch:
             with self.phases("data"):
                 micro_batches = list(itertools.islice(batches, self.sampler.accumulation))
                 micro_batches = [self.to_device(batch) for batch in micro_batches]
             loss, gradient_norm = self.train_step(micro_batches)
-            state.samples += len(self.sampler.batches[state.step_in_epoch])
+            self.throughput.count(state, self.sampler.batches[state.step_in_epoch])
             state.step += 1
             state.step_in_epoch += 1
-            state.seconds += time.perf_counter() - tick
             self.after_step(loss, gradient_norm)
-            tick = time.perf_counter()
         if state.step_in_epoch == state.steps_per_epoch:
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
 
@@ -67,13 +67,39 @@ class BasicTrainer(TrainerFrame):
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         with self.phases("optimizer"):
+            self.settle()
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.scheduler.step()
+            with self.overflow.watching(self.scaler):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
             self.optimizer.zero_grad()
+            self.stepped(knows_at_once=not self.scaler.is_enabled())
         return total, norm
+
+    unsettled = False
+
+    def stepped(self, knows_at_once: bool) -> None:
+        """An optimizer step was made, or skipped: move the learning rate on, as soon as it is known which."""
+        self.unsettled = True
+        if knows_at_once:
+            self.settle()
+
+    def settle(self) -> None:
+        """Move the learning rate on for the last step, unless it was skipped.
+
+        Under fp16 the GPU decides that. Asked right after the step the host would have to wait for it; asked before the
+        next step, when the GPU has been given the next batch already, it waits for nothing but what is done.
+        """
+        if self.unsettled:
+            self.unsettled = False
+            if not self.step_was_skipped:
+                self.scheduler.step()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step found an overflow under fp16 and left the weights alone."""
+        return self.overflow.skipped()
 
     def loss(self, batch: Batch, targets: torch.Tensor, micro_batches: int) -> torch.Tensor:
         """A micro-batch's share of the loss of the global batch.
@@ -81,7 +107,7 @@ class BasicTrainer(TrainerFrame):
         With ``loss_weighting: micro_batch`` it is the naive share, the micro-batch's own mean over
         their number, which gives a target in a short micro-batch more weight than one in a long.
         """
-        with self.autocast():
+        with self.autocast(), padding_known(unpadded_rows(batch)):
             logits = self.wrapped(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         total = summed_loss(logits, batch["labels"], self.task)
         if self.config.run.loss_weighting == "token":
@@ -94,7 +120,7 @@ class BasicTrainer(TrainerFrame):
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch on this trainer's device."""
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        return moved(batch, self.device)
 
     @property
     def max_grad_norm(self) -> float:
@@ -131,5 +157,5 @@ class BasicTrainer(TrainerFrame):
     def close(self) -> None:
         """Let the engine end its part of the run."""
 
-    def asked_to_stop(self) -> int:
+    def asked_to_stop(self, waited: bool) -> int:
         return exit_code(self.stop_request.vote)

@@ -162,7 +162,7 @@ class Strike(Callback):
                 self.strike()
             return phases(name)
 
-        watched.seconds = phases.seconds  # type: ignore[attr-defined]
+        watched.seconds, watched.settle = phases.seconds, phases.settle  # type: ignore[attr-defined]
         trainer.phases = watched
 
     def in_data(self, trainer: Any) -> None:

@@ -54,7 +54,7 @@ class FunctionCallback(Callback):
 
 
 class ProgressBar(Callback):
-    """Steps done, loss, learning rate and samples a second, on the main rank."""
+    """Steps done, loss, learning rate, samples and tokens a second, and MFU where it is known, on the main rank."""
 
     def on_train_begin(self, trainer: "BasicTrainer") -> None:
         self.bar = tqdm(total=trainer.state.max_steps, initial=trainer.state.step, desc="train", unit="step",
@@ -65,8 +65,10 @@ class ProgressBar(Callback):
 
     def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
         if "loss" in line:
+            mfu = f", MFU {line['mfu']:.1%}" if "mfu" in line else ""
             self.bar.set_postfix_str(f"loss {line['loss']:.4f}, lr {line['learning_rate']:.1e}, "
-                                     f"{line['samples_per_second']:.0f} samples/s", refresh=False)
+                                     f"{line['samples_per_second']:.0f} samples/s, "
+                                     f"{line['tokens_per_second']:,.0f} tokens/s{mfu}", refresh=False)
         elif not self.bar.disable:
             shown = ", ".join(f"{name.removeprefix('eval.')} {value:.4f}" for name, value in line.items()
                               if name.startswith("eval.") and isinstance(value, float))

@@ -102,6 +102,8 @@ class Project:
         """A run of the project on this machine, in that folder."""
         quiet = {"logging_steps": 1, "eval_steps": 0, "max_eval_samples": 200, "keep_best": False, "baselines": False,
                  "progress_bar": False, "tracker": "jsonl", "mixed_precision": "no"}
+        if self.strategy.startswith("zero") or str(self.other.get("strategy")).startswith("zero"):
+            quiet["lean_buffers"] = True  # what a rank holds and sends is compared with the formulas of ZeRO
         return build(quiet | dict(self.recipe) | {
             "dataset": self.dataset, "model": self.model, "strategy": self.strategy, "device": self.device,
             "batch_size": self.global_batch // self.world_size // self.accumulation, "max_steps": self.steps,
@@ -193,7 +195,7 @@ def rented_config(project: Project, plan: Rented) -> Config:
     """What is submitted: the rehearsed run, laid out as planned, with the fields that the project changes."""
     here = project.config(Path("runs/capstone"))
     whole = {"max_steps": None, "max_eval_samples": None, "logging_steps": 10, "device": "auto",
-             "overwrite_output_dir": False}
+             "overwrite_output_dir": False, "lean_buffers": False}
     changed = {name: value for name, value in project.rented.items() if name != "model"}  # by the planner's full name
     return here.replace(**{**whole, **plan.fields, **changed})
 

@@ -22,6 +22,7 @@ from transformers import GPT2LMHeadModel
 from course_lib.errors import LaunchError
 from course_lib.parallel import collectives, ddp
 from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, sum_gradients
+from course_lib.runtime.clock import Clock, Stamp
 from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
 from course_lib.runtime.netns import in_own_network, not_private
@@ -140,7 +141,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Sending:
-    """The backward of one rank, and what it sends; times in ms from the start of the backward.
+    """The backward of one rank, and what it sends; times in ms from the start of the backward, on a GPU the device's.
 
     Attributes:
         buckets: bytes of each, in the order in which they were sent.
@@ -181,7 +182,8 @@ class _Watched:
 
     def __init__(self, way: Way, layers: int, width: int):
         model = gpt2(layers, width)
-        self.events: list[tuple[str, int, float]] = []
+        self.events: list[tuple[str, int, Stamp]] = []
+        self.clock: Clock
         for parameter in model.parameters():  # before DataParallel's own hooks, so that they are called first
             parameter.register_post_accumulate_grad_hook(lambda p: self._note("gradient", p.nbytes))
         order = contextlib.nullcontext() if way.reverse else mock.patch.object(ddp, "reversed", list, create=True)
@@ -192,15 +194,18 @@ class _Watched:
     def step(self, ids: Tensor) -> Sending:
         self.events.clear()
         with Meter(self.engine) as meter:
+            self.clock = meter.clock
             loss = self.engine(input_ids=ids, labels=ids).loss
             dist.barrier()  # the backwards begin together
-            begin = time.perf_counter()
+            first = self.clock.stamp()
             loss.backward()
-            end = time.perf_counter()
+            after = self.clock.stamp()
+        seconds = self.clock.seconds
+        begin, end = seconds(first), seconds(after)
         self.engine.zero_grad()
         kinds = [kind for kind, _, _ in self.events]
         last = max(i for i, kind in enumerate(kinds) if kind == "gradient")
-        backward = 1e3 * (self.events[last][2] - begin)
+        backward = 1e3 * (seconds(self.events[last][2]) - begin)
         sent = [(1e3 * (each.start - begin), 1e3 * (each.end - begin)) for each in meter.collectives
                 if each.name == "all_reduce"]
         return Sending(
@@ -212,7 +217,7 @@ class _Watched:
             hidden=_covered(sent, until=backward) / _covered(sent, until=math.inf))
 
     def _note(self, kind: str, size: int) -> None:
-        self.events.append((kind, size, time.perf_counter()))
+        self.events.append((kind, size, self.clock.stamp()))
 
     def _send(self, bucket: Bucket) -> Pending:
         self._note("bucket", bucket.flat.nbytes)
@@ -258,13 +263,14 @@ def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Tr
     models = {name: wrap(gpt2(layers, width)) for name, wrap in wraps.items()}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
     found = {name: Trained([], 0, None, []) for name in models}
+    clock = Clock(PartialState().device)
     for step in range(steps):
         batch = tokens(step % 4, rows)
         for name in list(models)[:: 1 if step % 2 else -1]:
             ids = batch if name == "alone" else share(batch)
             measured = Meter(models[name]) if step >= steps - TRIES else contextlib.nullcontext()
             with measured:
-                seconds, loss = _step(models[name], optimizers[name], ids)
+                seconds, loss = _step(models[name], optimizers[name], ids, clock)
             found[name].losses.append(loss)
             if isinstance(measured, Meter):
                 found[name].sent = measured.bytes_sent
@@ -275,16 +281,17 @@ def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Tr
     return found
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> tuple[float, float]:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, clock: Clock) -> tuple[float, float]:
     dist.barrier()
+    clock.settle()  # a barrier on GPUs may be one of their streams alone
     begin = time.perf_counter()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    loss = loss.item()  # a GPU has finished then
     dist.barrier()
-    return time.perf_counter() - begin, loss
+    clock.settle()
+    return time.perf_counter() - begin, loss.item()
 
 
 def speed_ratio(peer: Trained, trained: Trained) -> float:

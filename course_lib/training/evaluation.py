@@ -17,7 +17,12 @@ from sklearn.metrics import accuracy_score, f1_score
 from torch import nn
 from torch.utils.data import DataLoader
 
+from course_lib.data.collating import moved, unpadded_rows
+from course_lib.modeling.masks import padding_known
 from course_lib.training.loss import loss_of_rows
+
+BATCHES = 64
+"""Whose scores are brought to the host together: on a GPU it has to wait for them."""
 
 
 class ClassificationMetrics(evaluate.Metric):
@@ -71,26 +76,60 @@ def evaluate_split(
         ``loss`` (nats per target) with ``accuracy`` and ``macro_f1``, or with ``perplexity``
         (exp of the loss, weighted by tokens), and ``rows``.
     """
-    metrics = ClassificationMetrics(num_labels or 0)
-    sums = torch.zeros(2, dtype=torch.float64)
-    rows = 0
+    totals = _Totals(num_labels or 0)
     with torch.no_grad():  # not inference_mode: what an engine gathers in it, the next backward could not use
         for batch in loader:
-            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            with precision:
+            batch = moved(batch, device)
+            with precision, padding_known(unpadded_rows(batch)):
                 if scores:
                     found = scores(batch)
                 else:
                     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
                     found = scores_of_rows(logits, batch["labels"], task)
-            losses, *answers = gather((*found, batch["labels"]) if num_labels else found)
-            sums += losses.double().sum(0).cpu()
-            rows += len(losses)
-            if num_labels:
-                metrics.add_batch(predictions=answers[0].tolist(), references=answers[1].tolist())
-    loss = (sums[0] / sums[1]).item()
-    result = {"loss": loss} | (metrics.compute() if num_labels else {"perplexity": math.exp(min(loss, 700.0))})
-    return result | {"rows": rows}
+            totals.add(gather((*found, batch["labels"]) if num_labels else found))
+    return totals.result()
+
+
+class _Totals:
+    """What an evaluation has found so far; the newest scores are still on the device.
+
+    Args:
+        num_labels: classes; 0 for a language model.
+    """
+
+    def __init__(self, num_labels: int):
+        self.num_labels, self.metrics = num_labels, ClassificationMetrics(num_labels)
+        self.sums, self.rows = torch.zeros(2, dtype=torch.float64), 0
+        self.waiting: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, found: tuple[torch.Tensor, ...]) -> None:
+        """Add the rows of one batch, of all ranks.
+
+        Args:
+            found: float32 [B, 2], losses and targets; for classification with int64 [B], predictions and labels.
+        """
+        self.waiting.append(found)
+        if len(self.waiting) == BATCHES:
+            self._fetch()
+
+    def result(self) -> dict[str, float]:
+        """See :func:`evaluate_split`."""
+        self._fetch()
+        loss = (self.sums[0] / self.sums[1]).item()
+        answers = self.metrics.compute() if self.num_labels else {"perplexity": math.exp(min(loss, 700.0))}
+        return {"loss": loss} | answers | {"rows": self.rows}
+
+    def _fetch(self) -> None:
+        """Bring what waits to the host, and add it up there batch by batch in float64, which not every GPU has."""
+        if not self.waiting:
+            return
+        losses, *answers = (torch.cat(parts).cpu() for parts in zip(*self.waiting, strict=True))
+        for part in losses.split([len(found[0]) for found in self.waiting]):
+            self.sums += part.double().sum(0)
+        self.rows += len(losses)
+        if answers:
+            self.metrics.add_batch(predictions=answers[0].tolist(), references=answers[1].tolist())
+        self.waiting.clear()
 
 
 def scores_of_rows(logits: torch.Tensor, labels: torch.Tensor, task: str) -> tuple[torch.Tensor, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from course_lib.errors import CourseError
@@ -154,20 +155,24 @@ SCENARIOS = {scenario.name: scenario for scenario in (
 # --- running them -----------------------------------------------------------------------------------------------------
 
 
-def trial(scenario: Scenario, world_size: int = 3) -> Trial:
+def trial(scenario: Scenario, world_size: int = 3, device: str = "cpu") -> Trial:
     """Run a scenario in all three ways."""
-    broken = run(scenario, world_size)
-    inspected = broken if scenario.tool_reads_broken else run(scenario, world_size, "inspected")
-    return Trial(broken, inspected, run(scenario, world_size, "fixed"), scenario.tool.named(inspected))
+    broken = run(scenario, world_size, device=device)
+    inspected = broken if scenario.tool_reads_broken else run(scenario, world_size, "inspected", device=device)
+    fixed = run(scenario, world_size, "fixed", device=device)
+    return Trial(broken, inspected, fixed, scenario.tool.named(inspected))
 
 
-def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool | None = None) -> Outcome:
-    """Run a scenario on real ranks over gloo, on the CPU.
+def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool | None = None,
+        device: str = "cpu") -> Outcome:
+    """Run a scenario on real ranks.
 
     Args:
         world_size: at least 2. Of two ranks each is the other's only suspect, so three teach more.
         how: ``inspected`` with a tool, ``fixed`` with the scenario's cure.
         tool: to inspect with; the scenario's own by default.
+        device: ``cpu``: over gloo; ``cuda``: over NCCL, a GPU for each rank. There no collective times out, so a broken
+            run that hangs lasts until the launcher ends it.
     """
     tool = (tool or scenario.tool) if how == "inspected" else None
     own_check = scenario.inspected if tool is scenario.tool else None
@@ -178,7 +183,7 @@ def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool
     starts, started = 1, time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        while error := _launched(function, folder, scenario.joined, impatient, tool, world_size, limit):
+        while error := _launched(function, folder, scenario.joined, impatient, tool, world_size, limit, device):
             if starts > restarts:
                 break
             starts += 1
@@ -194,25 +199,26 @@ def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool
 
 
 def _launched(function: OnRank, folder: Path, joined: bool, impatient: bool, tool: Tool | None, world_size: int,
-              limit: float) -> Exception | None:
+              limit: float, device: str) -> Exception | None:
     """Run it on all ranks; the exception that `launch` raised, if any."""
     try:
-        launch(_on_rank, function, folder, joined, impatient, tool, num_processes=world_size, timeout=limit,
-               device="cpu", stream=False)
+        launch(_on_rank, function, folder, joined, impatient, tool, device, num_processes=world_size, timeout=limit,
+               device=device, stream=False)
     except (RankError, RanksHung, CourseError) as error:
         return error
     return None
 
 
-def _on_rank(function: OnRank, folder: Path, joined: bool, impatient: bool, tool: Tool | None) -> None:
+def _on_rank(function: OnRank, folder: Path, joined: bool, impatient: bool, tool: Tool | None, device: str) -> None:
     """Join, run the function, and leave word of how it ended."""
     told: dict[str, Any] = {}
     try:
         if tool and tool.join:
             tool.join()
+        torch.set_default_device(device)
         if joined:
-            dist.init_process_group("gloo")
-        if impatient and joined:  # by default a collective over gloo waits for half an hour
+            dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        if impatient and joined and device == "cpu":  # by default a collective over gloo waits for half an hour
             dist.distributed_c10d._set_pg_timeout(PATIENCE, dist.group.WORLD)
         with tool.around(folder) if tool and tool.around else contextlib.nullcontext():
             told["value"] = function(folder)

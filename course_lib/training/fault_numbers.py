@@ -41,7 +41,9 @@ def _timed_steps(texts: list[int], steps: int = 8) -> list[tuple[float, float]]:
         start = time.perf_counter()
         time.sleep(sum(texts) / 1000)
         computed = time.perf_counter()
-        dist.all_reduce(torch.ones(2))
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        total.tolist()  # a GPU's ranks wait here
         times.append((computed - start, time.perf_counter() - computed))
     return times
 
@@ -71,7 +73,8 @@ def _mean(step: int, gradient: Tensor) -> bool:
 
 
 def _rows(step: int) -> Tensor:
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    generator = torch.Generator("cpu").manual_seed(10 * step + dist.get_rank())
+    return torch.randn(8, 4, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def _rows_with_a_hole(step: int) -> Tensor:
@@ -163,7 +166,11 @@ def micro_batches(folder: Path) -> float:
 
 
 def _leave_room(size: int) -> None:
-    """Let this process's address space grow by so many bytes and no more."""
+    """Let this process have so many more bytes of the GPU, or of its address space, and no more."""
+    if torch.get_default_device().type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + min(size, free)) / total)
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + size, hard))
 
@@ -189,7 +196,8 @@ def failure_is_told_to_all(folder: Path) -> str:
             (folder / "writing").unlink(missing_ok=True)
     dist.broadcast_object_list(trouble, src=0)
     newest = max(folder.glob("step-*.pt"))
-    return f"{newest.name} holds {int(torch.load(newest, weights_only=True).sum())}; {trouble[0]}"
+    saved = torch.load(newest, map_location="cpu", weights_only=True)
+    return f"{newest.name} holds {int(saved.sum())}; {trouble[0]}"
 
 
 def _fill_disk() -> None:

@@ -2,6 +2,9 @@
 
 Every function here runs on each rank, in a group over gloo, unless its docstring says that it joins the group itself.
 ``folder`` is the run's own. The fault is always rank 1's; in the pipeline rank 0 waits for it and it for rank 0.
+
+On GPUs they run over NCCL, with tensors on the rank's GPU by default. There a collective returns before it is done, so
+what counts as a step asks for its sum's value, which waits.
 """
 
 import itertools
@@ -112,18 +115,25 @@ def shorter_loader(folder: Path) -> int:
     for (batch,) in _loader():
         gradient = batch.sum()
         dist.all_reduce(gradient)
+        gradient.item()
         steps += 1
     return steps
 
 
 def barrier_before_each_step(folder: Path) -> int:
-    steps = 0
+    steps, hosts = 0, _hosts()
     for (batch,) in _loader():
-        dist.monitored_barrier(timeout=PATIENCE, wait_all_ranks=True)
+        dist.monitored_barrier(hosts, timeout=PATIENCE, wait_all_ranks=True)
         gradient = batch.sum()
         dist.all_reduce(gradient)
+        gradient.item()
         steps += 1
     return steps
+
+
+def _hosts() -> dist.ProcessGroup | None:
+    """A group over gloo, which alone has such a barrier; None where the default one is."""
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 def as_many_as_the_shortest(folder: Path) -> int:
@@ -133,6 +143,7 @@ def as_many_as_the_shortest(folder: Path) -> int:
     for (batch,) in itertools.islice(loader, int(batches)):
         gradient = batch.sum()
         dist.all_reduce(gradient)
+        gradient.item()
         steps += 1
     return steps
 
@@ -189,7 +200,9 @@ def _train_on(folder: Path, fault: Callable[[int], None]) -> int:
     for step in range(first, STEPS):
         if is_culprit() and step == 2:
             fault(step)
-        dist.all_reduce(torch.ones(2))
+        gradient = torch.ones(2)
+        dist.all_reduce(gradient)
+        gradient.tolist()
         if dist.get_rank() == 0:
             (folder / "step.writing").write_text(str(step + 1))
             os.replace(folder / "step.writing", done)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from course_lib.runtime.flight import backend_records
+from course_lib.runtime.backends import backend_records
 from course_lib.runtime.launch import RankError
 from course_lib.runtime.watchdog import HangReport, Watchdog
 from course_lib.training.fault_scenarios import PATIENCE

@@ -13,22 +13,25 @@ import torch
 from torch import nn
 
 from course_lib.config import Config
-from course_lib.data.batching import GlobalBatchSampler, evaluation_loader, layout, training_loader
+from course_lib.data.batching import GlobalBatchSampler, evaluation_loader, layout, training_loader, workers
 from course_lib.data.cache import column
 from course_lib.data.processing import DataProcessor, ProcessedData
 from course_lib.errors import EXIT_RESUME, ConfigError, TrainingDiverged, TrainingInterrupted
 from course_lib.modeling.loading import LoadedModel
 from course_lib.runtime import interrupts
+from course_lib.runtime.clock import Clock
 from course_lib.runtime.interrupts import StopRequest, stop_requests
-from course_lib.runtime.phases import Phases
+from course_lib.runtime.phases import Phases, Stopwatch
 from course_lib.runtime.seeding import seed_everything
 from course_lib.training import checkpoint, on_cpu, resuming, tensorfile
 from course_lib.training.callbacks import Callback, EarlyStopping, JsonLinesLog, ProgressBar
+from course_lib.training.compiling import compile_blocks
 from course_lib.training.evaluation import evaluate_split, evaluating, larger_is_better
 from course_lib.training.interface import TrainerInterface
 from course_lib.training.optimization import make_optimizer, make_scheduler
-from course_lib.training.precision import pick_precision
+from course_lib.training.precision import pick_precision, use_tf32
 from course_lib.training.state import TrainState
+from course_lib.training.throughput import Throughput
 
 
 class TrainerFrame(TrainerInterface):
@@ -46,6 +49,7 @@ class TrainerFrame(TrainerInterface):
         wrapped: what the forward pass calls; the model itself, or an engine around it.
         state: progress, see :class:`TrainState`.
         phases: seconds by phase.
+        throughput: rows, tokens and FLOPs, and what they are of the hardware's peak.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel, data: ProcessedData, processor: DataProcessor,
@@ -58,13 +62,14 @@ class TrainerFrame(TrainerInterface):
         self.connect()
         seed_everything(config.run.seed, self.rank)
         self.precision = pick_precision(config.run.mixed_precision, self.device)
+        self.tf32 = use_tf32(config.run.tf32, self.precision, self.device)
         self.sampler = self._sampler()
         pin = config.data.pin_memory and self.device.type == "cuda"
-        self.train_loader = training_loader(data.splits["train"], self.sampler, processor.collator(),
-                                            config.data.num_workers, pin, self.rank)
+        collator = processor.collator(self.device.type)
+        helpers = workers(config.data.num_workers, self.device.type, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.train_loader = training_loader(data.splits["train"], self.sampler, collator, helpers, pin, self.rank)
         self.eval_loaders = {
-            split: evaluation_loader(rows, config.run.eval_batch_size, processor.collator(), config.run.seed,
-                                     config.data.num_workers, pin)
+            split: evaluation_loader(rows, config.run.eval_batch_size, collator, config.run.seed, helpers, pin)
             for split, rows in data.splits.items() if split != "train"
         }
         steps = self.sampler.steps_per_epoch
@@ -78,13 +83,15 @@ class TrainerFrame(TrainerInterface):
         self.callbacks: list[Callback] = [ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
         self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
         self.tell("on_connect")
+        if config.model.torch_compile:
+            compile_blocks(self.model, dynamic=None if config.data.has_one_length else True)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.wrapped: nn.Module = self.model
         self.prepare()
         self.scheduler = make_scheduler(self.optimizer, config.optim, self.state.max_steps)
-        if config.model.torch_compile:
-            self.wrapped.compile(dynamic=True)
-        self.phases, self.stop_request = Phases(), StopRequest()
+        self.throughput = Throughput(self.sampler.lengths, loaded.model.config, self.task, self.device, self.precision)
+        self.clock, self.stop_request = Clock(self.device), StopRequest()
+        self.phases = Phases(self.clock)
         self.pending: list[torch.Tensor] = []
         self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
 
@@ -118,8 +125,12 @@ class TrainerFrame(TrainerInterface):
                 for callback in self.callbacks:
                     self.tell("on_train_begin", to=[callback])
                     begun.append(callback)
+                self.throughput.agree(self.gather_objects)
+                self.stopwatch = Stopwatch()
                 while not self.state.finished:
                     self.train_epoch()
+                self.clock.settle()
+                self.count_seconds()
                 if "validation" in self.eval_loaders and self.state.evaluated_at != self.state.step:
                     self.validate()
                 self.load_best()
@@ -145,16 +156,23 @@ class TrainerFrame(TrainerInterface):
         logs = state.step % config.run.logging_steps == 0 or state.finished
         evaluates = self.is_due(config.run.eval_steps) and "validation" in self.eval_loaders
         saves = self.is_due(config.output.save_steps)
-        if logs or evaluates or saves or self.device.type == "cpu":
-            self.check_finite()  # on a GPU it waits for the device, so not after every step
+        waits = logs or evaluates or saves or self.device.type == "cpu"
+        if waits:  # on a GPU not after every step: the device would run out of work meanwhile
+            self.check_finite()
+            self.count_seconds()
         self.tell("on_step_end")
         if logs:
             self.log(gradient_norm)
         if evaluates:
-            self.validate()
-        code = self.asked_to_stop()
+            with self.stopwatch.stopped():
+                self.validate()
+        code = self.asked_to_stop(waits)
+        if code and not waits:
+            self.check_finite()
+            self.count_seconds()
         if saves or code:
-            self.save_checkpoint()
+            with self.stopwatch.stopped():
+                self.save_checkpoint()
         if code:
             self.checkpoints_written()
             if self.is_main and code == EXIT_RESUME:
@@ -169,7 +187,7 @@ class TrainerFrame(TrainerInterface):
         return every > 0 and self.state.step % every == 0
 
     def check_finite(self) -> None:
-        """Raise TrainingDiverged, on all processes, where a step since the start was not finite."""
+        """Wait for the device; raise TrainingDiverged, on all processes, where a step so far was not finite."""
         if step := int(self.first_bad_step):
             self.checkpoints_written()
             kept = checkpoint.in_order(self.output_dir)
@@ -177,6 +195,11 @@ class TrainerFrame(TrainerInterface):
                 f"the loss or its gradient is not a finite number at step {step}; "
                 + (f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint before it"),
                 "lower --learning_rate, clip with --max_grad_norm, or look at the data of that step")
+
+    def count_seconds(self) -> None:
+        """Bring ``state.seconds`` and the phases up to date; the device has to have been waited for."""
+        self.state.seconds += self.stopwatch.lap()
+        self.phases.settle()
 
     def collect_losses(self) -> None:
         """Bring the losses of the steps since the last log together, into ``state.window``."""
@@ -186,6 +209,7 @@ class TrainerFrame(TrainerInterface):
 
     def log(self, gradient_norm: torch.Tensor) -> None:
         """Report the steps since the last line."""
+        self.settle()
         self.collect_losses()
         state = self.state
         state.last_loss = sum(state.window) / len(state.window)
@@ -193,7 +217,7 @@ class TrainerFrame(TrainerInterface):
         self.tell("on_log", {
             "step": state.step, "epoch": state.epochs_done, "loss": state.last_loss,
             "learning_rate": self.optimizer.param_groups[0]["lr"], "gradient_norm": float(gradient_norm),
-            "samples_per_second": state.samples / state.seconds, "seconds": round(state.seconds, 3)})
+            **self.throughput.rates(state, self.num_processes), "seconds": round(state.seconds, 3)})
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Metrics over every row of a split, the same on every process."""
@@ -243,6 +267,7 @@ class TrainerFrame(TrainerInterface):
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step, and delete those beyond save_total_limit."""
+        self.settle()
         self.collect_losses()
         self.put_checkpoint(lambda folder: resuming.write_files(self, folder))
         self.tell("on_save", self.output_dir / checkpoint.name(self.state.step))

@@ -4,7 +4,6 @@ The functions run on ranks (:func:`course_lib.runtime.launch.launch`) and return
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,9 @@ from course_lib.parallel import units
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
+from course_lib.runtime.clock import Clock, Stamp
 from course_lib.runtime.meter import Meter
+from course_lib.runtime.phases import between
 from course_lib.training import sharded
 from course_lib.training.lab_gpt2 import gpt2
 from course_lib.training.slow_link import Waits, slow_gathers
@@ -157,14 +158,16 @@ def apart(some: Watched, others: Watched) -> float:
 
 def block_seconds(build: Build, rows: int) -> float:
     """The shortest forward of a block, on any rank, in two steps with so many rows a rank."""
-    engine = _engine("scratch", build)
-    times: list[float] = []
+    engine, clock = _engine("scratch", build), Clock(PartialState().device)
+    begun: list[Stamp] = []
+    ended: list[Stamp] = []
     for block in units.blocks(engine.module).values():
-        block.register_forward_pre_hook(lambda *_: times.append(-time.perf_counter()))
-        block.register_forward_hook(lambda *_: times.append(times.pop() + time.perf_counter()))
+        block.register_forward_pre_hook(lambda *_: begun.append(clock.stamp()))
+        block.register_forward_hook(lambda *_: ended.append(clock.stamp()))
     for step in range(2):
         batch_loss(engine, step, rows * dist.get_world_size()).backward()
-    shortest = torch.tensor(min(times))
+    clock.settle()
+    shortest = torch.tensor(min(map(between, begun, ended)), device=clock.device)
     dist.all_reduce(shortest, dist.ReduceOp.MIN)
     return shortest.item()
 
@@ -180,15 +183,17 @@ def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: 
         tries: steps, of which the one that waited longest counts. Other programs disturb it least: they lengthen what
             lies between a gather and its wait, and so shorten the wait, which is ``link`` at most.
     """
-    engine = _engine("scratch", build, prefetch=prefetch)
+    engine, clock = _engine("scratch", build, prefetch=prefetch), Clock(PartialState().device)
     steps = []
     for step in range(tries):
         with slow_gathers(link) as spans:
             dist.barrier()
-            start = time.perf_counter()
+            begin = clock.stamp()
             batch_loss(engine, step, rows * dist.get_world_size()).backward()
-            end = time.perf_counter()
-        steps.append(Waits(link, end - start, [(begin - start, until - start) for begin, until in spans]))
+            finish = clock.stamp()
+            clock.settle()
+        start, end = clock.seconds(begin), clock.seconds(finish)
+        steps.append(Waits(link, end - start, [(since - start, until - start) for since, until in spans]))
     return max(steps, key=lambda waits: waits.waited)
 
 

@@ -52,6 +52,10 @@ class TrainerInterface:
         """Step to the end of the epoch or of the run, calling :meth:`after_step` after each."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Bring the learning rate up to the last step, where that was put off."""
+        raise NotImplementedError
+
     def gather(self, tensors: Any) -> Any:
         """All processes' rows of an evaluation batch, without the repeated ones."""
         raise NotImplementedError
@@ -116,8 +120,14 @@ class TrainerInterface:
         """Put :meth:`engine_state` back."""
         raise NotImplementedError
 
-    def asked_to_stop(self) -> int:
-        """Exit code to end with where a process was asked to stop, else 0; all processes give the same answer."""
+    def asked_to_stop(self, waited: bool) -> int:
+        """Exit code to end with where a process was asked to stop, else 0; all processes give the same answer.
+
+        On several GPUs it is known one step later than on CPUs, where it was not worth waiting for.
+
+        Args:
+            waited: the device has done all that was queued, on every process.
+        """
         raise NotImplementedError
 
     def checkpoints_written(self) -> None:

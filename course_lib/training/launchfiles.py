@@ -15,6 +15,8 @@ from course_lib.config_files import write_text
 from course_lib.parallel.units import blocks
 
 DEEPSPEED, ACCELERATE = "deepspeed.json", "accelerate.yaml"
+BY_FSDP = ("zero2", "zero3", "fsdp")
+"""Strategies that Accelerate's FSDP plugin stands for, where DeepSpeed does not carry them out."""
 
 
 def accelerate_config(config: Config, precision: str, num_processes: int, block: str) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def accelerate_config(config: Config, precision: str, num_processes: int, block:
         del common["mixed_precision"]
         return {"distributed_type": "DEEPSPEED",
                 "deepspeed_config": {"deepspeed_config_file": DEEPSPEED, "zero3_init_flag": False}} | common
-    if parallel.strategy in ("fsdp", "zero2", "zero3"):
+    if parallel.strategy in BY_FSDP:
         fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": parallel.strategy != "zero2",
                 "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
                 "fsdp_offload_params": parallel.offload != "none", "fsdp_transformer_layer_cls_to_wrap": block}
@@ -45,11 +47,14 @@ def accelerate_config(config: Config, precision: str, num_processes: int, block:
 def write(config: Config, precision: str, num_processes: int, model: nn.Module) -> None:
     """Write the files of a run into its folder."""
     folder = config.output_dir
-    classes = {type(block).__name__ for block in blocks(model).values()} if config.parallel.strategy != "ddp" else ()
+    # A pipeline's stages have no such blocks, nor does it need them.
+    classes = {type(block).__name__ for block in blocks(model).values()} if config.parallel.strategy in BY_FSDP else ()
     launch = accelerate_config(config, precision, num_processes, ",".join(sorted(classes)))
     if config.parallel.chosen_engine == "deepspeed":
         from course_lib.training.engines.with_deepspeed import deepspeed_config
 
-        write_text(folder / DEEPSPEED, json.dumps(deepspeed_config(config, precision), indent=1) + "\n")
+        # Under stage 3 a parameter here is empty, and knows how large the whole is.
+        elements = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters() if each.requires_grad)
+        write_text(folder / DEEPSPEED, json.dumps(deepspeed_config(config, precision, elements), indent=1) + "\n")
         launch["deepspeed_config"]["deepspeed_config_file"] = str(folder / DEEPSPEED)
     write_text(folder / ACCELERATE, yaml.safe_dump(launch, sort_keys=False))

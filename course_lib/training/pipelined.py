@@ -9,6 +9,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
 from course_lib.parallel.shards import Piece
+from course_lib.runtime import joining
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import Batch
 from course_lib.training.engines.pipeline import PipelineEngine
@@ -38,6 +39,7 @@ class PipelineTrainer(AcceleratedTrainer):
 
     def prepare(self) -> None:
         self.engine.wrap(self.model, self.optimizer)
+        joining.have_patience(self.config.guard.watchdog)
         self.wrapped = self.engine.wrapped
         grid, place = self.engine.grid, self.engine.place
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def write_files(trainer: TrainerFrame, folder: Path) -> None:
     """Write this rank's share of a checkpoint but for sharded tensors: random streams everywhere, the rest once."""
-    tensorfile.save(rng_state(), folder / f"random-{trainer.rank}.safetensors")
+    tensorfile.save(rng_state(trainer.device), folder / f"random-{trainer.rank}.safetensors")
     if not trainer.is_main:
         return
     trainer.write_whole_tensors(folder)
@@ -144,7 +144,7 @@ def _go_on_from(trainer: TrainerFrame, folder: Path) -> None:
     read_best(trainer, folder)
     random = folder / f"random-{trainer.rank}.safetensors"
     if random.exists():
-        set_rng_state(tensorfile.load(random))
+        set_rng_state(tensorfile.load(random), trainer.device)
     else:
         # More ranks than saved it: a stream of its own, other than the one this rank began with.
         seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)

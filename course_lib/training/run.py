@@ -21,6 +21,7 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.guards import guards
 from course_lib.training.monitoring import monitors
 from course_lib.training.pipelined import PipelineTrainer
+from course_lib.training.precision import hint
 from course_lib.training.tracking_callback import TrackingCallback
 
 TRAINERS: dict[str, type[BasicTrainer]] = {"basic": BasicTrainer, "accelerated": AcceleratedTrainer,
@@ -60,6 +61,8 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
     if is_main:
         outputs.claim(config)
         launchfiles.write(config, trainer.precision, trainer.num_processes, trainer.model)
+    if line := hint(config, trainer.device):
+        trainer.say(line)
     if config.run.deterministic:
         trainer.say(PROMISE[trainer.device.type])
     trainer.barrier()
@@ -68,38 +71,47 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
     split = "test" if "test" in trainer.eval_loaders else "validation"
     scores = trainer.evaluate(split)
     memory = trainer.gather_objects(machine.peak_memory_bytes(trainer.device))
-    summary = {
+    rates = trainer.throughput.rates(state, trainer.num_processes)
+    summary: dict[str, Any] = {
         "training_type": config.run.training_type,
         "strategy": strategy_of(config, trainer.num_processes),
         "engine": config.parallel.chosen_engine,
         "world_size": trainer.num_processes,
         "device": str(trainer.device.type),
         "mixed_precision": trainer.precision,
+        "tf32": trainer.tf32,
         "data": {"name": text.name, "source": text.source, "notes": list(text.notes),
                  "rows": {name: len(rows) for name, rows in text.splits.items()}},
         "eval": {"split": split, **scores},
         "best": {"metric": trainer.best_metric, "value": state.best_value, "step": state.best_step},
-        "baselines": score_baselines(config, text, split) if is_main and config.run.baselines else {},
+        "baselines": {},
         "train": {
-            "steps": state.step, "epochs": state.epochs_done, "samples": state.samples,
-            "samples_per_second": state.samples / state.seconds if state.seconds else None,
+            "steps": state.step, "epochs": state.epochs_done, "samples": state.samples, "tokens": state.tokens,
+            "samples_per_second": rates.get("samples_per_second"), "tokens_per_second": rates.get("tokens_per_second"),
+            "mfu": rates.get("mfu"), "mfu_note": trainer.throughput.note,
             "seconds": round(state.seconds, 3), "final_loss": state.last_loss,
             "global_batch_size": trainer.sampler.global_batch_size, "phases": dict(trainer.phases.seconds)},
         "memory": {"peak_bytes": memory},
         **trainer.describe(),
-        "seconds": {"until_training": round(ready - started, 3), "total": round(time.perf_counter() - started, 3)},
+        "seconds": {"until_training": round(ready - started, 3)},
         "versions": {name: machine.version(name) for name in machine.ENGINES},
         "git_revision": outputs.git_revision(),
         "model_dir": str(config.output_dir / outputs.MODEL),
     }
     weights = trainer.whole_weights()
+    tracking.conclude(trainer, scores, split, text.splits[split]["text"])
+    # The last that the ranks do together. What the main rank does from here on may take its time: nobody waits for it
+    # in a collective, whose backend would end the waiting ranks after a while.
+    trainer.close()
+    if is_main and config.run.baselines:
+        summary["baselines"] = score_baselines(config, text, split)
+    summary["seconds"]["total"] = round(time.perf_counter() - started, 3)
     if is_main:
         card = model_folder.model_card(config, summary, trainer.source)
         model_folder.write_model(config.output_dir / outputs.MODEL, trainer.bare_model(), weights, trainer.tokenizer,
                                  card)
         outputs.write_summary(config, summary)
-    tracking.finish(trainer, scores, split, text.splits[split]["text"], config.output_dir / outputs.MODEL)
-    trainer.close()
+    tracking.finish(trainer, config.output_dir / outputs.MODEL)
     return summary
 
 

@@ -16,7 +16,11 @@ class TrainState:
         max_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps in one epoch.
         samples: rows trained on, filler not counted, over all processes.
-        seconds: time spent in training steps, over all resumed parts.
+        tokens: of these rows, padding not counted.
+        flops: of the model for these tokens, forward and backward, as MFU counts them; see :class:`Throughput`.
+        seconds: wall clock of those steps, from the end of one to the end of the next, over all resumed parts;
+            evaluation and saving are left out. On a GPU it is brought up to date where the device is waited for: at
+            each logged line, evaluation and checkpoint, and at the end.
         best_value: best evaluation so far, of the metric that decides.
         best_step: step of that evaluation.
         evaluations_since_best: evaluations since then.
@@ -32,6 +36,8 @@ class TrainState:
     epoch: int = 0
     step_in_epoch: int = 0
     samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
     seconds: float = 0.0
     best_value: float | None = None
     best_step: int | None = None

@@ -56,9 +56,20 @@ def read_into_whole(model: nn.Module, optimizer: Optimizer, folder: Path, shapes
     for key, flat in sharded.whole(folder, "optimizer/").items():
         name, state = key.rsplit("/", 1)
         parameter = parameters[name]
-        is_number = state == "step"
-        optimizer.state[parameter][state] = (flat.view(()) if is_number
+        optimizer.state[parameter][state] = (flat.view(()).to(device_of_step(optimizer, parameter)) if state == "step"
                                              else flat.view(parameter.shape).to(parameter.device))
+
+
+def device_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> torch.device:
+    """Where an optimizer wants to find how many steps a parameter has made, a scalar of its state.
+
+    A fused or capturable kernel reads it where the parameter is; a loop on the host wants it there, or would wait for
+    the GPU at each parameter (torch.optim.Optimizer._process_value_according_to_param_policy).
+    """
+    groups = optimizer.param_groups  # DeepSpeed's stage 3 leaves them empty between two steps
+    group = next((group for group in groups if any(each is parameter for each in group["params"])), groups[0])
+    reads_there = group.get("fused") or group.get("capturable")
+    return parameter.device if reads_there else torch.device("cpu")
 
 
 def whole_optimizer_state(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 The functions run on ranks (:func:`course_lib.runtime.launch.launch`) and return plain numbers.
 """
 
-import time
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -137,8 +136,9 @@ def watch(shape: Shape, engine: str = "scratch", **options: Any) -> Watched:
     model: Any = _engine(engine, shape.model(), **options)
     with Meter(model) as meter:
         loss = shape.loss(model)
-        turn = time.perf_counter()
+        stamp = meter.clock.stamp()
         loss.backward()
+    turn = meter.clock.seconds(stamp)
     gradients = model.whole_gradients() if engine != "whole" else {n: p.grad for n, p in model.named_parameters()}
     apart = max((gradients[name] - each).abs().max().item() for name, each in wanted.items())
     largest = max(each.abs().max().item() for each in wanted.values())

@@ -31,8 +31,8 @@ SYSTEM_STEPS = 10
 class TrackingCallback(Callback):
     """Tracks a run as ``config.tracking`` says: on rank 0, or a run on every rank.
 
-    A failing tracker is reported in one line and dropped; the training goes on. Call :meth:`finish` after whatever
-    follows the training; a run that fails or is interrupted is closed as such by itself.
+    A failing tracker is reported in one line and dropped; the training goes on. Call :meth:`conclude` and then
+    :meth:`finish` after whatever follows the training; a run that fails or is interrupted is closed as such by itself.
 
     Args:
         config: of the run.
@@ -138,28 +138,35 @@ class TrackingCallback(Callback):
 
     # --- after the training ---
 
-    def finish(self, trainer: "BasicTrainer", scores: Mapping[str, Any], split: str,
-               texts: Sequence[str] | None = None, model_dir: Path | None = None) -> None:
-        """Track the final evaluation, wrong predictions and model, and close the run. Called by every rank.
+    def conclude(self, trainer: "BasicTrainer", scores: Mapping[str, Any], split: str,
+                 texts: Sequence[str] | None = None) -> None:
+        """Track the final evaluation and wrong predictions. A collective call.
 
         Args:
             trainer: has trained.
             scores: final metrics.
             split: that they are of.
             texts: of the split's rows, in order; needed where predictions are tracked.
-            model_dir: where the trained model's files are, for the artifact.
         """
         step, settings = trainer.state.step, self.config.tracking
         for tracker in self.trackers:
             tracker.log({f"{split}/{name}": value for name, value in scores.items()}, step)
         if self.enabled and settings.log_predictions and texts is not None:
-            found = predict(trainer, split)  # a collective call
+            found = predict(trainer, split)
             names = trainer.data.label_names or ()
             for tracker in self.trackers:
                 tracker.table(f"{split}/wrong_predictions", ("row", "text", "label", "predicted", "loss"),
                               found.wrong(texts, names, settings.log_predictions), step)
                 tracker.confusion(f"{split}/confusion_matrix", names, found.confusion(len(names)), step)
-        if settings.log_model and model_dir and trainer.is_main:
+
+    def finish(self, trainer: "BasicTrainer", model_dir: Path | None = None) -> None:
+        """Track the model, and close the run. Called by every rank; none waits for another.
+
+        Args:
+            trainer: has trained.
+            model_dir: where the trained model's files are, for the artifact.
+        """
+        if self.config.tracking.log_model and model_dir and trainer.is_main:
             for tracker in self.trackers:
                 tracker.artifact(f"model-{tracker.info.id}", model_dir, "model")
         self._close("finished")

@@ -20,7 +20,7 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.run import build_trainer
 
 ROW = {"train/loss": 0.5, "train/learning_rate": 1e-4, "train/gradient_norm": 1.0, "train/samples_per_second": 100.0,
-       "train/seconds": 1.0, "train/epoch": 0.5}
+       "train/tokens_per_second": 3000.0, "train/seconds": 1.0, "train/epoch": 0.5}
 """A row as the trainers log it."""
 
 

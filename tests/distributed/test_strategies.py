@@ -176,6 +176,7 @@ REFUSED = [
     ({"strategy": "zero2", "training_type": "basic"}, "training_type basic runs one process, and zero2 shares"),
     ({"strategy": "zero1", "engine": "scratch", "offload": "optimizer"}, "offload optimizer is not in engine scratch"),
     ({"strategy": "zero2", "offload": "parameters"}, "zero2 keeps whole parameters"),
+    ({"strategy": "zero1", "offload": "optimizer", "optimizer": "sgd"}, "DeepSpeed steps on the host by AdamW alone"),
     ({"strategy": "zero2", "shard_group_size": 2}, "shard_group_size is for --strategy fsdp --engine torch"),
     ({"async_save": True}, "async_save is for strategies that shard state"),
 ]

@@ -1,6 +1,8 @@
 """ZeRO from scratch: what each stage holds is the paper's formula, what it moves the paper's volume, and it frees."""
 
+import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from course_lib.errors import ConfigError
-from course_lib.parallel.zero import Zero1, Zero2
+from course_lib.parallel.zero import OverlappedZero1, Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.runtime.launch import launch
 from course_lib.runtime.meter import Meter
@@ -69,8 +71,10 @@ def train(engine, optimizer, group, rank, world):
     losses = []
     for step in range(4):
         for micro in range(2):
-            loss = loss_of(engine, rows_of(rank, world, step, micro), world)
-            loss.backward()
+            whole = isinstance(engine, OverlappedZero1) and micro == 0
+            with engine.no_sync() if whole else contextlib.nullcontext():
+                loss = loss_of(engine, rows_of(rank, world, step, micro), world)
+                loss.backward()
             total = loss.detach() / world
             dist.all_reduce(total, group=group)
             losses.append(total.item())
@@ -107,7 +111,7 @@ def parity():
         for world, group in groups.items():
             if dist.get_rank() >= world:
                 continue
-            for stage, kind in STAGES.items():
+            for stage, kind in (STAGES | {"1 overlapped": OverlappedZero1}).items():
                 own = copy.deepcopy(model)
                 for p in own.parameters():
                     p.data += dist.get_rank()  # the first rank's weights are what counts
@@ -141,7 +145,7 @@ def test_every_stage_equals_one_process():
     alone = [value for key, value in found.items() if key[0] == "alone"]
     cells = [value for key, value in found.items() if key[0] != "alone"]
     assert len(alone) == 2 and min(alone) > 1e-3, "without the reduction a rank goes its own way"
-    assert len(cells) == 3 * 3 * 2
+    assert len(cells) == 4 * 3 * 2
     assert max(loss for loss, _ in cells) < 2e-6 and max(weight for _, weight in cells) < 2e-6
 
 
@@ -220,6 +224,32 @@ def test_stages_one_and_two_move_what_data_parallel_moves_and_three_half_as_much
     for (stage, _), volumes in found.items():
         # The root unit, gathered once a step, saves stage 3 a little.
         assert volumes == pytest.approx({1: 2.0, 2: 2.0, 3: 3.0}[stage], rel=0.02)
+
+
+def sent_under_way(kind):
+    """Reduce-scatters begun within the backwards of two micro-batches and after them, and all bytes in units of Ψ."""
+    dist.init_process_group("gloo")
+    model = Net()
+    elements = sum(p.numel() for p in model.parameters())
+    engine = kind(model, adamw(model), bucket_bytes=100_000)
+    begun, real = [], dist.reduce_scatter_single
+    with mock.patch.object(dist, "reduce_scatter_single", lambda *a, **k: begun.append(1) or real(*a, **k)), \
+            Meter(model, engine.optimizer, engine.resident) as meter:
+        with engine.no_sync():
+            engine(torch.randn(4, 11)).sum().backward()
+        first = len(begun)
+        engine(torch.randn(4, 11)).sum().backward()
+        second = len(begun) - first
+        engine.step()
+    return (first, second, len(begun) - first - second), len(engine.buckets), meter.bytes_sent / (4 * elements / 2)
+
+
+@pytest.mark.timeout(60)
+def test_the_overlapped_stage_one_sends_in_the_last_backward_and_no_byte_more():
+    (first, second, after), buckets, volume = launch(sent_under_way, OverlappedZero1, num_processes=2, timeout=50)[0]
+    assert buckets > 4 and (first, second, after) == (0, buckets, 0) and volume == pytest.approx(2.0, rel=0.02)
+    moments, buckets, volume = launch(sent_under_way, Zero1, num_processes=2, timeout=50)[0]
+    assert moments == (0, 0, buckets) and volume == pytest.approx(2.0, rel=0.02)
 
 
 def gathered(prefetch):

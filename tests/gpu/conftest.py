@@ -1,16 +1,23 @@
-"""The simulated GPUs, one machine with them a worker."""
-
-import shutil
+"""The GPUs, one machine with them a worker: simulated, or real with GPU_TESTS=hardware in the environment."""
 
 import pytest
 
-from tests.gpu.machine import machine
+from tests.gpu.machine import ON_HARDWARE, machine
+from tests.gpu_sim.build import missing
 
 
 @pytest.fixture(scope="session")
 def gpus():
-    """A :class:`~tests.gpu.machine.Machine`: ``gpus.run(function, ...)`` calls it where there are simulated GPUs."""
-    if not shutil.which("g++"):
-        pytest.skip("the simulated device is compiled with g++, which is not here")
+    """A :class:`~tests.gpu.machine.Machine`: ``gpus.run(function, ...)`` calls it where there are GPUs."""
+    if not ON_HARDWARE and (lacks := missing()):
+        pytest.skip(lacks)
     with machine() as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def _simulated_alone(request):
+    """Skips on real GPUs what is marked as a test of the simulated ones."""
+    mark = request.node.get_closest_marker("simulated")
+    if ON_HARDWARE and mark:
+        pytest.skip(f"needs the simulated device: {mark.args[0]}")

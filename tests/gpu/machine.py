@@ -1,6 +1,10 @@
-"""A process that has the simulated GPUs and has imported everything, from which each test's process is forked."""
+"""A process that has the simulated GPUs and has imported everything, from which each test's process is forked.
+
+With GPU_TESTS=hardware in the environment it has the machine's own GPUs instead.
+"""
 
 import contextlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -16,9 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pytest
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 SITE = HERE.parent / "gpu_sim" / "site"
+ON_HARDWARE = os.environ.get("GPU_TESTS") == "hardware"
+RETURNED, RAISED, SIMULATED = "returned", "raised", "simulated"
+"""What a function did: the last where it asked for the simulation, and the GPUs are real."""
+
+if not ON_HARDWARE and "gpu_sim" not in sys.modules:  # by this name findings are pickled; nothing is installed here
+    _spec = importlib.util.spec_from_file_location("gpu_sim", HERE.parent / "gpu_sim" / "__init__.py",
+                                                   submodule_search_locations=[str(HERE.parent / "gpu_sim")])
+    assert _spec and _spec.loader
+    sys.modules["gpu_sim"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["gpu_sim"])
 
 
 class OnGPUsError(AssertionError):
@@ -26,7 +42,7 @@ class OnGPUsError(AssertionError):
 
 
 class Machine:
-    """Runs functions in processes that see N simulated GPUs.
+    """Runs functions in processes that see N GPUs, simulated ones or, with GPU_TESTS=hardware, real ones.
 
     Args:
         root: where each function gets a working directory of its own.
@@ -35,10 +51,15 @@ class Machine:
     def __init__(self, root: Path):
         self.root, self.runs = root, 0
         own, theirs = Pipe()
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment |= {"GPU_SIM": "8", "PYTHONPATH": os.pathsep.join([str(SITE), str(HERE.parents[1])])}
+        if ON_HARDWARE:
+            # Asked whether there are GPUs, torch would else start the driver, which no forked process could use.
+            given = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONPATH": os.pathsep.join(given)}
+        else:
+            environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+            environment |= {"GPU_SIM": "8", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
         self.process = subprocess.Popen([sys.executable, "-m", "tests.gpu.machine", str(theirs.fileno())],
-                                        pass_fds=[theirs.fileno()], env=environment, cwd=HERE.parents[1])
+                                        pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
         theirs.close()
         self.connection = own
 
@@ -46,28 +67,53 @@ class Machine:
             environment: dict[str, str] | None = None, **kwargs: Any) -> Any:
         """Call ``function(*args, **kwargs)`` in a new process that sees ``gpus`` GPUs; its return value.
 
-        The process has used neither the device nor autograd: it may fork ranks (``start_method="fork"``).
+        The process has used neither the device nor autograd: it may fork ranks (``start_method="fork"``). On real GPUs
+        the test is skipped where there are fewer, or where the function imports ``gpu_sim``.
 
         Raises:
             OnGPUsError: it raised, died, or took longer than ``timeout`` seconds.
         """
+        options = (_real(gpus) if ON_HARDWARE else {"GPU_SIM": str(gpus)}) | (environment or {})
         module = inspect.getmodule(function)
         if module is not None and not module.__name__.startswith("course_lib"):
             cloudpickle.register_pickle_by_value(module)
         self.runs += 1
         folder = self.root / f"run-{self.runs}"
         folder.mkdir(parents=True)
-        options = {"GPU_SIM": str(gpus)} | (environment or {})
         self.connection.send_bytes(cloudpickle.dumps((options, str(folder), timeout, (function, args, kwargs))))
-        failed, value, printed = pickle.loads(self.connection.recv_bytes())
-        if failed:
+        state, value, printed = pickle.loads(self.connection.recv_bytes())
+        if state == SIMULATED:
+            pytest.skip("needs the simulated device: it asks for gpu_sim")
+        if state == RAISED:
             raise OnGPUsError(f"{value}\n--- printed ---\n{printed}")
         sys.stdout.write(printed)
         return cloudpickle.loads(value)
 
     def end(self) -> None:
         self.connection.close()
-        self.process.wait(10)
+        self.process.wait(60)
+
+
+def _real(gpus: int) -> dict[str, str]:
+    """Variables for a process that is to see so many of the machine's GPUs; skips the test where there are fewer."""
+    import torch
+
+    here = torch.cuda.device_count()
+    if gpus > here:
+        pytest.skip(f"needs {gpus} GPUs, and there {'is 1' if here == 1 else f'are {here}'}")
+    if "GPU_SIM" in os.environ:  # a rehearsal
+        return {"GPU_SIM": str(gpus)}
+    known = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(here)))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(known.split(",")[:gpus])}
+
+
+def wants_simulation(error: BaseException | None) -> bool:
+    """Whether an exception, or that of a rank, says that there is no ``gpu_sim``."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name == "gpu_sim":
+            return True
+        error = getattr(error, "cause", None) or error.__cause__
+    return False
 
 
 def _serve(connection: Connection) -> None:
@@ -85,10 +131,10 @@ def _serve(connection: Connection) -> None:
                 connection.close()
                 _child(sender, options, folder, log, call)
             sender.close()
-            failed, value = True, b""
+            state, value = RAISED, b""
             if receiver.poll(timeout):
                 try:
-                    failed, value = pickle.loads(receiver.recv_bytes())
+                    state, value = pickle.loads(receiver.recv_bytes())
                 except EOFError:
                     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                     value = "the process died"
@@ -102,7 +148,7 @@ def _serve(connection: Connection) -> None:
             status = os.waitpid(pid, 0)[1]
             if value == "the process died":
                 value += f" (status {status})"
-            connection.send_bytes(pickle.dumps((failed, value, log.read_text(errors="replace"))))
+            connection.send_bytes(pickle.dumps((state, value, log.read_text(errors="replace"))))
 
 
 def _child(sender: Connection, options: dict[str, str], folder: str, log: Path, call: Any) -> None:
@@ -118,9 +164,9 @@ def _child(sender: Connection, options: dict[str, str], folder: str, log: Path, 
     os.chdir(folder)
     try:
         function, args, kwargs = call
-        answer = False, cloudpickle.dumps(function(*args, **kwargs))
-    except BaseException:
-        answer = True, traceback.format_exc()
+        answer = RETURNED, cloudpickle.dumps(function(*args, **kwargs))
+    except BaseException as error:
+        answer = SIMULATED if ON_HARDWARE and wants_simulation(error) else RAISED, traceback.format_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     sender.send_bytes(pickle.dumps(answer))
@@ -141,3 +187,4 @@ def machine():
 
 if __name__ == "__main__":
     _serve(Connection(int(sys.argv[1])))
+    os._exit(0)

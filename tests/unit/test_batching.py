@@ -1,11 +1,14 @@
 """The order of the data: the seed and the epoch decide it, the number of processes does not."""
 
+import itertools
+import os
+
 import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from course_lib.data.batching import GlobalBatchSampler, RowKey, Rows, SequentialKeys
+from course_lib.data.batching import GlobalBatchSampler, RowKey, Rows, SequentialKeys, training_loader
 
 LENGTHS = np.random.default_rng(0).integers(4, 60, size=203)
 LAYOUTS = [(1, 16, 1), (2, 8, 1), (4, 4, 1), (1, 4, 4), (2, 4, 2), (4, 1, 4)]  # processes, rows, accumulation
@@ -101,3 +104,29 @@ def test_evaluation_sorts_a_large_data_set_a_part_at_a_time():
     for number, part in enumerate(given):
         assert set(part) <= set(range(64 * number, 64 * number + 64))
         assert list(LENGTHS[part]) == sorted(LENGTHS[part], reverse=True)
+
+
+class Numbers:
+    """A collator that gives row numbers, and the process that collated them."""
+
+    def __call__(self, rows):
+        return [row["input_ids"][0] for row in rows], os.getpid()
+
+
+@pytest.mark.timeout(60)
+def test_workers_stay_and_the_order_is_that_without_them():
+    """Two epochs, the first left in its middle, as a run that ends or resumes there leaves it."""
+    rows = datasets.Dataset.from_dict({"input_ids": [[row] for row in range(len(LENGTHS))]})
+    found, processes = {}, {}
+    for workers in (0, 2):
+        each = sampler(1, 8)
+        loader = training_loader(rows, each, Numbers(), workers)
+        found[workers], processes[workers] = [], []
+        for epoch, batches in ((0, 5), (1, 3), (2, None)):
+            each.start_at(epoch, first_step=1)
+            taken = list(itertools.islice(iter(loader), batches))
+            found[workers].append([numbers for numbers, _ in taken])
+            processes[workers].append({process for _, process in taken})
+    assert found[0] == found[2] and len(found[0][2]) == each.steps_per_epoch - 1
+    assert processes[2][0] == processes[2][1] == processes[2][2] and len(processes[2][0]) == 2
+    assert processes[0][0] == {os.getpid()}

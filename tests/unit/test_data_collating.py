@@ -5,8 +5,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
 
-from course_lib.data.collating import IGNORE, Collator
+from course_lib.data.collating import IGNORE, Batch, Collator, moved, unpadded_rows
 
 PAD, MASK, CLS, SEP = 0, 4, 2, 3
 VOCABULARY = np.arange(5, 1000)
@@ -48,6 +50,20 @@ def test_the_width_of_a_batch(options, width):
     batch = Collator("classification", PAD, **options)(rows(4, 9))
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, width)
     assert batch["attention_mask"].sum(1).tolist() == [4, 9]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_keeps_what_it_knows_of_its_padding(workers):
+    """Through a worker process, to another device, and through Accelerate's loader."""
+    given, collator = rows(3, 7, 7, 7), Collator("classification", PAD)
+    loader = DataLoader(given, batch_size=2, collate_fn=collator, num_workers=workers)
+    assert [batch.unpadded for batch in loader] == [(False, True), (True, True)]
+    assert Collator("classification", PAD, pad_to=8)(given).unpadded == (False,) * 4
+    prepared = prepare_data_loader(loader, torch.device("meta"), num_processes=1, process_index=0, put_on_device=True)
+    for batch in prepared:
+        assert isinstance(batch, Batch) and batch["input_ids"].is_meta and batch.unpadded[1]
+    plain = dict(collator(given))
+    assert unpadded_rows(plain) is None and moved(plain, torch.device("cpu")).keys() == plain.keys()
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor, tuple])

@@ -137,8 +137,7 @@ def test_activation_checkpointing_and_padding_change_no_loss(trainer_of, tmp_pat
 def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path, monkeypatch):
     """Traced and differentiated as compiled models are; without Inductor's code, whose making takes minutes."""
     monkeypatch.setitem(presets.TINY["tiny-bert"].sizes, "num_hidden_layers", 1)
-    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile,
-                                                                            backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     options = {"max_steps": 2, "max_length": 16, "dynamic_padding": False}
     plain = trainer_of(**options)
     plain.model.eval()

@@ -277,7 +277,7 @@ def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_
     page, group = Page(), SimpleNamespace(rank=lambda: 0)
     recorder = FlightRecorder(page)
     recorder._groups["0"] = ranks
-    key = "allreduce_", (2, 3), torch.float32, 1, "0", None, None, 0, 7
+    key = "allreduce_", (2, 3), torch.float32, 1, "0", None, None, False, 0, 7
     text, stream, _ = recorder._text(key, group, compile("", path, "exec"))
     page.write_call(1, 1, 1.0, 0, stream, text)
     page.write_call(2, 2, 1.0, 0, stream, text)

@@ -4,9 +4,10 @@ The executor knows no schedule. It knows seven words: F, B, I, W, send, receive,
 table's affair.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from course_lib.parallel.pipeline.mail import Forms, Mail, Tensors
 from course_lib.parallel.pipeline.passes import lower, without_communication
 from course_lib.parallel.pipeline.simulate import Span
 from course_lib.parallel.pipeline.validate import check
+from course_lib.runtime.clock import Clock, Stamp
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """From the last stage's output and the targets of a micro-batch to a scalar."""
@@ -32,14 +34,31 @@ class Pass:
     Attributes:
         losses: of each micro-batch, detached scalars, on the rank of the last stage; else empty.
         outputs: of the last stage for each micro-batch, detached, if they were to be kept; else empty.
-        spans: of the rank's computations, in seconds on ``time.perf_counter``'s clock, without the wait for input.
         peak: the most micro-batches whose activations the rank held at once, counted for each of its stages.
+        clock: what the stamps are of; None where none were taken.
+        stamps: begin and end of each of the rank's computations.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
     peak: int = 0
+    clock: Clock | None = None
+    stamps: list[tuple[Action, Stamp, Stamp]] = field(default_factory=list)
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """Of the rank's computations, in seconds on ``time.perf_counter``'s clock, without the wait for input.
+
+        On a GPU they are the device's, which is waited for when they are first asked for.
+        """
+        if self.clock is None:
+            return []
+        self.clock.settle()
+        return [Span(action, self.clock.seconds(start), self.clock.seconds(end)) for action, start, end in self.stamps]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which has no use for stamps: with the spans."""
+        return vars(self) | {"spans": self.spans, "clock": None, "stamps": []}
 
 
 @dataclass
@@ -91,6 +110,7 @@ class PipelineExecutor:
         self.table = schedule if schedule.lowered else lower(schedule)
         self.stages, self.loss_function, self.group = dict(stages), loss_function, group
         self.device = torch.device(device)
+        self.clock = Clock(self.device)
         self.forms: Forms = {}
         self._forward_tables: dict[int, Schedule] = {}
 
@@ -149,7 +169,7 @@ class _Run:
                  for some, others in zip(self.inputs, self.extras, strict=True)]
         self.mail = Mail(table, executor.group, executor.device, executor.forms, kinds)
         self.held: dict[tuple[int, int], _Activations] = {}
-        self.done = Pass()
+        self.done = Pass(clock=executor.clock)
 
     def walk(self) -> Pass:
         """Do what the row says, from its first action to its last."""
@@ -167,7 +187,7 @@ class _Run:
         """One of the four words: take what it needs, compute, hand over what comes of it."""
         stage, kind, microbatch = action
         given = self.mail.take(action) if self.table.source(action) else ()
-        start = time.perf_counter()
+        start = self.executor.clock.stamp()
         if kind == F:
             made = self.forward(stage, microbatch, given)
         elif kind == B:
@@ -176,7 +196,7 @@ class _Run:
             made = self.backward_input(stage, microbatch, given)
         else:
             made = self.backward_weight(stage, microbatch)
-        self.done.spans.append(Span(action, start, time.perf_counter()))
+        self.done.stamps.append((action, start, self.executor.clock.stamp()))
         if kind == F and stage + 1 < self.table.stages:
             self.mail.hand_over(Action(stage + 1, F, microbatch), made)
         elif kind in (B, I) and stage > 0:
@@ -207,7 +227,9 @@ class _Run:
             return (), ()
         loss = self.executor.loss_function(outputs[0], target)
         self.done.losses.append(loss.detach())
-        return (loss,), (torch.as_tensor(self.scale, dtype=loss.dtype, device=loss.device),)
+        if isinstance(self.scale, Tensor):
+            return (loss,), (self.scale.to(loss),)
+        return (loss,), (torch.full_like(loss, self.scale),)  # filled in there: a copy would wait for a GPU
 
     def backward(self, stage: int, microbatch: int, given: Tensors) -> Tensors:
         """Phase B: the gradients of the inputs; those of the weights are added up in their ``.grad``."""

@@ -46,6 +46,10 @@ class Mail:
     def __init__(self, table: Schedule, group: dist.ProcessGroup | None, device: torch.device, forms: Forms,
                  kinds: Sequence[Any]):
         self.table, self.group, self.device, self.forms, self.kinds = table, group, device, forms, kinds
+        # Forms are told by the hosts where the group has a backend for their memory: by the GPUs, both ends would wait
+        # until their device has done all that was queued.
+        reached = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
+        self._told_on = torch.device("cpu") if torch.device("cpu") in reached else device
         self._letters: dict[Action, Tensors] = {}
         self._posted: dict[Action, list[dist.Work]] = {}
         self._sent: list[tuple[Action, list[dist.Work], Tensors]] = []
@@ -62,7 +66,7 @@ class Mail:
         key = action.stage, self.kinds[action.microbatch]
         if action.kind == SEND_F and key not in self.forms:
             self.forms[key] = tuple(map(Form.of, letter))
-            dist.send_object_list([self.forms[key]], group=self.group, group_dst=peer, device=self.device)
+            dist.send_object_list([self.forms[key]], group=self.group, group_dst=peer, device=self._told_on)
         tensors = tuple(tensor.detach().contiguous() for tensor in letter)
         works = [_begun(dist.isend(tensor, group=self.group, group_dst=peer)) for tensor in tensors]
         self._sent.append((_user(action), works, tensors))
@@ -74,7 +78,7 @@ class Mail:
         key = action.stage - forward, self.kinds[action.microbatch]
         if key not in self.forms:
             told: list[Any] = [None]
-            dist.recv_object_list(told, group=self.group, group_src=peer, device=self.device)
+            dist.recv_object_list(told, group=self.group, group_src=peer, device=self._told_on)
             self.forms[key] = told[0]
         tensors = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device)
                         for form in self.forms[key] if forward or form.requires_grad)

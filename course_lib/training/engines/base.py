@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.shards import Piece
+from course_lib.runtime import joining
+from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import autocast, pick_device, pick_precision
-from course_lib.training.unwrapping import deepspeed_left_alone
+from course_lib.training.unwrapping import deepspeed_left_alone, take_back_forward
 
 
 class Engine:
@@ -27,9 +29,14 @@ class Engine:
         wrapped: what the forward pass calls.
         optimizer: the torch optimizer whose groups the learning-rate schedule moves.
         shards_state: whether a rank holds only a part, so that checkpoints are written in pieces.
+        casts: whether the engine itself computes in the low precision, parameters and activations: autocast besides
+            would give float32 between the matrix products, and cast at each of them.
     """
 
     shards_state = False
+    needs_group = False
+    """Whether one process, too, has to have a process group."""
+    casts = False
     accelerator: Accelerator
     model: nn.Module
     wrapped: nn.Module
@@ -45,10 +52,14 @@ class Engine:
             ConfigError: this machine cannot run the engine; the reason, and what to do.
         """
         device = pick_device(self.config.run.device)
+        if device.type == "cuda":
+            joining.use_own_gpu()
         precision = pick_precision(self.config.run.mixed_precision, device)
         self.refuse(device, precision)
-        with self.environment():
+        with self.environment(), joining.group_of_one() if self.needs_group else contextlib.nullcontext():
             options = {"cpu": device.type == "cpu"} | self.plugins(device, precision)
+            options["kwargs_handlers"] = [joining.process_group(device, self.config.guard.watchdog),
+                                          *options.get("kwargs_handlers", ())]
             self.accelerator = Accelerator(mixed_precision=precision, **options,
                                            dataloader_config=DataLoaderConfiguration(non_blocking=True))
 
@@ -66,16 +77,23 @@ class Engine:
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
         """Further arguments of the accelerator."""
-        return {}
+        # static_graph stays off: it spares the search for unused parameters, which is off as well, its first backward
+        # sends nothing before its end, and a first backward under no_sync it does not survive.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        if self.config.parallel.bucket_mb is not None:
+            ddp.bucket_cap_mb = self.config.parallel.bucket_mb  # type: ignore[assignment]
+        return {"kwargs_handlers": [ddp]}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Take the model, on its device, and its optimizer, which has made no step."""
         self.model, self.optimizer = model, optimizer
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
+        self.overflow = OverflowWatch()
+        take_back_forward(model)
 
     def autocast(self, precision: str) -> AbstractContextManager:
         """What the forward pass runs under."""
-        return autocast(precision, self.accelerator.device)
+        return autocast("no" if self.casts else precision, self.accelerator.device)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; gradients travel with the last alone."""
@@ -88,14 +106,20 @@ class Engine:
     def step(self, max_norm: float) -> torch.Tensor:
         """Clip to a global L2 norm, update, and clear the gradients; gives the norm before clipping."""
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
-        self.scaled_optimizer.step()
+        with self.overflow.watching(self.accelerator.scaler):
+            self.scaled_optimizer.step()
         self.scaled_optimizer.zero_grad()
         return norm
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step found an overflow under fp16 and left the weights alone."""
-        return self.accelerator.optimizer_step_was_skipped
+        return self.overflow.skipped()
+
+    @property
+    def knows_at_once(self) -> bool:
+        """Whether :attr:`step_was_skipped` answers without waiting for the GPU."""
+        return self.accelerator.scaler is None
 
     def bare_model(self) -> nn.Module:
         """The model without what was wrapped around it; its weights may be elsewhere."""
@@ -144,7 +168,7 @@ class Engine:
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Bring the new contents of the pieces to where the forward pass reads them. A collective call."""
+        """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
         raise NotImplementedError
 
     def resident(self) -> dict[str, list[torch.Tensor]] | None:

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.shards import Piece
-from course_lib.parallel.zero import Zero1, Zero2
+from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.training.engines.base import Engine
 from course_lib.training.engines.pieces import PieceEngine
@@ -21,13 +20,15 @@ from course_lib.training.engines.pieces import PieceEngine
 class ScratchDDP(Engine):
     """:class:`~course_lib.parallel.ddp.DataParallel`; the optimizer is torch's own."""
 
+    needs_group = True
+
     def refuse(self, device: torch.device, precision: str) -> None:
         super().refuse(device, precision)
         _refuse_fp16(precision)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.wrapped = DataParallel(model, bucket_bytes=_bucket_bytes(self.config))
+        self.wrapped = DataParallel(model, bucket_bytes=self.config.parallel.bucket_bytes)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[operator]
@@ -80,18 +81,20 @@ class ScratchZero1(ScratchSharded):
     """Optimizer states split."""
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return Zero1(model, optimizer, bucket_bytes=_bucket_bytes(self.config))
+        return OverlappedZero1(model, optimizer, bucket_bytes=self.config.parallel.bucket_bytes)
 
 
 class ScratchZero2(ScratchSharded):
     """Gradients split as well."""
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return Zero2(model, optimizer, bucket_bytes=_bucket_bytes(self.config))
+        return Zero2(model, optimizer, bucket_bytes=self.config.parallel.bucket_bytes)
 
 
 class ScratchZero3(ScratchSharded):
     """Parameters split as well."""
+
+    casts = True
 
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         return Zero3(model, optimizer, param_dtype=self.low_precision())
@@ -100,6 +103,8 @@ class ScratchZero3(ScratchSharded):
 class ScratchFSDP(ScratchSharded):
     """A unit a block."""
 
+    casts = True
+
     def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         return FullyShardedDataParallel(model, optimizer, param_dtype=self.low_precision(),
                                         reduce_dtype=torch.float32)
@@ -107,10 +112,6 @@ class ScratchFSDP(ScratchSharded):
 
 SCRATCH: dict[str, type[Engine]] = {"ddp": ScratchDDP, "zero1": ScratchZero1, "zero2": ScratchZero2,
                                     "zero3": ScratchZero3, "fsdp": ScratchFSDP}
-
-
-def _bucket_bytes(config: Config) -> int:
-    return round(config.parallel.bucket_mb * 2**20)
 
 
 def _refuse_fp16(precision: str) -> None:

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 from course_lib.errors import CheckpointError
 from course_lib.parallel.shards import Piece, gather_whole, scatter_whole
 from course_lib.training.engines.base import Engine
+from course_lib.training.stored import device_of_step
 
 
 class PieceEngine(Engine):
     """Checkpoints and whole weights from pieces; a subclass gives ``pieces`` and ``refresh``."""
 
-    shards_state = True
+    shards_state = needs_group = True
     wrapped: Any
     """Clips, updates and clears by itself; an engine whose wrapper does not has a ``step`` of its own."""
 
@@ -44,8 +45,9 @@ class PieceEngine(Engine):
                              if name not in self.names.values() and name not in self.ties]
 
     def remember_order(self) -> None:
-        """Keep the order in which the optimizer has the parameters, before it is repointed."""
+        """Keep the order in which the optimizer has the parameters, before it is repointed, and let go of them."""
         self.trained_names = [self.names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        del self.names  # it would hold every parameter whole, beside the shards that FSDP2 puts in their place
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, shape in self.state_shapes.items()}
@@ -108,7 +110,8 @@ class PieceEngine(Engine):
             piece, parameter = trained[name]
             # A number, such as Adam's step, is kept by torch as a scalar; what is as long as the parameter is split.
             scalar = numel == 1 and state == "step"
-            value = torch.zeros(()) if scalar else torch.zeros_like(parameter)
+            value = (torch.zeros((), device=device_of_step(self.state_owner, parameter)) if scalar
+                     else torch.zeros_like(parameter))
             self.state_owner.state[parameter][state] = value
             room[key] = self.state_piece(piece, value)
         return room

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from course_lib.data.collating import unpadded_rows
 from course_lib.errors import ConfigError
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
+from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
 from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
@@ -26,6 +29,12 @@ from course_lib.training.engines.pieces import PieceEngine
 from course_lib.training.loss import summed_loss
 from course_lib.training.optimization import parameter_groups
 from course_lib.training.precision import autocast
+
+
+def _for_stages(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What every stage takes of a batch; see :class:`~course_lib.modeling.stages.Stage`."""
+    found, unpadded = {name: batch[name] for name in ("input_ids", "attention_mask")}, unpadded_rows(batch)
+    return found if unpadded is None else found | {"unpadded": torch.tensor(unpadded)}
 
 
 class OwnStages(nn.Module):
@@ -107,7 +116,8 @@ class PipelineEngine(PieceEngine):
                 raise ConfigError(f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
                                   f"on {self.grid.pp} ranks", f"name {stages - 1} places to cut at")
         else:
-            self.split = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length)
+            found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.accelerator.device)
+            self.split = broadcast_object_list([found])[0]  # seconds are of each rank's own device
         self.stages = cut(model, self.split, self.schedule.stages_of(self.place.pp))
         self.shared = shared_weights(model, self.split)
         without_weights = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
@@ -127,7 +137,7 @@ class PipelineEngine(PieceEngine):
         self.copies = self._second_copies()
         self.zero: Zero1 | None = None
         if config.parallel.strategy == "zero1":
-            self.zero = Zero1(model, optimizer, group=self.groups.dp, bucket_bytes=self.bucket_bytes)
+            self.zero = Zero1(model, optimizer, group=self.groups.dp, bucket_bytes=config.parallel.bucket_bytes)
         else:
             for tensor in model.parameters():
                 dist.broadcast(tensor.detach(), group=self.groups.dp, group_src=0)
@@ -141,10 +151,6 @@ class PipelineEngine(PieceEngine):
         self.executor: PipelineExecutor | TorchPipeline = self.forwards
         if config.parallel.chosen_engine == "torch":
             self.executor = TorchPipeline(self.schedule, stages, loss, self.groups.pp, device)
-
-    @property
-    def bucket_bytes(self) -> int:
-        return round(self.config.parallel.bucket_mb * 2**20)
 
     def _second_copies(self) -> set[nn.Parameter]:
         """This rank's copies of tied weights that count on an earlier rank."""
@@ -160,12 +166,11 @@ class PipelineEngine(PieceEngine):
     def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> Pass:
         """Forward and backward of one batch of this rank's pipeline; gradients are added up."""
         # Gradients are averaged over the pipelines; the loss is already a share of their sum.
-        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp,
-                                  input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp, **_for_stages(batch))
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """The last stage's outputs for one batch; None on ranks without it."""
-        done = self.forwards.evaluate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        done = self.forwards.evaluate(**_for_stages(batch))
         return torch.cat(done.outputs) if done.outputs else None
 
     @property
@@ -182,7 +187,7 @@ class PipelineEngine(PieceEngine):
         if self.zero:
             self.zero.reduce()
         else:
-            average_gradients(self.model.parameters(), self.groups.dp, self.bucket_bytes)
+            average_gradients(self.model.parameters(), self.groups.dp, self.config.parallel.bucket_bytes)
         norm = self._clip(max_norm)
         optimizer = self.zero or self.optimizer
         optimizer.step()
@@ -199,14 +204,11 @@ class PipelineEngine(PieceEngine):
                      for p in bucket.runs if bucket.gradient is not None]
         else:
             found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        square = torch.zeros((), device=self.accelerator.device)
-        for parameter, gradient in found:
-            if parameter not in self.copies:
-                square += gradient.float().square().sum()
+        counted = [gradient for parameter, gradient in found if parameter not in self.copies]
+        square = sum_of_squares(counted, self.accelerator.device)
         dist.all_reduce(square, group=None if self.zero else self.groups.pp)  # all ranks, where each has a slice
         norm = square.sqrt()
-        for _, gradient in found:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale_down_([gradient for _, gradient in found], norm, max_norm)
         return norm
 
     # --- checkpoints, and the whole model ---

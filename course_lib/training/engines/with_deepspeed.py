@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,20 +18,55 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.parallel.shards import Piece
 from course_lib.training.engines.pieces import PieceEngine
+from course_lib.training.stored import device_of_step
+
+DEFAULT_BUCKET = 500_000_000
+"""Elements that DeepSpeed reduces and gathers together, by its own default."""
 
 
-def deepspeed_config(config: Config, precision: str) -> dict[str, Any]:
+def deepspeed_config(config: Config, precision: str, elements: int | None = None) -> dict[str, Any]:
     """DeepSpeed's JSON for a run, complete: `deepspeed` and Accelerate take it as it is.
 
     Args:
         config: strategy zero1, zero2 or zero3.
         precision: ``no``, ``fp16`` or ``bf16``.
+        elements: see :func:`zero_settings`.
     """
-    parallel, run = config.parallel, config.run
-    bucket = round(parallel.bucket_mb * 2**20 / 4)  # counted in elements
+    run = config.run
+    return {
+        "train_micro_batch_size_per_gpu": run.batch_size,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "gradient_clipping": config.optim.max_grad_norm,
+        "zero_optimization": zero_settings(config, elements),
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": config.parallel.offload != "none",
+        "steps_per_print": 2**31 - 1,
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device twice a step
+    }
+
+
+def zero_settings(config: Config, elements: int | None) -> dict[str, Any]:
+    """The part of it that says what is split, and what travels together.
+
+    What is not named has DeepSpeed's own default, which takes memory for speed: under stage 3, parameters of up to 10^5
+    elements stay whole on every rank, and what is used again soon is kept. With ``lean_buffers`` nothing does.
+
+    Args:
+        config: strategy zero1, zero2 or zero3.
+        elements: trained ones of the model, where it is known; of a small one a default bucket is an eighth.
+    """
+    parallel = config.parallel
+    bucket = parallel.bucket_bytes // 4  # counted in elements
+    if parallel.bucket_mb is None and not parallel.lean_buffers:
+        # A bucket as large as the model would leave when backward is over, and take the model's memory twice again.
+        bucket = DEFAULT_BUCKET if elements is None else min(DEFAULT_BUCKET, max(bucket, elements // 8))
     zero: dict[str, Any] = {"stage": int(parallel.strategy[-1]), "reduce_bucket_size": bucket,
                             "allgather_bucket_size": bucket, "contiguous_gradients": True}
-    if parallel.strategy == "zero3":
+    if not parallel.lean_buffers:
+        zero["overlap_comm"] = True
+    elif parallel.strategy == "zero3":
         # No parameter is small enough to stay whole on every rank: a rank holds 1/N of everything.
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket,
                  "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 0}
@@ -39,17 +74,7 @@ def deepspeed_config(config: Config, precision: str) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.data.pin_memory}
     if parallel.offload == "parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": config.data.pin_memory}
-    return {
-        "train_micro_batch_size_per_gpu": run.batch_size,
-        "gradient_accumulation_steps": run.gradient_accumulation_steps,
-        "gradient_clipping": config.optim.max_grad_norm,
-        "zero_optimization": zero,
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16"},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": parallel.offload != "none",
-        "steps_per_print": 2**31 - 1,
-    }
+    return zero
 
 
 class _Home(NamedTuple):
@@ -67,6 +92,7 @@ class DeepSpeedZero(PieceEngine):
     """
 
     wrapped: Any
+    casts = True  # the parameters themselves are in the low precision
 
     def refuse(self, device: torch.device, precision: str) -> None:
         super().refuse(device, precision)
@@ -93,24 +119,24 @@ class DeepSpeedZero(PieceEngine):
         if self.accelerator.distributed_type != "DEEPSPEED":
             raise LaunchError(f"Accelerate chose {self.accelerator.distributed_type.value} over DeepSpeed",
                               "start with `course train --num_processes N`, which sets the environment")
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it again and again, also where no launcher was
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
-        on_cpu = [InitProcessGroupKwargs(backend="gloo")] if device.type == "cpu" else []
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(self.config, precision))
-        return {"cpu": False, "deepspeed_plugin": plugin, "kwargs_handlers": on_cpu,
+        return {"cpu": False, "deepspeed_plugin": plugin,
                 "gradient_accumulation_steps": self.config.run.gradient_accumulation_steps}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember()
         self.remember_order()
+        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        plugin = self.accelerator.state.deepspeed_plugin
+        plugin.deepspeed_config["zero_optimization"] |= zero_settings(self.config, elements)
         self.wrapped, wrapper = self.accelerator.prepare(model, optimizer)
         self.zero = wrapper.optimizer
         self.optimizer = self.zero.optimizer
         self.stage = self.config.parallel.strategy
-
-    def autocast(self, precision: str) -> AbstractContextManager:
-        return contextlib.nullcontext()  # the parameters themselves are in the low precision
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # DeepSpeed counts the micro-batches
@@ -178,6 +204,8 @@ class DeepSpeedZero(PieceEngine):
         found = {}
         for name, (flat, offset, piece) in self.homes().items():
             for state, value in sorted(self.optimizer.state.get(flat, {}).items()):
+                if isinstance(value, int):  # as DeepSpeedCPUAdam counts its steps
+                    value = torch.tensor(float(value))
                 value = value if value.ndim else value.clone()  # a file must not hold one number under many names
                 found[f"{name}/{state}"] = self._state_run(value, offset, piece)
         return found
@@ -190,8 +218,9 @@ class DeepSpeedZero(PieceEngine):
                 continue
             flat, offset, piece = homes[name]
             kept = self.optimizer.state[flat]
-            if state not in kept:
-                kept[state] = torch.zeros(()) if state == "step" else torch.zeros_like(flat)
+            if not isinstance(kept.get(state), torch.Tensor):
+                kept[state] = (torch.zeros((), device=device_of_step(self.optimizer, flat)) if state == "step"
+                               else torch.zeros_like(flat))
             room[key] = self._state_run(kept[state], offset, piece)
         return room
 
@@ -202,9 +231,17 @@ class DeepSpeedZero(PieceEngine):
         return Piece(piece.shape, piece.start, value.narrow(0, offset, piece.data.numel()))
 
     def refresh(self) -> None:
+        if self.config.parallel.offload != "none":
+            for kept in self.optimizer.state.values():
+                kept |= {"step": int(kept["step"])}  # as DeepSpeedCPUAdam counts them
         if self.stage == "zero3":
+            persistent = self.zero.persistent_parameters  # small ones, whole on every rank from one step to the next
+            if persistent:
+                persistent[0].partition(persistent)
             for group in range(len(self.zero.fp16_groups)):
                 self.zero._reassign_or_swap_out_partitioned_parameters(group)
+            if persistent:
+                persistent[0].all_gather(persistent)
         else:
             self.zero.update_lp_params()
 
@@ -219,8 +256,9 @@ class DeepSpeedZero(PieceEngine):
 
     def resident(self) -> dict[str, list[torch.Tensor]]:
         held: list[Any] = list(self.model.parameters())
-        parameters = [p.ds_tensor if self.stage == "zero3" else p for p in held]
-        states = [value for kept in self.optimizer.state.values() for value in kept.values()]
+        parameters = [p.ds_tensor for p in held] + held if self.stage == "zero3" else held
+        states = [value for kept in self.optimizer.state.values() for value in kept.values()
+                  if isinstance(value, torch.Tensor)]
         flats = (self.zero.fp32_partitioned_groups_flat if self.stage == "zero3"
                  else self.zero.single_partition_of_fp32_groups)
         return {"parameters": [p.data for p in parameters],

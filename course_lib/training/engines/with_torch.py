@@ -1,6 +1,7 @@
 """torch's own: ZeroRedundancyOptimizer for zero1, FSDP2 for the rest; and Accelerate's FSDP plugin."""
 
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
 from course_lib.parallel.shards import Piece
 from course_lib.parallel.units import blocks
+from course_lib.training.engines.base import Engine
 from course_lib.training.engines.pieces import PieceEngine
+from course_lib.training.unwrapping import take_back_forward
 
 
 class _OnParameters(PieceEngine):
@@ -47,6 +50,10 @@ class TorchZero1(_OnParameters):
         options = {key: value for key, value in optimizer.defaults.items() if key in known}
         self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
         self.wrapped = self.accelerator.prepare(model)
+        take_back_forward(model)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return Engine.accumulating(self, last)  # alone on a GPU the model is not wrapped, and has no no_sync()
 
     def step(self, max_norm: float) -> torch.Tensor:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -65,6 +72,8 @@ class TorchZero1(_OnParameters):
 
 class TorchFSDP(_OnParameters):
     """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
+
+    casts = True  # by its MixedPrecisionPolicy; Accelerate gives its plugin the like, and no autocast
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -128,6 +137,9 @@ class AccelerateFSDP(TorchFSDP):
         self.scaled_optimizer.step()
         self.scaled_optimizer.zero_grad()
         return norm
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return Engine.accumulating(self, last)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self.accelerator.backward(loss)

@@ -1,0 +1,82 @@
+"""The race detector of the simulated GPUs, mistake by mistake and engine by engine.
+
+    python benchmarks/gpu_races.py
+
+Runs all that tests/gpu/planted.py plants, wrong and right, and all engines of tests/gpu/engines.py with results that
+arrive as late as can be and at moments drawn from two seeds. Writes benchmarks/gpu-races.md. Needs a C++ compiler.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from course_lib.config_files import write_text  # noqa: E402
+from course_lib.runtime import machine as this_machine  # noqa: E402
+from tests.gpu import test_no_false_alarms as engines_test  # noqa: E402
+from tests.gpu import test_planted as planted_test  # noqa: E402
+from tests.gpu.engines import ENGINES, RANKS, alone  # noqa: E402
+from tests.gpu.machine import machine  # noqa: E402
+from tests.gpu.planted import PLANTS  # noqa: E402
+
+STRICT = {"GPU_SIM_TIMEOUT": "2", "GPU_SIM_ON_MISMATCH": "raise"}
+
+
+def planted(gpus) -> list[str]:
+    """A row per planted mistake."""
+    calm = [plant for plant in PLANTS if not plant.hangs]
+    wrong = gpus.run(planted_test._launch, calm, True, 2, environment=STRICT)
+    right = gpus.run(planted_test._launch, calm, False, 2)
+    rows = []
+    for plant in PLANTS:
+        if plant.hangs:
+            bad = gpus.run(planted_test._launch, [plant], True, plant.ranks, gpus=3, environment=STRICT)
+            good = gpus.run(planted_test._launch, [plant], False, plant.ranks, gpus=3)
+        else:
+            bad, good = wrong, right
+        named = planted_test._names(plant, [rank[plant.name] for rank in bad])
+        alarms = sum(len(rank[plant.name][0]) + bool(rank[plant.name][1]) for rank in good)
+        what = plant.function.__doc__.strip().splitlines()[0]
+        kind = f"`{plant.says}`" if plant.kind == "error" else plant.kind
+        rows.append(f"| {len(rows) + 1} | {what} | {kind} | {'yes' if named else '**no**'} | {alarms} |")
+    return rows
+
+
+def sound(gpus) -> list[str]:
+    """A row per engine that is right."""
+    expected, rows = alone(), []
+    for name in ENGINES:
+        ranks, alarms, apart, kernels = RANKS.get(name, 2), [], 0.0, 0
+        for environment in engines_test.SEEDS.values():
+            ran = gpus.run(engines_test._launch, name, ranks, gpus=ranks, timeout=240, environment=environment)
+            alarms.append(sum(len(findings) for _, findings, _ in ran))
+            apart = max(apart, *(abs(a - b) / b for losses, *_ in ran for a, b in zip(losses, expected, strict=True)))
+            kernels = sum(count for *_, count in ran)
+        rows.append(f"| {name} | {ranks} | {kernels} | {' / '.join(map(str, alarms))} | {apart:.0e} |")
+    return rows
+
+
+def main() -> None:
+    with machine() as gpus:
+        mistakes, engines = planted(gpus), sound(gpus)
+    caught = sum("| yes |" in row for row in mistakes)
+    text = "\n".join([
+        "# The race detector of the simulated GPUs", "",
+        this_machine.measured_on("torch", "accelerate", "deepspeed"), "",
+        "`python benchmarks/gpu_races.py`", "",
+        f"## Planted mistakes: {caught} of {len(mistakes)} named by the line that makes them", "",
+        "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same work "
+        "is done right.", "",
+        "| # | mistake | found as | line named | alarms when right |", "|---|---|---|---|---|", *mistakes, "",
+        "## Engines that are right", "",
+        "One small transformer, four steps, on simulated GPUs; alarms with results as late as can be, and arriving at "
+        "moments drawn from two seeds. Apart: the largest relative difference of a loss from one process on the CPU.",
+        "",
+        "| engine | ranks | kernels of all ranks | alarms | losses apart |", "|---|---|---|---|---|", *engines, ""])
+    write_text(ROOT / "benchmarks" / "gpu-races.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

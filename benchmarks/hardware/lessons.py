@@ -1,0 +1,75 @@
+"""Lessons by papermill, on the GPUs where a lesson can use as many as there are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+
+from benchmarks.hardware.findings import Findings, Settings, first_line
+from benchmarks.hardware.processes import ROOT
+
+DEVICE = {"00_start_here": ("cuda", 2), "01_basic_loop": ("cuda", 1), "02_data_parallel": ("auto", 2),
+          "03_accelerate": ("auto", 2), "04_distributed_evaluation": ("auto", 2), "05_zero_stages": ("cuda", 4),
+          "06_fsdp": ("auto", 2), "07_pipeline_schedules": ("cuda", 2), "08_tensor_and_hybrid": ("auto", 2),
+          "09_plan_and_simulate": ("cuda", 2), "11_wandb": ("cuda", 2), "12_sagemaker": ("cuda", 2),
+          "13_capstone": ("cuda", 2)}
+"""The value of each lesson's parameter ``device`` where there are so many GPUs, which its other parameters ask for."""
+ALONE = ("01_basic_loop", "09_plan_and_simulate")
+"""Quick ones on one GPU: one that uses it, and one whose ranks are on the CPU of a machine that has one."""
+TOGETHER = ("01_basic_loop", "08_tensor_and_hybrid", "09_plan_and_simulate")
+"""Quick ones on several."""
+SHORTER = {"01_basic_loop": {"steps": 10, "model": "tiny-bert"}}
+"""Parameters of the quick run."""
+SECONDS = 240
+"""For one lesson; with ``--full`` five times that."""
+
+
+def run(settings: Settings, findings: Findings) -> None:
+    """Execute the lessons, each in a process of its own."""
+    everything = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    quick = ALONE if settings.gpus == 1 else TOGETHER
+    chosen = everything if settings.full else [name for name in everything if name in quick and not settings.tiny]
+    table = findings.table("lesson", "parameters", "seconds", "result")
+    for name in chosen:
+        parameters = {} if settings.full else dict(SHORTER.get(name, {}))
+        device, gpus = DEVICE.get(name, ("", 0))
+        if gpus and settings.gpus >= gpus:
+            parameters["device"] = device
+        with findings.trying(f"lesson {name}") as attempt:
+            _execute(ROOT / "notebooks" / f"{name}.ipynb", parameters, settings.room("lessons") / name,
+                     SECONDS * (5 if settings.full else 1))
+        shown = ", ".join(f"{key} = {value}" for key, value in parameters.items()) or "its own"
+        table.row(name, shown, f"{attempt.seconds:.0f}", attempt.word)
+    if settings.tiny:
+        with findings.trying("a notebook of one cell") as attempt:
+            folder = settings.room("lessons") / "one-cell"
+            _execute(_one_cell(folder), {"device": "cuda"}, folder, SECONDS)
+        table.row("(a notebook of one cell)", "device = cuda", f"{attempt.seconds:.0f}", attempt.word)
+    if rest := [name for name in everything if name not in chosen]:
+        findings.leave_out(", ".join(rest), "`--full` runs all lessons")
+    findings.note("A lesson whose parameters do not name a device starts its ranks on the CPU, on this machine with "
+                  "GPUs.")
+
+
+def _one_cell(folder: Path) -> Path:
+    """A notebook that adds on its device, in the place of a lesson, which takes half a minute."""
+    folder.mkdir(parents=True)
+    cells = [nbformat.v4.new_code_cell("device = 'cpu'", metadata={"tags": ["parameters"]}),
+             nbformat.v4.new_code_cell("import torch\nassert torch.ones(3, device=device).sum().item() == 3")]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / "one.ipynb")
+    return folder / "one.ipynb"
+
+
+def _execute(notebook: Path, parameters: dict[str, object], folder: Path, seconds: float) -> None:
+    """Papermill, as a user calls it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = [text for key, value in parameters.items() for text in ("-p", key, str(value))]
+    command = [sys.executable, "-m", "papermill", str(notebook), str(folder / "done.ipynb"),
+               *options, "--cwd", str(folder), "--no-progress-bar", "-k", "python3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    print(ended.stdout, ended.stderr)
+    if ended.returncode:
+        raised = [line for line in ended.stderr.splitlines() if line[:1].isalpha() and "Error" in line]
+        raise RuntimeError(first_line(raised[-1] if raised else ended.stderr[-300:]))

@@ -1,0 +1,161 @@
+"""Runs each section in a process of its own, which has a time limit and leaves no other behind.
+
+    python -m benchmarks.hardware.processes MODULE:FUNCTION SETTINGS.json FINDINGS.json
+
+is such a process: it calls ``FUNCTION(settings, findings)``.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.hardware.findings import Findings, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "GPU_CHECK_SECTION"
+"""In the environment of all processes of a section, by which those are found that have left its process group."""
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher sets; a section starts its own ranks."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "COURSE_TRACKER": "none", "MPLBACKEND": "Agg",
+               "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
+               # Asked whether there are GPUs, torch would else start the driver, which no forked rank could use.
+               "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+ENDING_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report.
+
+    Attributes:
+        name: of its log.
+        title: its heading.
+        target: the function that does it, as ``module:function``.
+        seconds: its limit; with ``--full`` as many times ``full_factor``.
+        environment: further variables for its processes.
+    """
+
+    name: str
+    title: str
+    target: str
+    seconds: float
+    full_factor: float = 6.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a section.
+
+    Attributes:
+        parts: paragraphs, and tables as lists of rows, the first the header.
+        failures: what failed, and the first line of why.
+        left_out: what was not run, and why.
+        seconds: it took.
+        log: what it printed.
+    """
+
+    section: Section
+    parts: list[str | list[list[str]]]
+    failures: list[tuple[str, str]]
+    left_out: list[tuple[str, str]]
+    seconds: float
+    log: Path
+
+    @property
+    def state(self) -> str:
+        """``passed``, ``FAILED``, or ``not run`` where it has nothing to show."""
+        if self.failures:
+            return "FAILED"
+        return "passed" if self.parts else "not run"
+
+
+def run(section: Section, settings: Settings, logs: Path) -> Outcome:
+    """Run a section to its end or its limit; every process that it started is ended."""
+    started, room = time.monotonic(), settings.room(section.name)
+    found, log = room / "findings.json", logs / f"{section.name}.log"
+    (room / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
+    mark, limit = uuid.uuid4().hex, section.seconds * (section.full_factor if settings.full else 1)
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in LAUNCHED and not name.startswith("ACCELERATE_")}
+    given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environment |= ENVIRONMENT | dict(section.environment)
+    if settings.simulated:
+        environment["OMP_NUM_THREADS"] = "1"  # its kernels are the CPU's
+    environment |= {MARK: mark, "PYTHONPATH": os.pathsep.join([str(ROOT), *given])}
+    command = [sys.executable, "-m", "benchmarks.hardware.processes", section.target, str(room / "settings.json"),
+               str(found)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=environment, cwd=room, stdin=subprocess.DEVNULL, stdout=out,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            late = process.poll() is None
+            _end(process, mark)
+    content: dict[str, Any] = {"parts": [], "failures": [], "left_out": []}
+    if found.exists():
+        content = json.loads(found.read_text(encoding="utf-8"))
+    failures = [(what, why) for what, why in content["failures"]]
+    if late:
+        failures.append((section.name, f"not done after {limit:g} s, and ended"))
+    elif process.returncode:
+        failures.append((section.name, f"its process ended with {process.returncode}"))
+    return Outcome(section, content["parts"], failures, [(what, why) for what, why in content["left_out"]],
+                   time.monotonic() - started, log)
+
+
+def _end(process: subprocess.Popen, mark: str) -> None:
+    """Kill a section's process group, then what has left it: ranks and kernels have sessions of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    until = time.monotonic() + ENDING_SECONDS
+    while (left := marked(mark)) and time.monotonic() < until:
+        for each in left:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        psutil.wait_procs(left, timeout=1)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes of this user that carry a section's mark, zombies left out."""
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if each.environ().get(MARK) == mark and each.status() != psutil.STATUS_ZOMBIE:
+                found.append(each)
+    return found
+
+
+def main() -> int:
+    """What the process of a section does."""
+    target, settings, found = sys.argv[1:]
+    module, function = target.split(":")
+    findings = Findings(Path(found))
+    try:
+        getattr(importlib.import_module(module), function)(
+            Settings(**json.loads(Path(settings).read_text(encoding="utf-8"))), findings)
+    except Exception as error:
+        traceback.print_exc()
+        findings.fail(function if function != "run" else module.rpartition(".")[2], f"{type(error).__name__}: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

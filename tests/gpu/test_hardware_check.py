@@ -1,0 +1,249 @@
+"""`make gpu`: on a machine without GPUs, with sections that go wrong, and whole on a simulated GPU."""
+
+import getpass
+import importlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from benchmarks import gpu
+from benchmarks.hardware import memory, peers, report, speed, strategies
+from benchmarks.hardware import subject as subjects
+from benchmarks.hardware.findings import Findings, Settings
+from benchmarks.hardware.processes import Section
+from course_lib.config import ENGINES, build
+from course_lib.planning import memory as planning
+from course_lib.runtime.launch import launch
+from tests.gpu.machine import ROOT, SITE
+
+pytestmark = pytest.mark.simulated("it tries the tool that runs these tests")
+HERE = Settings(gpus=1, name="NVIDIA H100 80GB HBM3", memory=80 << 30, bf16=True)
+
+
+# --- without a GPU
+
+
+def test_without_a_gpu_it_says_so_in_one_line_and_ends_well(tmp_path):
+    said = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py")], cwd=tmp_path, capture_output=True,
+                          text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "GPU_SIM": "0"}, timeout=100)
+    assert said.returncode == 0, said.stderr
+    assert re.fullmatch(r"no GPU here: \S.*\n", said.stdout) and not list(tmp_path.iterdir())
+
+
+# --- sections that go wrong
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    """Runs planted sections by name; gives the exit code and the report."""
+    monkeypatch.setattr(gpu, "probe", lambda: {"gpus": 1, "name": "planted", "memory": 1, "bf16": True,
+                                               "simulated": True})
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)  # these tests' own process keeps its handlers
+
+    def run(*names, seconds=100.0):
+        pids = {"PIDS": str(tmp_path / "pids")}
+        sections = [Section(f"{number}-{name}", f"Section {number}", f"tests.gpu.planted_sections:{name}", seconds,
+                            environment=pids) for number, name in enumerate(names)]
+        code = gpu.main(["--output", str(tmp_path / "report.md")], sections)
+        return code, (tmp_path / "report.md").read_text()
+
+    return run
+
+
+def test_sections_that_pass(planted):
+    code, text = planted("fine", "nothing")
+    assert code == 0 and text.startswith("# What runs on the simulated device")
+    assert "## Section 0: passed\n\n| what | found |\n|---|---|\n| GPUs | 1 |\n" in text
+    assert "## Section 1: not run\n\n**Not run:**\n\n- all of it: it needs two GPUs\n" in text
+
+
+def test_a_section_that_fails_in_any_way_does_not_stop_the_others(planted):
+    code, text = planted("raises", "dies", "tells", "fine")
+    assert code == 1
+    states = re.findall(r"^## Section \d: (.*)$", text, re.M)
+    assert states == ["FAILED", "FAILED", "FAILED", "passed"]
+    assert "before" in text and "- raises: `RuntimeError: planted`" in text
+    assert "- 1-dies: `its process ended with 3`" in text
+    assert "(log: `report-logs/0-raises.log`)" in text
+
+
+def test_the_logs_stand_where_the_report_says_and_hold_the_traceback(planted, tmp_path):
+    planted("raises")
+    log = (tmp_path / "report-logs" / "0-raises.log").read_text()
+    assert "Traceback" in log and "RuntimeError: planted" in log
+
+
+def test_the_report_names_neither_home_nor_host_nor_folders(planted):
+    code, text = planted("tells")
+    assert code == 1
+    (failure,) = re.findall(r"^- a row \| of a table: `(.*)`$", text, re.M)
+    assert failure == "ValueError: …/data.csv on <host>"
+    assert "| …/file and …/torch.py at https://host.org/a/b |" in text
+    for private in (str(Path.home()), socket.gethostname(), "somebody"):
+        assert not re.search(rf"(?<!\w){re.escape(private)}(?!\w)", text)
+
+
+def test_a_users_name_and_one_home_beneath_root_are_left_out(monkeypatch):
+    monkeypatch.setattr(getpass, "getuser", lambda: "alice")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
+    assert report.private("alice wrote /home/alice and /home/alice/x/y.py") == "<user> wrote ~ and …/y.py"
+    monkeypatch.setattr(Path, "home", lambda: Path("/"))
+    assert report.private("1 / 2 tokens/s in /a/b.py") == "1 / 2 tokens/s in …/b.py"
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(planted, tmp_path):
+    code, text = planted("hangs", "fine", seconds=12)
+    assert code == 1 and re.findall(r"^## Section \d: (.*)$", text, re.M) == ["FAILED", "passed"]
+    assert "| a row before it hung |" in text and "- 0-hangs: `not done after 12 s, and ended`" in text
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def test_findings_are_on_the_disk_as_they_come(tmp_path):
+    findings = Findings(tmp_path / "found.json")
+    with findings.trying("something") as attempt:
+        findings.table("a", "b").row(1, "x")
+        assert json.loads(findings.path.read_text())["parts"] == [[["a", "b"], ["1", "x"]]]
+    assert attempt.word == "ok"
+    with findings.trying("another") as attempt:
+        raise ValueError("first\nsecond")
+    assert attempt.word == "FAILED"
+    assert json.loads(findings.path.read_text())["failures"] == [["another", "ValueError: first"]]
+
+
+# --- what is tried
+
+
+def test_every_section_has_a_function_and_its_own_name():
+    assert len({section.name for section in gpu.SECTIONS}) == len(gpu.SECTIONS) == 9
+    for section in gpu.SECTIONS:
+        module, function = section.target.split(":")
+        assert callable(getattr(importlib.import_module(module), function))
+    assert gpu.SECTIONS[2].environment == gpu.SECTIONS[3].environment == {"NVIDIA_TF32_OVERRIDE": "0"}
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
+def test_every_pair_is_trained_in_fp32_on_all_gpus_and_every_run_is_a_valid_one(gpus):
+    pairs = {(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines}
+    for full in (False, True):
+        cases = strategies.cases(replace(HERE, gpus=gpus, full=full))
+        plain = [(each.strategy, each.engine) for each in cases
+                 if each.ranks == gpus and each.precision == "no" and not each.options]
+        assert len(plain) == 14 and set(plain) == pairs
+        assert sum("pipeline" in case.name for case in cases) == (3 if gpus in (2, 4, 8) else 0)
+        assert len({case.label for case in cases}) == len(cases)
+        for case in cases:
+            config = build(case.config(Path("runs/x")))
+            assert config.run.max_steps == 2 * config.output.save_steps
+            rows = config.run.global_batch_size or config.run.batch_size * config.pipeline.data_parallel_size
+            assert rows == strategies.ROWS
+    assert not [case for case in strategies.cases(replace(HERE, bf16=False)) if case.precision == "bf16"]
+
+
+def test_the_model_is_gpt2_with_as_many_rows_as_the_gpu_should_hold():
+    assert [subjects.choose(replace(HERE, memory=gib << 30)).rows for gib in (80, 40, 24, 16, 8)] == [16, 8, 8, 4, 1]
+    chosen = subjects.choose(HERE)
+    assert 124e6 < chosen.known.parameters < 125e6 and chosen.tokens == 1024 and chosen.precision == "bf16"
+    assert subjects.choose(replace(HERE, bf16=False)).precision == "no"
+    with pytest.raises(RuntimeError, match="3.0 GiB are too little"):
+        subjects.choose(replace(HERE, memory=3 << 30))
+
+
+def test_the_planner_knows_the_model_as_it_is_built():
+    small = subjects.choose(replace(HERE, tiny=True))
+    model = small.model()
+    assert sum(p.numel() for p in model.parameters()) == small.known.parameters
+    assert model.config._attn_implementation == "sdpa" and not small.known.dropout
+    assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p]
+
+
+def test_ours_is_timed_beside_every_peer():
+    for ranks in (1, 2):
+        known = {each.name: each for each in speed.systems(ranks)}
+        compared = {peer for each in known.values() for peer in each.beside}
+        assert compared == {name for name, each in known.items() if each.train}
+        assert len(known) == (11 if ranks == 1 else 9)
+
+
+def test_windows_wait_for_the_gpu_at_both_ends_of_each(monkeypatch):
+    waits = []
+    windows = peers.Windows(warmup=3, steps=2, count=2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(windows.done))
+    for _ in range(windows.total):
+        windows.step()
+    assert waits == [3, 5, 7] and windows.total == 7 and len(windows.seconds) == 2
+
+
+def test_kinds_of_memory_add_up_to_what_the_allocator_counts_at_the_peak():
+    small = subjects.choose(replace(HERE, tiny=True))
+    held = planning.estimate(small.known, small.plan("ddp", "torch", 2, "bf16"))
+    at = {"before": 100, "rest": 250, "after backward": 330, "peak": 700}
+    for has_buckets in (False, True):
+        rows = memory.kinds(held, at, "torch", has_buckets)
+        assert sum(counted for _, _, counted in rows[:-1]) == rows[-1][2] == 700
+        assert sum(predicted for _, predicted, _ in rows[:-1]) == pytest.approx(held.total) == rows[-1][1]
+    rows = memory.kinds(held, at, "deepspeed", False)
+    assert [counted for _, _, counted in rows] == [250, 700]
+
+
+# --- on simulated GPUs
+
+
+def allocated_by(engine, folder):
+    small = subjects.choose(replace(HERE, tiny=True))
+    made = subjects.trainer(small, Path(folder), 2, 2, [], strategy="fsdp", engine=engine)
+    return torch.cuda.memory_allocated() / (4 * small.known.parameters), made.close()
+
+
+def fsdp_allocates(engine, folder):
+    return launch(allocated_by, engine, folder, num_processes=2, device="cuda", timeout=100, start_method="fork")
+
+
+@pytest.mark.parametrize("engine", ENGINES["fsdp"])
+def test_fsdp_keeps_no_whole_parameters_beside_its_shards(gpus, engine, tmp_path):
+    for share, _ in gpus.run(fsdp_allocates, engine, str(tmp_path)):
+        assert 0.4 < share < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_of_it_runs_on_a_simulated_gpu(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment |= {"GPU_SIM": "1", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
+    said = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny"], cwd=tmp_path,
+                          env=environment, capture_output=True, text=True, timeout=850)
+    text = (tmp_path / "gpu-report.md").read_text()
+    assert said.returncode == 0, f"{said.stdout}\n{said.stderr}\n{text}"
+    assert "simulated device" in text.splitlines()[0]
+    states = dict(re.findall(r"^## (.*): (.*)$", text, re.M))
+    assert states == {section.title: "passed" for section in gpu.SECTIONS} | {"Hangs": "not run"}
+    assert "| ddp | scratch |  | fp32 | 1 | ok | ok | 0.0e+00 / 0.0e+00 |" in text
+    assert len(re.findall(r"^\| ddp \| (torch|scratch) \|  \| fp32 \| 1 \| \S+ / \S+ \| ok \|$", text, re.M)) == 2
+    assert re.search(r"^\| ours, ddp \| torch's DDP, loop \| \d+\.\d\d \| \d+\.\d\d \|$", text, re.M)
+    assert "Triton" in text and str(tmp_path) not in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-report-logs", "gpu-report.md"]
+
+
+# --- where it is started from
+
+
+def test_the_workflow_runs_it_by_hand_on_a_machine_with_a_gpu_and_keeps_the_report():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/gpu.yml").read_text())
+    assert list(workflow[True]) == ["workflow_dispatch"]  # YAML 1.1 reads `on` as a truth
+    job = workflow["jobs"]["gpu"]
+    assert job["runs-on"] == ["self-hosted", "gpu"]
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    (upload,) = [step for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
+    assert len(runs) == 1 and runs[0].startswith("make gpu") and "gpu-report.md" in upload["with"]["path"]
+    assert upload["if"] == "always()"

@@ -1,0 +1,91 @@
+"""Pipelines on GPUs: every schedule, tied weights, ZeRO-1 between pipelines, and the commands that the README shows."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from course_lib import cli
+from course_lib.commands.options import config_from, given_fields
+from course_lib.config_sections.parallel import PipelineConfig
+from course_lib.training import parity
+from tests.gpu import training as t
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).resolve().parents[2]
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
+             "dualpipev")
+ONE = {"training_type": "pipeline", "batch_size": 4, "pipeline_chunks": 4, "eval_batch_size": 2}  # rows of a pipeline
+TWO = ONE | {"batch_size": 2, "pipeline_chunks": 2, "data_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The plain loop on the CPU; its GPT-2's head is its embedding."""
+    return parity.trace(parity.task(tmp_path_factory.mktemp("plain"), 1, training_type="basic", max_steps=t.STEPS))
+
+
+def runs_of(schedules, base, **options):
+    return [(schedule, base | {"schedule": schedule} | options) for schedule in schedules]
+
+
+def test_every_schedule_is_here():
+    assert set(SCHEDULES) == set(PipelineConfig.__annotations__["schedule"].__args__) and len(SCHEDULES) == 9
+
+
+@pytest.mark.parametrize("schedules", [("1f1b", "zbv"), pytest.param(SCHEDULES, marks=pytest.mark.long)], ids=len)
+def test_two_stages(gpus, plain, tmp_path, schedules):
+    t.agree(gpus.run(t.launched, tmp_path, 2, runs_of(schedules, ONE), timeout=400), plain)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("ddp", marks=pytest.mark.long)])
+def test_the_ends_of_three_stages_share_a_weight(gpus, plain, tmp_path, strategy):
+    """Only they send it: the stage between them has met them before."""
+    runs = runs_of(("1f1b", "zb_h1"), ONE, strategy=strategy)
+    found = gpus.run(t.launched, tmp_path, 3, runs, gpus=3, timeout=300, environment={"GPU_SIM_TIMEOUT": "20"})
+    t.agree(found, plain)
+
+
+@pytest.mark.long
+def test_four_stages(gpus, plain, tmp_path):
+    runs = runs_of(("gpipe", "1f1b", "zb_h1", "zb_h2"), ONE)
+    t.agree(gpus.run(t.launched, tmp_path, 4, runs, gpus=4, timeout=400), plain)
+
+
+@pytest.mark.long
+def test_two_pipelines_save_and_other_layouts_go_on(gpus, plain, tmp_path):
+    runs = runs_of(("zbv", "interleaved"), TWO, strategy="zero1", **t.SAVING)
+    t.agree(gpus.run(t.launched, tmp_path, 4, runs, gpus=4, timeout=400), plain)
+    came = {"resume_from_checkpoint": t.saved(tmp_path, ("zbv",))}
+    others = [("pipeline", ONE | {"schedule": "1f1b"} | came), t.of(("fsdp", "torch"), **came)]
+    t.agree(gpus.run(t.launched, tmp_path / "again", 2, others, timeout=300), plain, from_step=t.SAVED_AT)
+
+
+@pytest.mark.long
+def test_torchs_runtime(gpus, plain, tmp_path):
+    runs = runs_of(("gpipe", "1f1b", "interleaved", "zbv"), ONE, engine="torch")
+    t.agree(gpus.run(t.launched, tmp_path, 2, runs, timeout=400), plain)
+
+
+def shown():
+    """The README's pipeline commands."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.startswith("course train") and "pipeline" in line]
+
+
+def test_the_readme_shows_some():
+    assert len(shown()) == 2
+
+
+@pytest.mark.parametrize("line", shown())
+def test_what_the_readme_shows_runs(gpus, tmp_path, monkeypatch, line):
+    monkeypatch.chdir(ROOT)
+    arguments = cli.parse(shlex.split(line, comments=True)[1:])
+    ranks = config_from(arguments).run.num_processes
+    asked = given_fields(arguments)
+    found = gpus.run(t.whole_runs, tmp_path / "run", ranks, asked, gpus=ranks, timeout=400)
+    summary = found[0][0]
+    assert [findings for _, findings in found] == [[]] * ranks
+    assert (summary["training_type"], summary["device"], summary["world_size"]) == ("pipeline", "cuda", ranks)
+    assert summary["train"]["steps"] == 3 and summary["eval"]["rows"] == 16 and "majority_class" in summary["baselines"]
+    assert (tmp_path / "run" / "accelerate.yaml").exists() and (tmp_path / "run" / "model").is_dir()

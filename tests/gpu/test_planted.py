@@ -1,0 +1,86 @@
+"""The race detector: every planted mistake is named by its line, and the same work done right is not."""
+
+import pytest
+
+from tests.gpu.planted import PLANTS
+
+CALM = [plant for plant in PLANTS if not plant.hangs]
+HANGING = [plant for plant in PLANTS if plant.hangs]
+
+
+def _run(plants, wrong):
+    """On a rank: what each finds, and what it raises with its line."""
+    import os
+    import sys
+    import traceback
+
+    import gpu_sim
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl")
+    dist.all_reduce(torch.ones(1, device="cuda")) if not any(plant.hangs for plant in plants) else None
+    seen = {}
+    for plant in plants:
+        gpu_sim.forget()
+        raised = ""
+        try:
+            plant.function(wrong)
+            if not plant.hangs:
+                torch.cuda.synchronize()
+        except Exception as error:
+            where = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+                     if frame.filename == plant.function.__code__.co_filename]
+            raised = f"{error} (line {where[-1] if where else '?'})"
+        seen[plant.name] = gpu_sim.findings(), raised
+    if any(plant.hangs for plant in plants):  # the group is stuck, as it would be on GPUs: its clean-up is too
+        sys.stdout.flush()
+    return seen, os.getpid()
+
+
+def _launch(plants, wrong, ranks):
+    from course_lib.runtime.launch import launch
+
+    return [seen for seen, _ in launch(_run, plants, wrong, num_processes=ranks, device="cuda", start_method="fork",
+                                       timeout=60, stream=False)]
+
+
+def _names(plant, seen):
+    """Whether some rank names the marked line, by the kind of finding or in the error."""
+    file, lines = plant.function.__code__.co_filename, plant.lines
+    assert lines, f"{plant.name} has no marked line"
+    for findings, raised in seen:
+        if plant.kind == "error":
+            if plant.says in raised and any(raised.endswith(f"(line {line})") for line in lines):
+                return True
+        elif any(f.kind == plant.kind and plant.says in f and f.where in [f"{file}:{line}" for line in lines]
+                 for f in findings):
+            return True
+    return False
+
+
+def test_there_are_at_least_forty():
+    assert len(PLANTS) >= 40 and len({plant.name for plant in PLANTS}) == len(PLANTS)
+
+
+def test_every_planted_mistake_is_named_by_its_line(gpus):
+    by_rank = gpus.run(_launch, CALM, True, 2, environment={"GPU_SIM_TIMEOUT": "10"})
+    missed = {plant.name: [rank[plant.name] for rank in by_rank] for plant in CALM
+              if not _names(plant, [rank[plant.name] for rank in by_rank])}
+    assert not missed
+
+
+def test_done_right_nothing_is_found(gpus):
+    by_rank = gpus.run(_launch, CALM, False, 2, environment={"GPU_SIM_TIMEOUT": "10"})
+    alarms = {name: seen for rank in by_rank for name, seen in rank.items() if seen != ([], "")}
+    assert not alarms
+
+
+@pytest.mark.parametrize("plant", HANGING, ids=lambda plant: plant.name)
+def test_what_would_hang_is_named_by_its_line(plant, gpus):
+    wrong = gpus.run(_launch, [plant], True, plant.ranks, gpus=3,
+                     environment={"GPU_SIM_TIMEOUT": "1.5", "GPU_SIM_ON_MISMATCH": "raise"})
+    assert _names(plant, [rank[plant.name] for rank in wrong]), wrong
+    right = gpus.run(_launch, [plant], False, plant.ranks, gpus=3, environment={"GPU_SIM_TIMEOUT": "20"})
+    assert [rank[plant.name] for rank in right] == [([], "")] * plant.ranks

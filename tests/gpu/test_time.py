@@ -1,0 +1,240 @@
+"""What is reported as time is true on a GPU: of a device whose kernels take a time of their own while the host runs on.
+
+``GPU_SIM_KERNEL_US`` gives the simulated device a clock: so long each kernel takes after the one before. It is so long
+that the host is ahead by most of a step: what is not waited for is then measured too short by a large factor. A busy
+machine can make the host the slower one, so that nothing here is held to be shorter than something.
+"""
+
+import itertools
+import time
+
+import pytest
+
+from course_lib.config import build
+from course_lib.training.callbacks import Callback
+
+KERNEL = 1e-3  # seconds
+SLOW = {"GPU_SIM_KERNEL_US": "1000"}
+BASE = {"model": "tiny-bert", "max_steps": 4, "logging_steps": 2, "max_train_samples": 96, "max_eval_samples": 32,
+        "batch_size": 4, "max_length": 32, "eval_steps": 0, "save_steps": 0, "keep_best": False, "baselines": False,
+        "progress_bar": False, "watchdog": 0.0, "device": "cuda", "output_dir": "out"}
+
+
+class WallClock(Callback):
+    """What the wall clock says at each logged line, without evaluation and saving, and how long those took by then."""
+
+    def __init__(self):
+        self.lines, self.left_out = [], 0.0
+
+    def on_train_begin(self, trainer):
+        for name in ("validate", "save_checkpoint"):
+            setattr(trainer, name, self.timed(getattr(trainer, name)))
+
+    def timed(self, function):
+        def timed(*args):
+            start = time.perf_counter()
+            function(*args)
+            self.left_out += time.perf_counter() - start
+        return timed
+
+    def on_log(self, trainer, line):
+        if "loss" in line:
+            self.lines.append((time.perf_counter() - self.left_out, line, self.left_out))
+
+
+def steps_of(options):
+    """The logged lines with the wall clock, and the summary."""
+    import torch
+
+    from course_lib.training.run import train
+
+    torch.set_num_threads(1)
+    watched = WallClock()
+    summary = train(build(BASE | options), [watched])
+    return watched.lines, summary
+
+
+@pytest.mark.parametrize("options", [{"training_type": "basic"}, {}, {"training_type": "basic", "eval_steps": 3,
+                                                                      "save_steps": 3}])
+def test_throughput_is_that_of_the_wall_clock(gpus, options):
+    lines, summary = gpus.run(steps_of, options, gpus=1, environment=SLOW)
+    (begin, first, _), (end, last, left_out) = lines
+    seconds = last["seconds"] - first["seconds"]
+    assert seconds == pytest.approx(end - begin, rel=0.05)
+    samples, tokens = (last[name] * last["seconds"] - first[name] * first["seconds"]
+                       for name in ("samples_per_second", "tokens_per_second"))
+    assert samples == pytest.approx(8, rel=0.01) and tokens > samples, "two steps of four rows"
+    assert (left_out > 0) == ("save_steps" in options)
+    assert summary["train"]["samples_per_second"] == pytest.approx(16 / summary["train"]["seconds"], rel=0.01)
+    assert summary["train"]["seconds"] >= last["seconds"] > 2 * seconds * 0.7
+
+
+def test_the_phases_are_those_of_the_device(gpus):
+    """What lies between them, counting targets and watching for infinities, is a hundredth of a step's kernels."""
+    _, summary = gpus.run(steps_of, {"training_type": "basic"}, gpus=1, environment=SLOW)
+    phases, seconds = summary["train"]["phases"], summary["train"]["seconds"]
+    assert set(phases) == {"data", "forward", "backward", "optimizer"}
+    assert 0.7 * seconds < sum(phases.values()) < 1.01 * seconds
+    assert phases["backward"] > phases["forward"] > phases["data"]
+
+
+def metered(function):
+    """Seconds until the device has done what a function queues, and what it returns."""
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, found
+
+
+def by_turns(_):
+    import torch
+
+    from course_lib.training import anatomy
+    from course_lib.training.run import build_trainer
+
+    torch.set_num_threads(1)
+    trainer = build_trainer(build(BASE | {"training_type": "basic"}))[0]
+    batches = [trainer.to_device(batch) for batch in itertools.islice(trainer.train_loader, 2)]
+    trainer.train_step(batches[:1])
+    trainer.clock.settle()
+    turns = metered(lambda: anatomy.seconds_by_turns(trainer, {"one": batches, "other": batches}))
+    watched = metered(lambda: anatomy.watch_memory(trainer, batches)[0])
+    return turns, watched
+
+
+def test_turns_and_timelines_are_timed_on_the_device(gpus):
+    (took, turns), (watched_took, moments) = gpus.run(by_turns, None, gpus=1, environment=SLOW)
+    assert 0.7 * took < sum(sum(each.values()) for each in turns.values()) < 1.01 * took
+    assert 0.9 * watched_took < moments[-1].seconds < 1.01 * watched_took
+    assert [each.seconds for each in moments] == sorted(each.seconds for each in moments)
+
+
+def on_stages(_):
+    """Of the second pass of a rank's stage: its spans, and the seconds of the kernels of its computations."""
+    import gpu_sim
+    import torch
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    from course_lib.parallel.pipeline import executor
+    from course_lib.parallel.pipeline.schedules import make
+
+    state = PartialState()
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(40))).to(state.device)
+    engine = executor.PipelineExecutor(make("gpipe", ranks=2, microbatches=2), {dist.get_rank(): layers},
+                                       lambda output, target: output.sum(), device=state.device)
+    batch, kernels, compute = torch.zeros(4, 4, device=state.device), [], executor._Run.compute
+
+    def counted(run, action):
+        before = gpu_sim.kernels()
+        compute(run, action)
+        kernels.append(gpu_sim.kernels() - before)
+
+    executor._Run.compute = counted
+    engine.step(batch, targets=batch)
+    torch.cuda.synchronize()
+    kernels.clear()
+    spans = engine.step(batch, targets=batch).spans
+    dist.barrier()
+    return [span.end - span.start for span in spans], [each * KERNEL for each in kernels]
+
+
+def on_two(function):
+    from course_lib.runtime.launch import launch
+
+    return launch(function, None, num_processes=2, device="cuda", start_method="fork", stream=False)
+
+
+def test_spans_of_a_pipeline_are_the_devices(gpus):
+    for spans, kernels in gpus.run(on_two, on_stages, gpus=2, environment=SLOW):
+        assert len(spans) == len(kernels) == 4
+        for span, took in zip(spans, kernels, strict=True):
+            assert span > 0.9 * took > 0.01
+
+
+def split_by_seconds(_):
+    """Kernels of the device that a measured split ran, its costs, and whether the model is where it was."""
+    import gpu_sim
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from course_lib.modeling.stages import split_evenly
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=64, n_positions=16)).eval()
+    where = {id(p): p.data_ptr() for p in model.parameters()}
+    before = gpu_sim.kernels()
+    split = split_evenly(model, 2, by="seconds", length=8, device=torch.device("cuda"))
+    return (gpu_sim.kernels() - before, split.costs, {id(p): p.data_ptr() for p in model.parameters()} == where,
+            {p.device.type for p in model.parameters()})
+
+
+def test_a_split_by_seconds_is_measured_on_the_gpu_and_leaves_the_model_where_it_was(gpus):
+    kernels, costs, stays, devices = gpus.run(split_by_seconds, None, gpus=1, environment=SLOW)
+    assert kernels > 0 and stays and devices == {"cpu"}
+    assert len(costs) == 5 and min(costs) > 0
+    assert min(costs[1:-1]) > 20 * KERNEL, "of its kernels on the device, not of their launches"
+
+
+def trainer_of_unequal_ranks(_):
+    """The split of a pipeline whose ranks measure different seconds."""
+    import torch.distributed as dist
+
+    from course_lib.modeling import balance
+    from course_lib.training.run import build_trainer
+
+    def measured(model, blocks, length, device, tries=5):
+        units = len(blocks) + 2
+        return [10.0 if (unit == 0) == (dist.get_rank() == 0) else 1.0 for unit in range(units)]
+
+    balance.measure_seconds = measured
+    trainer = build_trainer(build(BASE | {"training_type": "pipeline", "split_by": "seconds"}))[0]
+    found = trainer.engine.split.costs, trainer.engine.split.cuts
+    trainer.close()
+    return found
+
+
+def test_ranks_that_measure_differently_cut_alike(gpus):
+    first, second = gpus.run(on_two, trainer_of_unequal_ranks, gpus=2)
+    assert first == second and first[0][0] == 10.0
+
+
+def named(device_name, options):
+    import torch
+
+    torch.cuda.get_device_name = lambda device=None: device_name
+    return steps_of(options)
+
+
+def test_mfu_is_model_flops_by_the_datasheets_peak(gpus):
+    """tiny-bert by hand: four blocks of 4 h² + 2 h f weights, 6 FLOPs each a token, and 12 h s for attention."""
+    options = {"training_type": "basic", "mixed_precision": "bf16"}
+    lines, summary = gpus.run(named, "NVIDIA H100 80GB HBM3", options, gpus=1)
+    told, hidden, ffn, blocks = summary["train"], 192, 768, 4
+    tokens, pairs = token_counts(options)
+    flops = blocks * (6 * (4 * hidden**2 + 2 * hidden * ffn) * tokens + 12 * hidden * pairs)
+    assert told["tokens"] == tokens
+    assert told["mfu"] == pytest.approx(flops / told["seconds"] / 989e12, rel=0.02)
+    assert told["tokens_per_second"] == pytest.approx(tokens / told["seconds"], rel=0.02)
+    assert told["mfu_note"] == "of 989 TFLOP/s a GPU: H100, bf16, dense"
+    assert all(0 < line["mfu"] < 1 for _, line, _ in lines)
+
+
+def token_counts(options):
+    """Tokens of the rows of a run's four steps, and the sum of the squares of the rows' lengths."""
+    from course_lib.training.run import build_trainer
+
+    trainer = build_trainer(build(BASE | options | {"device": "cpu", "mixed_precision": "no"}))[0]
+    lengths = [len(trainer.data.splits["train"][int(row)]["input_ids"])
+               for rows in itertools.islice(trainer.sampler.global_batches(0), 4) for row in rows]
+    assert len(lengths) == 16
+    return sum(lengths), sum(length**2 for length in lengths)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA A10", "Graphics 3000"])
+def test_unknown_hardware_has_no_mfu(gpus, name):
+    lines, summary = gpus.run(named, name, {"training_type": "basic", "max_steps": 2}, gpus=1)
+    assert summary["train"]["mfu"] is None and summary["train"]["mfu_note"] == f"no MFU: unknown hardware {name}"
+    assert not any("mfu" in line for _, line, _ in lines) and lines[0][1]["tokens_per_second"] > 0

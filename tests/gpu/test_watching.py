@@ -1,0 +1,308 @@
+"""What watches over a training on GPUs: flight recorder, watchdog, meter, monitor, desync guard and the fault lab."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.config import build
+from course_lib.runtime.clock import Clock
+from course_lib.runtime.flight import FlightRecorder
+from course_lib.runtime.launch import RankError, launch
+from course_lib.runtime.meter import Meter
+from course_lib.runtime.page import ENDED, WAITED_FOR, Page, read_page
+from course_lib.runtime.watchdog import Watchdog, read_reports
+from course_lib.training import fault_lab as lab
+from course_lib.training.callbacks import Callback
+from course_lib.training.run import train
+
+pytestmark = pytest.mark.timeout(180)
+
+SECONDS, CULPRIT = 3.0, 1  # kernels are the CPU's here, and the cores may be taken
+RUN = {"model": "tiny-bert", "max_steps": 4, "max_train_samples": 60, "max_eval_samples": 16, "batch_size": 4,
+       "eval_steps": 0, "save_steps": 0, "logging_steps": 4, "overwrite_output_dir": True, "progress_bar": False,
+       "baselines": False, "keep_best": False, "tracker": "none", "max_length": 32, "mixed_precision": "no",
+       "output_dir": "run", "desync_steps": 2}
+
+
+def on_ranks(function, *args, ranks=2, device="cuda"):
+    return launch(function, *args, num_processes=ranks, device=device, start_method="fork", timeout=90, stream=False)
+
+
+# --- a training -------------------------------------------------------------------------------------------------------
+
+
+def trains(**options):
+    on_ranks(train, build(RUN | {"device": "cuda"} | options))
+    run = Path("run")
+    return (run / "monitor" / "communication.csv").read_text(), [str(path) for path in run.rglob("hang*")]
+
+
+def test_a_run_with_all_that_watches_it(gpus):
+    """The watchdog is on by default; the meter runs in every second step, and the ranks are compared there."""
+    csv, hang = gpus.run(trains, communication_steps=2, strategy="ddp", engine="torch")
+    header, *rows = csv.splitlines()
+    assert header.endswith("mb_sent") and len(rows) == 4
+    assert all(float(row.rpartition(",")[2]) > 8 for row in rows), "all gradients, in float32"
+    assert not hang
+
+
+# --- who is to blame --------------------------------------------------------------------------------------------------
+
+
+def all_reduces(x, others):
+    dist.all_reduce(x)
+    x.sum().item()
+
+
+def waits(x, others):
+    dist.all_reduce(x, async_op=True).wait()
+    x.sum().item()
+
+
+def runs_ahead(x, others):
+    """By more calls than a page has room for."""
+    works = [dist.all_reduce(each, async_op=True) for each in torch.ones(200, 4, device="cuda")]
+    for work in works:
+        work.wait()
+    x.sum().item()
+
+
+def exchanges(x, others):
+    right, left = (dist.get_rank() + 1) % 3, (dist.get_rank() + 2) % 3
+    there = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, received := torch.zeros_like(x), left)]
+    for work in dist.batch_isend_irecv(there):
+        work.wait()
+    received.sum().item()
+
+
+def passes_on(x, others):
+    """A pipeline of three stages, of which the outer two share a weight."""
+    rank = dist.get_rank()
+    for _ in range(3):
+        if rank > 0:
+            dist.recv(x, rank - 1)
+        if rank < 2:
+            dist.send(x, rank + 1)
+    if rank != CULPRIT:
+        dist.all_reduce(x, group=others)
+    x.sum().item()
+
+
+def reduces_in_backward(x, others):
+    """DDP waits in C++, where nobody sees it."""
+    if not hasattr(reduces_in_backward, "model"):
+        reduces_in_backward.model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4).cuda())
+    reduces_in_backward.model(x).sum().backward()
+    reduces_in_backward.model.module.weight.grad.sum().item()
+
+
+def steps(step, ranks):
+    dist.init_process_group("nccl")
+    x, others = torch.ones(4, device="cuda"), dist.new_group([0, ranks - 1])
+    step(x, others)
+    with Watchdog(SECONDS, "hang") as dog:
+        dog.beat(0)
+        for number in range(1, 4):
+            if dist.get_rank() == CULPRIT and number == 2:
+                while True:
+                    time.sleep(0.05)
+            step(x, others)
+            dog.beat(number)
+
+
+def hangs(step, ranks):
+    with pytest.raises(RankError):
+        on_ranks(steps, step, ranks, ranks=ranks)
+    return read_reports("hang"), json.loads(Path("hang/hang-rank0.json").read_text())["calls"]
+
+
+@pytest.mark.parametrize(("step", "collective", "sequence"), [
+    (all_reduces, "all_reduce", 2), (waits, "all_reduce", 2), (runs_ahead, "all_reduce", 201), (exchanges, None, 2),
+    (passes_on, None, 4), (reduces_in_backward, "all_reduce", None)])
+def test_the_culprit_alone_is_blamed_though_no_wait_holds_the_others_hosts_up(gpus, step, collective, sequence):
+    reports, calls = gpus.run(hangs, step, 3, gpus=3)
+    assert [report.rank for report in reports] == [0, 1, 2]
+    for report in reports:
+        verdict, = report.verdicts
+        assert (verdict.rank, verdict.what) == (CULPRIT, "elsewhere"), report.summary
+        assert sequence in (None, verdict.sequence), report.summary
+        assert verdict.collective == collective or (collective is None and verdict.collective in ("send", "recv"))
+        assert verdict.file.endswith("test_watching.py")
+        assert not report.states[0].ended, "what hangs has not ended"
+    own = [call["state"] for call in calls[str(CULPRIT)]]
+    assert own and set(own) == {ENDED}, "and what others still wait for, has"
+
+
+def crosses(x, groups):
+    """Each rank comes to the other group first, and neither host waits there."""
+    for group in groups if dist.get_rank() else reversed(groups):
+        dist.all_reduce(x, group=group)
+    x.sum().item()
+
+
+def steps_across():
+    dist.init_process_group("nccl")
+    x, groups = torch.ones(4, device="cuda"), [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    x.sum().item()
+    with Watchdog(SECONDS, "hang"):
+        crosses(x, groups)
+
+
+def hangs_across():
+    with pytest.raises(RankError):
+        on_ranks(steps_across)
+    return read_reports("hang")
+
+
+def test_ranks_that_have_issued_everything_in_another_order_wait_for_each_other(gpus):
+    for report in gpus.run(hangs_across):
+        assert [(verdict.rank, verdict.what, verdict.sequence) for verdict in report.verdicts] == [
+            (0, "behind", 1), (1, "behind", 1)], report.summary
+        assert {verdict.collective for verdict in report.verdicts} == {"all_reduce"}
+
+
+# --- what a recorder sees ---------------------------------------------------------------------------------------------
+
+
+def calls_of(page):
+    return [(call.name, call.state, call.on_gpu) for call in
+            read_page(page.memory[:], 0, 1, "", "running", 0.0).calls]
+
+
+def is_recorded():
+    dist.init_process_group("nccl")
+    x, found = torch.ones(4, device="cuda"), {}
+    dist.all_reduce(x)
+    x.sum().item()
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    page = Page()
+    recorder = FlightRecorder(page)
+    recorder.start()
+    if rank == 1:
+        store.wait(["looked"])  # rank 0 is far ahead
+    work = dist.all_reduce(x, async_op=True)
+    found["issued"] = calls_of(page)
+    work.wait()
+    recorder.look()
+    found["waited"] = calls_of(page)
+    if rank == 0:
+        store.set("looked", "")
+    dist.all_reduce(x)
+    there = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, torch.zeros_like(x), 1 - rank)]
+    for work in dist.batch_isend_irecv(there):
+        work.wait()
+    dist.barrier()
+    x.sum().item()
+    torch.cuda.synchronize()
+    recorder.look()
+    recorder.stop()
+    found["arrived"] = calls_of(page)
+    return found
+
+
+def test_a_call_has_ended_when_the_gpu_has_come_past_it(gpus):
+    found, _ = gpus.run(on_ranks, is_recorded)
+    assert found["issued"] == [("all_reduce", 0, True)]
+    assert found["waited"] == [("all_reduce", WAITED_FOR, True)], "the wait has returned"
+    assert found["arrived"] == [(name, ENDED, True) for name in (
+        "all_reduce", "all_reduce", "send", "recv", "barrier")]
+
+
+# --- the meter --------------------------------------------------------------------------------------------------------
+
+
+class Metered(Callback):
+    """Meters the third step."""
+
+    def __init__(self):
+        self.found = {}
+
+    def on_train_begin(self, trainer):
+        train_step = trainer.train_step
+
+        def metered(batches):
+            if trainer.state.step != 2:
+                return train_step(batches)
+            with Meter(trainer.wrapped, trainer.optimizer, getattr(trainer.wrapped, "resident", None)) as meter:
+                result = train_step(batches)
+            # What attention's kernels save for the backward pass is their own affair.
+            peak = {kind: size for kind, size in meter.peak.items() if kind != "activations"}
+            self.found |= {"peak": peak, "resident": meter.resident, "waits": len(meter._waits),
+                           "spans": {(span.kind, span.name) for span in meter.timeline},
+                           "collectives": [(c.name, c.bytes, c.dtype, c.ranks, c.sent) for c in meter.collectives],
+                           "ends": all(meter.start <= c.start <= c.end <= meter.end for c in meter.collectives)}
+            return result
+
+        trainer.train_step = metered
+
+
+def measured(config):
+    meter = Metered()
+    train(config, [meter])
+    return meter.found
+
+
+def measured_on_both(strategy):
+    return [on_ranks(measured, build(RUN | {"strategy": strategy, "engine": "scratch", "device": device}),
+                     device=device) for device in ("cpu", "cuda")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+def test_the_meter_counts_on_gpus_what_it_counts_on_the_cpu(gpus, strategy):
+    on_cpu, on_gpu = gpus.run(measured_on_both, strategy)
+    for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
+        assert len(cpu["collectives"]) >= 2 and cpu["waits"] and cpu["ends"]
+        assert gpu == cpu
+
+
+def stamps():
+    """Stamps of a thread that was never told which GPU it is on."""
+    clock, found = Clock(torch.device("cuda")), []
+    thread = threading.Thread(target=lambda: found.extend((torch.cuda.current_device(), clock.stamp())))
+    thread.start()
+    thread.join()
+    clock.settle()
+    return clock.device, found[0], 0 <= clock.seconds(found[1]) - clock._began < 10
+
+
+def stamped_streams():
+    """Which GPU's stream each event was put into."""
+    recorded = []
+
+    class Noted(torch.cuda.Event):
+        def record(self, stream=None):
+            recorded.append(None if stream is None else stream.device)
+            return super().record(stream)
+
+    torch.cuda.Event = Noted
+    return stamps(), recorded
+
+
+def test_a_stamp_of_any_thread_is_on_the_clocks_gpu(gpus):
+    for rank, ((device, current, is_near), streams) in enumerate(gpus.run(on_ranks, stamped_streams)):
+        assert current == 0 and is_near
+        assert device == torch.device("cuda", rank) and streams == [device, device]
+
+
+# --- the fault lab ----------------------------------------------------------------------------------------------------
+
+
+def inspected_and_fixed(name):
+    scenario = lab.SCENARIOS[name]
+    inspected, fixed = (lab.run(scenario, 3, how, device="cuda") for how in ("inspected", "fixed"))
+    return scenario.tool.named(inspected), fixed.error and str(fixed.error), fixed.values
+
+
+@pytest.mark.parametrize("name", lab.SCENARIOS)
+def test_the_tools_of_the_fault_lab_name_the_culprit_and_the_cures_work(gpus, name):
+    named, error, values = gpus.run(inspected_and_fixed, name, gpus=3)
+    assert named == lab.SCENARIOS[name].culprits
+    assert error is None and None not in values

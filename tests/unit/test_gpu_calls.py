@@ -1,0 +1,361 @@
+"""Calls in a GPU's queue, without a GPU: when they end, what stands before them, and what NCCL says of them."""
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from course_lib.runtime import backends, captures, tap, watchdog
+from course_lib.runtime.liveness import Activity
+from course_lib.runtime.page import CALLS, ENDED, ISSUED, KEPT, WAITED_FOR, Call, Page, Sighting, digest, read_page
+from course_lib.runtime.pending import AHEAD, Pending
+from course_lib.runtime.traffic import Traffic
+from course_lib.runtime.verdicts import judge
+from course_lib.runtime.watchdog import Watchdog, read_reports
+
+GPU = torch.device("cuda", 0)
+
+
+def call(serial, sequence=1, name="all_reduce", stream="0", state=WAITED_FOR, waited=None, batch=0, peer=None,
+         ranks=(0, 1), on_gpu=True):
+    """Waited for at once, unless `waited` says something else."""
+    waited = serial if waited is None and state == WAITED_FOR else waited or 0
+    return Call(serial=serial, stream=stream, sequence=sequence, name=name, shape=(4,), dtype="float32", tensors=1,
+                ranks=ranks, peer=peer, root=None, file="train.py", line=serial, step=0, at=float(serial), state=state,
+                on_gpu=on_gpu, batch=batch, waited=waited)
+
+
+def rank(number, *calls, **more):
+    orders = {}
+    for each in calls:
+        orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
+    return Sighting(number, "running", pid=100 + number, host="here", calls=calls, orders=orders, stalled=9.0,
+                    placed_at=99.0, words={"file": "train.py", "line": 70 + number}, **more)
+
+
+def p2p(serial, kind, source, target, sequence=1, **more):
+    peer = target if kind == "send" else source
+    return call(serial, sequence, kind, f"0:{source}>{target}:{kind}", peer=peer, **more)
+
+
+def blamed(*sightings):
+    return [(v.rank, v.what, v.collective, v.sequence) for v in judge(sightings)]
+
+
+# --- who is to blame --------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_ahead_waits_in_the_first_call_that_has_not_ended():
+    ahead = rank(0, call(1, 1, state=ENDED), *(call(n, n) for n in range(2, 9)))
+    assert blamed(ahead, rank(1, call(1, 1, state=ENDED))) == [(1, "elsewhere", "all_reduce", 2)]
+
+
+def test_all_have_issued_everything_and_the_gpus_wait_in_a_circle():
+    def crossed(on_gpu):
+        return [rank(number, *(call(n, stream=stream, on_gpu=on_gpu) for n, stream in enumerate(order, start=1)))
+                for number, order in enumerate(("ab", "ba"))]
+
+    assert blamed(*crossed(True)) == [(0, "behind", "all_reduce", 1), (1, "behind", "all_reduce", 1)]
+    assert judge(crossed(False)) == (), "a CPU's calls stand in no queue"
+
+
+def test_calls_that_no_stream_waits_for_stand_before_none_of_another_group():
+    apart = [rank(0, call(1, stream="a", state=ISSUED), call(2, stream="b", state=ISSUED)),
+             rank(1, call(1, stream="b", state=ISSUED), call(2, stream="a", state=ISSUED))]
+    assert judge(apart) == ()
+    same = [rank(0, call(1, 1, state=ISSUED), call(2, 2, state=ISSUED)), rank(1, call(1, 1, state=ISSUED))]
+    assert blamed(*same) == [], "the first stands before the second, and to it both have come"
+
+
+def test_a_wait_counts_from_where_it_was_made():
+    """Two calls were under way when rank 0 waited for the first: the second does not stand behind it."""
+    both = rank(0, call(1, stream="a", ranks=(0, 1), waited=2), call(2, stream="b", ranks=(0, 2), waited=2))
+    assert blamed(both, rank(1, call(1, stream="a", state=ENDED)), rank(2)) == [(2, "elsewhere", "all_reduce", 1)]
+    at_once = rank(0, call(1, stream="a", ranks=(0, 1)), call(2, stream="b", ranks=(0, 2)))
+    assert blamed(at_once, rank(1), rank(2, call(1, stream="b", ranks=(0, 2)))) == [(1, "elsewhere", "all_reduce", 1)]
+
+
+def test_sends_before_receives_deadlock_on_a_gpu_though_all_are_issued():
+    first = rank(0, p2p(1, "send", 0, 1), p2p(2, "recv", 1, 0))
+    second = rank(1, p2p(1, "send", 1, 0), p2p(2, "recv", 0, 1))
+    assert blamed(first, second) == [(0, "behind", "send", 1), (1, "behind", "send", 1)]
+    together = [rank(n, p2p(1, "send", n, 1 - n, batch=1, waited=2), p2p(2, "recv", 1 - n, n, batch=1, waited=2))
+                for n in range(2)]
+    assert judge(together) == (), "those of a batch run side by side"
+
+
+def test_a_send_that_nobody_waits_for_holds_up_what_stands_behind_it():
+    posted = rank(0, p2p(1, "send", 0, 1, state=ISSUED), p2p(2, "recv", 1, 0))
+    assert blamed(posted, rank(1, p2p(1, "send", 1, 0, state=ISSUED))) == [(1, "elsewhere", "send", 1)]
+    assert blamed(rank(0, p2p(1, "send", 0, 1, state=ISSUED)), rank(1)) == [(1, "elsewhere", None, None)]
+
+
+@pytest.mark.parametrize(("spins", "culprits"), [
+    ((True, False), [(1, "elsewhere")]), ((False, True), [(0, "elsewhere")]),
+    ((True, True), [(0, "behind"), (1, "behind")]), ((False, False), [(0, "behind"), (1, "behind")])])
+def test_in_a_circle_the_rank_whose_host_does_not_wait_for_its_gpu_is_the_one(spins, culprits):
+    """Stage 1 was to send a gradient back, and its host does something else; its GPU waits for the next activation."""
+    stages = [rank(n, p2p(1, "recv", 1 - n, n), spins=spins[n]) for n in range(2)]
+    assert [(verdict.rank, verdict.what) for verdict in judge(stages)] == culprits
+
+
+def test_who_stands_still_and_keeps_a_core_busy_spins():
+    activity = Activity()
+    torch.ones(2)
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end:
+        sum(range(1000))
+    activity.is_busy(spins=False)
+    assert activity.main_spins
+    time.sleep(0.3)
+    activity.is_busy(spins=False)
+    assert not activity.main_spins
+
+
+# --- what a page keeps ------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_open_calls_are_kept_until_they_have_ended():
+    page, total = Page(), CALLS + KEPT + 5
+    text = json.dumps({"name": "all_reduce", "stream": "0", "shape": [], "dtype": None, "tensors": 1, "peer": None,
+                       "root": None, "file": None, "line": 1, "ranks": [0, 1], "on_gpu": True}).encode()
+    for serial in range(1, total + 1):
+        if serial > CALLS:
+            page.keep(serial - CALLS)
+        page.write_call(serial, serial, float(serial), 0, "0", text, batch=serial % 3)
+    page.mark(2, WAITED_FOR, 7)
+
+    def seen():
+        return read_page(page.memory[:], 0, 1, "", "running", 0.0).calls
+
+    assert [each.serial for each in seen()] == [*range(1, KEPT + 1), *range(total - CALLS + 1, total + 1)]
+    assert (seen()[1].state, seen()[1].waited, seen()[1].batch) == (WAITED_FOR, 7, 2) and seen()[1].on_gpu
+    page.mark(2, ENDED)
+    page.mark(KEPT + 2, ENDED)  # written over: there was no room
+    assert 2 not in [each.serial for each in seen()] and len(seen()) == CALLS + KEPT - 1
+
+
+# --- when calls end ---------------------------------------------------------------------------------------------------
+
+
+class Event:
+    """What torch.cuda.Event is to those who ask."""
+
+    made = 0
+    fails = False
+
+    def __init__(self):
+        Event.made += 1
+
+    def record(self, stream):
+        assert stream == "current of cuda:0"
+        self.reached = False
+
+    def query(self):
+        assert not captures._under_way, "a capture would be spoilt"
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.reached
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Stand-ins for torch.cuda; whether a graph is being captured."""
+    capturing = SimpleNamespace(now=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.now)
+    monkeypatch.setattr(Event, "made", 0)
+    return capturing
+
+
+class Work:
+    done = False
+
+    def is_completed(self):
+        return self.done
+
+
+def test_a_synchronous_call_ends_when_its_event_is_reached_and_events_are_used_again(gpu):
+    calls = Pending()
+    for serial in range(1, 50):
+        assert calls.add(serial, None, GPU) and calls.on_gpu(serial) and calls.ended(4) == []
+        next(iter(calls._on_gpu.values()))[0].reached = True
+        assert calls.ended(4) == [serial] and not calls.on_gpu(serial) and not calls
+    assert Event.made == 1
+    assert not calls.add(50, None, None), "on the CPU a call without a Work has ended"
+
+
+def test_a_call_that_was_waited_for_has_not_ended_before_its_gpu_has_come_past_it(gpu):
+    calls, work = Pending(), Work()
+    calls.add(1, work, GPU)
+    calls.add(2, work, GPU)  # of the same batch
+    assert calls.waiting(work) == [1, 2] and not calls.waited(work)
+    work.done = True  # nobody asks it any more, nor holds its tensors
+    assert calls.ended(4) == [] and work not in [asked for asked, *_ in calls._on_gpu.values()]
+    next(iter(calls._on_gpu.values()))[0].reached = True
+    assert calls.ended(4) == [1, 2]
+    on_cpu = Work()
+    calls.add(3, on_cpu, None)
+    assert calls.waiting(on_cpu) == [3] and calls.waited(on_cpu), "on the CPU the wait is the end"
+
+
+def test_a_rank_far_ahead_asks_for_a_few_and_forgets_the_oldest(gpu):
+    calls, asked = Pending(), []
+    for serial in range(1, AHEAD + 11):
+        calls.add(serial, None, GPU)
+    assert not calls.on_gpu(10) and calls.on_gpu(11)
+    Event.query, query = lambda event: asked.append(event), Event.query
+    try:
+        calls.ended(4)
+    finally:
+        Event.query = query
+    assert len(asked) == 4
+
+
+def test_a_gpu_that_has_failed_ends_nothing_and_raises_nothing_here(gpu, monkeypatch):
+    calls = Pending()
+    calls.add(1, None, GPU)
+    monkeypatch.setattr(Event, "fails", True)
+    assert calls.ended(4) == [] and not calls
+
+
+def test_in_a_capture_nothing_is_recorded_and_nobody_asks(gpu):
+    calls, begun, go_on = Pending(), threading.Event(), threading.Event()
+
+    class Graph:
+        def capture_begin(self):
+            begun.set()
+
+        def capture_end(self):
+            pass
+
+        def fails(self):
+            raise RuntimeError("no capture")
+
+    Graph.capture_begin, Graph.capture_end = captures.beginning(Graph.capture_begin), captures.ending(Graph.capture_end)
+    Graph.fails = captures.beginning(Graph.fails)
+    calls.add(1, None, GPU)
+    next(iter(calls._on_gpu.values()))[0].reached = True
+    graph = Graph()
+    with captures.may_ask() as may:  # whoever asks is waited for
+        assert may
+        thread = threading.Thread(target=lambda: (graph.capture_begin(), go_on.wait(10)))
+        thread.start()
+        assert not begun.wait(0.2)
+    assert begun.wait(10)
+    gpu.now = True
+    assert not calls.add(2, None, GPU) and not calls.add(3, Work(), GPU), "a graph's calls are not under way"
+    assert calls.ended(4) == [], "the answer has to wait"
+    go_on.set()
+    thread.join()
+    graph.capture_end()
+    assert calls.ended(4) == [1]
+    with pytest.raises(RuntimeError, match="no capture"):
+        graph.fails()
+    with captures.may_ask() as may:
+        assert may
+
+
+def test_the_tap_tells_captures_and_batches_and_leaves_nothing_behind(monkeypatch):
+    """A batch's calls are told when it is closed, with the batch's Work; a call alone at once."""
+    told, works = [], {"single": "a Work", "closed": "the batch's Work"}
+    monkeypatch.setattr(dist.ProcessGroup, "_start_coalescing", lambda group, device: None)
+    monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", lambda group, device: works["closed"])
+    monkeypatch.setattr(dist.Work, "unbox", staticmethod(lambda boxed: works[boxed]))
+    before = torch.cuda.CUDAGraph.capture_begin, dist.ProcessGroup._start_coalescing, dist.Work.wait
+    listener = SimpleNamespace(issuing=lambda operator, args: (args[0], tap.batch()),
+                               issued=lambda note, work: told.append((*note, work)))
+    tap.listen(listener)
+    try:
+        monkeypatch.setattr(torch.ops.c10d.send.default, "redispatch", lambda keyset, *args: args[1], raising=False)
+        passing = tap._passing("send")
+        everything = torch._C._dispatch_keyset_full()
+        passing(everything, "first", "single")
+        group = dist.ProcessGroup.__new__(dist.ProcessGroup)
+        dist.ProcessGroup._start_coalescing(group, None)
+        passing(everything, "second", None)
+        passing(everything, "third", "single")  # a Work of its own in a batch would pass for ended
+        assert len(told) == 1 and tap.batch() > 0
+        assert dist.ProcessGroup._end_coalescing(group, None) == works["closed"]
+        passing(everything, "fourth", None)
+        assert torch.cuda.CUDAGraph.capture_begin is not before[0]
+    finally:
+        tap.leave(listener)
+    number = told[1][1]
+    assert told == [("first", 0, "a Work"), ("second", number, "the batch's Work"),
+                    ("third", number, "the batch's Work"), ("fourth", 0, None)]
+    assert before == (torch.cuda.CUDAGraph.capture_begin, dist.ProcessGroup._start_coalescing, dist.Work.wait)
+
+
+# --- what is measured of them -----------------------------------------------------------------------------------------
+
+
+def test_a_call_without_a_work_ends_in_its_stream_and_was_waited_for():
+    stretches, stamps = [], iter(("end", "end on the CPU"))
+    clock = SimpleNamespace(stamp=lambda device: next(stamps))
+    traffic = Traffic(clock, lambda tensors: None, lambda begin, end: stretches.append((begin, end)))
+    on_gpu, on_cpu = (SimpleNamespace(start="start", end=None) for _ in range(2))
+    traffic._follow(on_gpu, {"tensors": [torch.ones(2).as_subclass(OnGPU)]}, None)
+    traffic._follow(on_cpu, {"tensors": [torch.ones(2)]}, None)
+    assert (on_gpu.end, on_cpu.end) == ("end", "end on the CPU")
+    assert stretches == [("start", "end")], "a barrier that has ended stood still for nobody"
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = GPU
+
+
+# --- what NCCL says ---------------------------------------------------------------------------------------------------
+
+
+def dumping(monkeypatch, **found):
+    for name in backends.RECORDERS:
+        monkeypatch.delattr(_distributed_c10d, name, raising=False)
+    for name, records in found.items():
+        monkeypatch.setattr(_distributed_c10d, name, lambda *_, records=records: json.dumps(records), raising=False)
+    return backends.backend_records()
+
+
+def test_the_records_are_nccls_where_the_build_has_them(monkeypatch):
+    nccl, gloo, none = {"entries": [{"profiling_name": "nccl:all_reduce"}]}, {"entries": [1]}, {"version": "2.10"}
+    both = dumping(monkeypatch, _dump_nccl_trace_json=nccl, _dump_fr_trace_json=gloo)
+    assert both == nccl | {"gloo": gloo}
+    assert dumping(monkeypatch, _dump_nccl_trace_json=nccl, _dump_fr_trace_json=none) == nccl
+    assert dumping(monkeypatch, _dump_nccl_trace_json=nccl, _dump_fr_trace_json=nccl) == nccl, "one and the same"
+    assert dumping(monkeypatch, _dump_nccl_trace_json=none, _dump_fr_trace_json=gloo) == gloo
+    assert dumping(monkeypatch, _dump_fr_trace_json=gloo) == gloo, "a build without NCCL"
+    assert dumping(monkeypatch, _dump_fr_trace_json=none) is None and dumping(monkeypatch) is None
+
+
+def group_that_says(error):
+    backend = SimpleNamespace(get_error=lambda: getattr(torch._C._distributed_c10d.ErrorType, error))
+    made = {"cuda": backend, "cpu": SimpleNamespace()}
+    return SimpleNamespace(_device_types=[torch.device("cpu"), torch.device("cuda")],
+                           _get_backend=lambda device: made[device.type])
+
+
+def test_nccls_error_is_read_and_groups_that_have_none_to_tell_are_passed_over():
+    fine, silent = group_that_says("SUCCESS"), SimpleNamespace(_device_types=[torch.device("cpu")])
+    assert backends.backend_error([fine, silent]) is None
+    assert backends.backend_error([fine, group_that_says("COMM_ERROR")]) == "COMM_ERROR"
+
+
+def test_the_watchdog_reports_as_soon_as_nccl_has_noted_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(watchdog, "backend_error", lambda: "COMM_ERROR")
+    monkeypatch.setattr(watchdog, "backend_records", lambda: {"entries": [1]})
+    with Watchdog(600, tmp_path, ends=False, holds_sigterm=False) as dog:
+        assert dog._reported.wait(20)
+    report, = read_reports(tmp_path)
+    assert report.backend_error == "COMM_ERROR" and report.summary.endswith("NCCL reports COMM_ERROR")
+    assert "NCCL reports COMM_ERROR" in (tmp_path / "hang-rank0.txt").read_text()
+    assert json.loads((tmp_path / "hang-rank0.json").read_text())["backend"] == {"entries": [1]}
+

@@ -1,0 +1,103 @@
+"""How the process group is made: its time-out, its interface, a group of one."""
+
+import datetime
+import os
+import types
+
+import pytest
+import torch
+
+from course_lib.runtime import joining
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """A machine at 10.1.2.3 on `ens5`, with a bridge, whose own name Debian gives 127.0.1.1."""
+    ways = {"head": "10.1.2.3", "itself": "127.0.1.1", "192.0.2.1": "10.1.2.3"}
+
+    class Probe:
+        def __init__(self, family, kind):
+            self.own = None
+
+        def connect(self, address):
+            self.own = ways[address[0]]
+
+        def getsockname(self):
+            return self.own, 1
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    def resolve(name, port, type):
+        if name not in ways:
+            raise OSError(f"no {name}")
+        return [(2, type, 0, "", (name, port))]
+
+    monkeypatch.setattr(joining.socket, "socket", Probe)
+    monkeypatch.setattr(joining.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(joining.psutil, "net_if_addrs", lambda: {
+        name: [types.SimpleNamespace(address=address)]
+        for name, address in (("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("ens5", "10.1.2.3"))})
+    return ways
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    def of(**environment):
+        for name in ("GLOO_SOCKET_IFNAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", ""))  # to be put back
+        if "GLOO_SOCKET_IFNAME" not in environment:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+        joining.choose_interface()
+        return os.environ.get("GLOO_SOCKET_IFNAME")
+
+    return of
+
+
+def test_the_interface_is_the_one_towards_the_head(network, ranks):
+    assert ranks(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="head") == "ens5"
+
+
+def test_a_head_that_knows_itself_by_the_loopback_takes_the_one_towards_the_others(network, ranks):
+    assert ranks(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="itself") == "ens5"
+    del network["192.0.2.1"]  # no way out
+    assert ranks(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="itself") is None
+
+
+def test_on_one_machine_and_where_somebody_has_chosen_nothing_is_changed(network, ranks):
+    assert ranks(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="head") is None
+    assert ranks(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="head", GLOO_SOCKET_IFNAME="ib0") == "ib0"
+    assert ranks() is None
+
+
+def test_a_backend_waits_longer_than_the_watchdog_lets_a_rank_work():
+    assert joining.patience(0) == joining.patience(60) == TIMEOUT
+    assert joining.patience(300) == datetime.timedelta(minutes=55)
+
+
+def test_without_a_launcher_no_backend_is_named(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert joining.process_group(torch.device("cuda"), 0).to_kwargs() == {"backend": None, "timeout": TIMEOUT}
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    named = {kind: joining.process_group(torch.device(kind), 0).backend for kind in ("cpu", "cuda", "mps")}
+    assert named == {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "mps": None}
+
+
+def test_a_group_of_one_leaves_the_environment_as_it_was(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    before = dict(os.environ)
+    with joining.group_of_one():
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+    assert dict(os.environ) == before
+    monkeypatch.setenv("RANK", "3")
+    with joining.group_of_one():
+        assert os.environ["RANK"] == "3" and os.environ["MASTER_ADDR"] == "elsewhere"

@@ -1,0 +1,76 @@
+"""Masks made from what the host knows: the same to the bit as those that transformers makes by looking."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from course_lib.data.collating import Collator
+from course_lib.modeling.masks import padding_known
+
+MODELS = {
+    "bert": lambda how: BertForMaskedLM(BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        attn_implementation=how)),
+    "gpt2": lambda how: GPT2LMHeadModel(GPT2Config(
+        vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, use_cache=False, bos_token_id=0, eos_token_id=0,
+        attn_implementation=how)),
+    "llama": lambda how: LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, use_cache=False, attn_implementation=how)),
+}
+
+
+class Looks(TorchDispatchMode):
+    """Counts what would wait for a GPU: an element that Python asks for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("lengths", [(7, 7, 7), (3, 7, 5)], ids=["unpadded", "padded"])
+def test_the_same_to_the_bit_without_a_look(model, how, lengths):
+    torch.manual_seed(0)
+    net = MODELS[model](how).train(False)
+    batch = Collator("causal_lm", 0)([{"input_ids": list(range(5, 5 + length))} for length in lengths])
+    found, looks = [], []
+    for unpadded in (None, batch.unpadded):
+        net.zero_grad()
+        with padding_known(unpadded), Looks() as seen:
+            logits = net(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits.square().sum().backward()
+        found.append([logits.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
+        looks.append(seen.count)
+    assert all(map(torch.equal, *found)) and len(found[0]) > 10
+    assert looks[1] == 0
+    assert looks[0] > 0 or (model, how) in {("gpt2", "eager"), ("llama", "eager")}, "nothing to cure"
+
+
+def test_a_wrong_word_shows():
+    """The word is taken: rows that are said to have no padding are read with it."""
+    net = MODELS["bert"]("sdpa").train(False)
+    batch = Collator("causal_lm", 0)([{"input_ids": list(range(5, 5 + length))} for length in (3, 7)])
+    logits = []
+    for unpadded in (batch.unpadded, (True, True)):
+        with padding_known(unpadded), torch.no_grad():
+            logits.append(net(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
+    assert batch.unpadded == (False, True)
+    assert not torch.allclose(logits[0][0, :3], logits[1][0, :3]) and torch.allclose(logits[0][1], logits[1][1])
+
+
+def test_what_is_known_ends_with_the_block():
+    from course_lib.modeling import masks
+
+    with contextlib.suppress(KeyError), padding_known((True,)):
+        with padding_known((True, False)):
+            assert masks._has_padding is True
+        assert masks._has_padding is False
+        raise KeyError
+    assert masks._has_padding is None
