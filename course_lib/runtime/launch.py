@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from accelerate import launchers, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
@@ -68,7 +69,9 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
     if start_method == "forkserver":
         forks.serve()
     own, theirs = _pipes(num_processes)
-    job = Job(sent, theirs, free_port(), device, os.getpid())
+    # As the elastic launcher does for forked ranks, so that all of them are guests of their store, and none its host.
+    store = None if start_method == "fork" else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = Job(sent, theirs, store.port if store else free_port(), device, os.getpid())
     watch = Watch(own, theirs, timeout, LabelledOutput(num_processes, stream))
     watch.start()
     try:
@@ -80,6 +83,7 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
         raise KeyboardInterrupt if stopped.sigval == signal.SIGINT else SystemExit(128 + stopped.sigval) from None
     finally:
         watch.end()
+        store = None  # a traceback would keep it, and its port
     return watch.results(timeout)
 
 

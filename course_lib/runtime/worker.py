@@ -131,7 +131,7 @@ class Job:
     def _run(self, rank: int) -> Returned | Failure:
         # Everything that a rank can raise is for the caller to see, SystemExit and KeyboardInterrupt too.
         try:
-            _set_up(rank, len(self.ends), self.port, self.device)
+            _set_up(rank, len(self.ends), self.port, self.device, hosted=isinstance(self.call, Parcel))
             call = self.call.open() if isinstance(self.call, Parcel) else self.call
             return Returned(_pickle_value(call(), rank))
         except BaseException as error:
@@ -173,8 +173,8 @@ def redirect_output(descriptor: int) -> None:
     faulthandler.enable(file=sys.stderr)
 
 
-def _set_up(rank: int, num_processes: int, port: int, device: str) -> None:
-    """The process group's environment, the share of the cores, and the device."""
+def _set_up(rank: int, num_processes: int, port: int, device: str, hosted: bool) -> None:
+    """The process group's environment, whose store the caller may host, the share of the cores, and the device."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes), LOCAL_WORLD_SIZE=str(num_processes),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
@@ -182,6 +182,8 @@ def _set_up(rank: int, num_processes: int, port: int, device: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Left to itself gloo takes the address of the host's name, which offline machines cannot always resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if hosted:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, joblib.cpu_count() // num_processes)
         os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -101,6 +101,9 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
 
 
 _dropped = dropout
+# With the module, so that a model which was sent to another process finds them there.
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, eager_mask)
 
 
 def cheaper_dropout(model: PreTrainedModel) -> None:
@@ -110,6 +113,4 @@ def cheaper_dropout(model: PreTrainedModel) -> None:
             if type(child) is nn.Dropout:
                 setattr(module, name, Dropout16(child.p))
     if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(NAME, attention)
-        AttentionMaskInterface.register(NAME, eager_mask)
         model.set_attn_implementation(NAME)

@@ -1,6 +1,7 @@
 """The launcher: real ranks, labelled output, first causes, stacks of hung ranks, and nothing left running."""
 
 import atexit
+import datetime
 import gc
 import multiprocessing.forkserver
 import os
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
+from torch.distributed.rendezvous import rendezvous
 
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.runtime import forks, watch, worker
@@ -129,6 +131,19 @@ def test_accelerate_finds_the_ranks():
 def test_cores_are_shared_out(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch(torch.get_num_threads) == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+
+
+def look_for_the_store():
+    """Rank 1 never looks, and rank 0 does not wait for it."""
+    if rank() == 0:
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
+        store.set("key", "found")
+        return store.get("key")
+
+
+@pytest.mark.usefixtures("either")
+def test_the_ranks_store_is_not_on_one_of_them():
+    assert launch(look_for_the_store) == [b"found", None]
 
 
 def talk():

@@ -47,6 +47,26 @@ def loaded_by_workers(folder):
     return trainer.state.step, trainer.device.type
 
 
+def made_here():
+    """A model as the trainers make it on the CPU, whose attention is the course's own."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from course_lib.training.on_cpu import cheaper_dropout
+
+    model = BertForSequenceClassification(BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1,
+                                                     num_attention_heads=1, intermediate_size=8))
+    cheaper_dropout(model)
+    return model.train()
+
+
+def loss_of(model):
+    import torch
+
+    loss = model(input_ids=torch.zeros(2, 4, dtype=torch.long), labels=torch.zeros(2, dtype=torch.long)).loss
+    loss.backward()
+    return loss.item() > 0
+
+
 def in_a_network(device):
     from course_lib.runtime.launch import launch
     from course_lib.runtime.netns import not_private
@@ -69,6 +89,7 @@ def after_a_step():
     torch.ones(1, device="cuda")
     found["after the GPU was used"] = launch(on_a_rank, "cuda", device="cuda", timeout=60)
     found["workers"] = launch(loaded_by_workers, "run", num_processes=1, timeout=90, stream=False)[0]
+    found["model"] = launch(loss_of, made_here(), device="cpu", timeout=60)
     os.environ["TOLD"] = "now"
     found["network"] = in_own_network(in_a_network, "cuda")
     try:
@@ -90,6 +111,10 @@ def test_ranks_start_from_a_process_that_has_trained(stepped):
 
 def test_a_rank_that_trains_forks_its_loaders_workers(stepped):
     assert stepped["workers"] == (4, "cuda")
+
+
+def test_ranks_train_a_model_that_the_caller_made(stepped):
+    assert stepped["model"] == [True, True]
 
 
 def test_ranks_start_in_a_network_of_their_own(stepped):
