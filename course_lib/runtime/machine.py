@@ -166,7 +166,8 @@ def native_bf16(device_type: str) -> bool:
     return device_type == "cpu" and sys.platform != "darwin" and bool(_NATIVE_BF16.intersection(_cpu_features()))
 
 
-def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.5, device: str = "cpu") -> float:
+def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.5,
+                device: torch.device | str = "cpu") -> float:
     """Measured FLOP/s of the fastest square matrix product among those that fit into the time.
 
     The fastest, not the mean: this is the ceiling that a training step is compared with.

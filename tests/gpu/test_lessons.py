@@ -9,8 +9,9 @@ from tests.gpu.machine import HERE, SITE
 from tests.notebooks.conftest import NOTEBOOKS, execute
 from tests.notebooks.test_all_lessons import LESSONS
 
-QUICK = {"00_start_here": {"repeats": 1, "steps": 8}, "03_accelerate": {"steps": 6, "world_sizes": [1, 2]}}
-"""Lessons that `make test` runs, and what makes them short."""
+QUICK = {"00_start_here": {"device": "cpu", "repeats": 1, "steps": 8},
+         "08_tensor_and_hybrid": {"device": "auto", "steps": 3}}
+"""Lessons that `make test` runs, and the parameters that make them short."""
 
 
 @pytest.fixture
