@@ -66,7 +66,6 @@ def main() -> None:
     text = "\n".join([
         "# The race detector of the simulated GPUs", "",
         this_machine.measured_on("torch", "accelerate", "deepspeed"), "",
-        f"`python benchmarks/gpu_races.py {' '.join(seeds)}`", "",
         f"## Planted mistakes: {caught} of {len(mistakes)} named by the line that makes them", "",
         "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same work "
         "is done right.", "",
