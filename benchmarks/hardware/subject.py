@@ -74,8 +74,8 @@ class Subject:
         return datasets.Dataset(pa.table({"input_ids": pa.ListArray.from_arrays(ends, tokens),
                                           "length": np.full(count, self.tokens, np.int32)}))
 
-    def collator(self) -> Collator:
-        """Makes batches of the rows."""
+    def collator(self, device_type: str = "cpu") -> Collator:
+        """Makes batches of the rows, which are all of one length."""
         return Collator("causal_lm", pad_token_id=0)
 
     def plan(self, strategy: str, engine: str, ranks: int, precision: str, checkpointing: bool = False) -> Plan:

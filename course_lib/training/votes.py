@@ -24,13 +24,11 @@ class Votes:
 
     def cast(self, votes: torch.Tensor) -> None:
         """Note the sum of a step's votes, an int64 scalar on the device."""
-        if not self.on_gpu:
-            self._cast.append((votes, None))
-            return
-        room, event = self._rooms[0], torch.cuda.Event()
+        room, event = self._rooms[0], torch.cuda.Event() if self.on_gpu else None
         self._rooms.reverse()
         room.copy_(votes, non_blocking=True)
-        event.record()
+        if event is not None:
+            event.record()
         self._cast.append((room, event))
 
     def counted(self, waited: bool) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -51,17 +52,21 @@ class Machine:
     def __init__(self, root: Path):
         self.root, self.runs = root, 0
         own, theirs = Pipe()
+        kept = {name: value for name, value in os.environ.items()  # what earlier tests of this process chose is theirs
+                if name not in ("DS_ACCELERATOR", "OMP_NUM_THREADS") and not name.startswith("ACCELERATE_")}
         if ON_HARDWARE:
             # Asked whether there are GPUs, torch would else start the driver, which no forked process could use.
             given = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONPATH": os.pathsep.join(given)}
+            environment = kept | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONPATH": os.pathsep.join(given)}
         else:
-            environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+            environment = {name: value for name, value in kept.items() if name != "CUDA_VISIBLE_DEVICES"}
             environment |= {"GPU_SIM": "8", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
-        self.process = subprocess.Popen([sys.executable, "-m", "tests.gpu.machine", str(theirs.fileno())],
-                                        pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
+        # Not as a child: tests look whether anything that they started is left of this process's children.
+        subprocess.run([sys.executable, "-m", "tests.gpu.machine", str(theirs.fileno())], check=True,
+                       pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
         theirs.close()
         self.connection = own
+        self.process = psutil.Process(own.recv())
 
     def run(self, function: Callable[..., Any], *args: Any, gpus: int = 2, timeout: float = 120.0,
             environment: dict[str, str] | None = None, **kwargs: Any) -> Any:
@@ -75,7 +80,7 @@ class Machine:
         """
         options = (_real(gpus) if ON_HARDWARE else {"GPU_SIM": str(gpus)}) | (environment or {})
         module = inspect.getmodule(function)
-        if module is not None and not module.__name__.startswith("course_lib"):
+        if module is not None and module.__name__.startswith("tests."):
             cloudpickle.register_pickle_by_value(module)
         self.runs += 1
         folder = self.root / f"run-{self.runs}"
@@ -91,7 +96,8 @@ class Machine:
 
     def end(self) -> None:
         self.connection.close()
-        self.process.wait(60)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.wait(60)
 
 
 def _real(gpus: int) -> dict[str, str]:
@@ -186,5 +192,9 @@ def machine():
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    if os.fork() == 0:
+        os.setsid()
+        end = Connection(int(sys.argv[1]))
+        end.send(os.getpid())
+        _serve(end)
     os._exit(0)

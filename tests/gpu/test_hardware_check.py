@@ -216,7 +216,7 @@ def test_fsdp_keeps_no_whole_parameters_beside_its_shards(gpus, engine, tmp_path
         assert 0.4 < share < 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_whole_of_it_runs_on_a_simulated_gpu(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

@@ -127,7 +127,8 @@ def test_under_deepspeed_nobody_waits_but_deepspeed(gpus):
     for sites, syncs in gpus.run(run_on_gpus, sites_of_syncs, options, 2, gpus=2):
         assert len(sites) == syncs > 0
         assert {site.partition("/deepspeed/")[2] for site in sites} == {"runtime/utils.py",
-                                                                        "runtime/zero/stage_1_and_2.py"}
+                                                                        "runtime/zero/stage_1_and_2.py",
+                                                                        "accelerator/cuda_accelerator.py"}
 
 
 def evaluation(config):

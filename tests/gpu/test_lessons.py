@@ -10,8 +10,8 @@ from tests.notebooks.conftest import NOTEBOOKS, execute
 from tests.notebooks.test_all_lessons import LESSONS
 
 QUICK = {"00_start_here": {"device": "cpu", "repeats": 1, "steps": 8},
-         "08_tensor_and_hybrid": {"device": "auto", "steps": 3}}
-"""Lessons that `make test` runs, and the parameters that make them short."""
+         "03_accelerate": {"device": "auto", "steps": 6, "world_sizes": [1, 2]}}
+"""Lessons that run on the GPUs in a short time, and the parameters that make them short; `make test` runs the last."""
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def has_device(name):
     return any("\ndevice = " in "\n" + cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param("00_start_here", marks=pytest.mark.long), "03_accelerate"])
 def test_a_short_run(lesson, name):
     assert lesson(name, 2, **QUICK[name])
 

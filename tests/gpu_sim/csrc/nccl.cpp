@@ -125,15 +125,23 @@ class NcclWork final : public c10d::Work {
 class Communicator {  // a thread that does what was issued, one after the other
  public:
   explicit Communicator(int stream) : stream(stream), thread_([this] { run(); }) { thread_.detach(); }
-  void push(std::function<void()> job) {
-    { std::lock_guard<std::mutex> lock(mutex_); jobs_.push_back(std::move(job)); }
-    changed_.notify_one();
+  // Runs a call's part on its thread. After one that was given up the communicator is of no more use.
+  void run_call(const std::shared_ptr<Call>& call, std::function<void()> body) {
+    push([this, call, body = std::move(body)] {
+      at::NoGradGuard no_grad;
+      if (!broken_) try { body(); } catch (...) { broken_ = std::current_exception(); }
+      call->finish(broken_);
+    });
   }
   const int stream;
   Event last;  // a call waits for the one before it, also on another stream (NCCL, src/enqueue.cc: "userStream[0] waits on deviceStream")
   uint64_t issued = 0;
 
  private:
+  void push(std::function<void()> job) {
+    { std::lock_guard<std::mutex> lock(mutex_); jobs_.push_back(std::move(job)); }
+    changed_.notify_one();
+  }
   void run() {
     for (;;) {
       std::function<void()> job;
@@ -146,6 +154,7 @@ class Communicator {  // a thread that does what was issued, one after the other
       job();
     }
   }
+  std::exception_ptr broken_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;
@@ -190,18 +199,14 @@ class SimulatedNccl final : public c10d::Backend {
     std::vector<Tensor> reads, writes;
     for (auto& part : parts) { for (auto& t : part.reads) reads.push_back(t); for (auto& t : part.writes) writes.push_back(t); }
     enter(call, comm, stream, reads, writes);
-    comm.push([this, call, parts] {
-      std::exception_ptr error;
-      try {
-        for (auto& part : parts) publish(part.expectation);
-        for (auto& part : parts) meet_others(part.expectation, part.call->site);
-        std::vector<std::function<void()>> ends;
-        for (auto& part : parts) ends.push_back(part.start());
-        for (auto& end : ends) end();
-        for (size_t i = 0, at = 0; i < parts.size(); i++)
-          for (auto& r : parts[i].call->results) call->results[at++] = r;
-      } catch (...) { error = std::current_exception(); }
-      call->finish(error);
+    comm.run_call(call, [this, call, parts] {
+      for (auto& part : parts) publish(part.expectation);
+      for (auto& part : parts) meet_others(part.expectation, part.call->site);
+      std::vector<std::function<void()>> ends;
+      for (auto& part : parts) ends.push_back(part.start());
+      for (auto& end : ends) end();
+      for (size_t i = 0, at = 0; i < parts.size(); i++)
+        for (auto& r : parts[i].call->results) call->results[at++] = r;
     });
     if (!batch_async_) return nullptr;
     return c10::make_intrusive<NcclWork>(call, end_of(stream), rank_, c10d::OpType::COALESCED, std::vector<Tensor>{});
@@ -456,15 +461,10 @@ class SimulatedNccl final : public c10d::Backend {
     }
     const int stream = async ? comm.stream : current_stream();
     enter(call, comm, stream, ins, outs);
-    comm.push([this, call, body, data, expectation] {
-      std::exception_ptr error;
-      try {
-        at::NoGradGuard no_grad;
-        publish(expectation);
-        meet_others(expectation, call->site);
-        body(data, call->results);
-      } catch (...) { error = std::current_exception(); }
-      call->finish(error);
+    comm.run_call(call, [this, call, body, data, expectation] {
+      publish(expectation);
+      meet_others(expectation, call->site);
+      body(data, call->results);
     });
     return async ? WorkPtr(c10::make_intrusive<NcclWork>(call, end_of(stream), rank_, type, outs)) : nullptr;
   }
@@ -503,14 +503,10 @@ class SimulatedNccl final : public c10d::Backend {
     meet(pair);
     auto& comm = communicator(pair);
     enter(call, comm, comm.stream, sends ? tensors : none, sends ? none : tensors);
-    comm.push([this, call, start, expectation] {
-      std::exception_ptr error;
-      try {
-        publish(expectation);
-        meet_others(expectation, call->site);  // a send ends when it has been received
-        start()();
-      } catch (...) { error = std::current_exception(); }
-      call->finish(error);
+    comm.run_call(call, [this, call, start, expectation] {
+      publish(expectation);
+      meet_others(expectation, call->site);  // a send ends when it has been received
+      start()();
     });
     return c10::make_intrusive<NcclWork>(call, end_of(comm.stream), rank_, sends ? c10d::OpType::SEND : c10d::OpType::RECV, tensors);
   }
