@@ -49,11 +49,16 @@ def accelerators() -> int:
 
 
 def default_start_method() -> str:
-    """`spawn` on macOS, `fork` where there is no accelerator, else `forkserver`."""
+    """`spawn` on macOS, `fork` where there is no accelerator, else `forkserver`, or `spawn` where that cannot serve."""
     if sys.platform == "darwin":
         return "spawn"
     if not accelerators() or (_clean and not why_not_fork("cpu")):
         return "fork"
+    try:
+        serve()
+    except LaunchError as error:
+        print(f"{error.what}: the ranks are spawned, which takes some seconds each")
+        return "spawn"
     return "forkserver"
 
 
@@ -222,7 +227,7 @@ def serve() -> None:
             said = "it died"
     process.join()
     if said != "ok":
-        raise LaunchError(f"a new process cannot train here: {said}", 'use start_method="spawn"')
+        raise LaunchError(f"a process of the fork server cannot train ({said})", 'use start_method="spawn"')
     _proven.add(_server._forkserver_pid)
 
 

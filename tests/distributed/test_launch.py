@@ -391,6 +391,16 @@ def test_what_cannot_be_sent_is_refused():
         launch(rank, num_processes=81, start_method="forkserver")
 
 
+def test_where_the_fork_server_cannot_serve_ranks_are_spawned_and_a_line_says_so(monkeypatch, capsys):
+    """As where something that it imports has used a GPU."""
+    monkeypatch.setattr(forks, "_proven", set())
+    monkeypatch.setattr(forks, "accelerators", lambda: 1)
+    monkeypatch.setattr(forks, "_prove", os.close)  # fails, with a Connection for an argument
+    assert forks.default_start_method() == "spawn"
+    assert capsys.readouterr().out == ("a process of the fork server cannot train (it died): the ranks are spawned, "
+                                       "which takes some seconds each\n")
+
+
 def random_numbers():
     return torch.rand(2).tolist(), torch.get_num_threads()
 
