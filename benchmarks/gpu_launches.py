@@ -61,13 +61,14 @@ def counted(strategy: str, engine: str, folder: str) -> tuple[int, int, int]:
 
 def measure(pairs: list[str]) -> None:
     """Count in this process's ranks, and print the numbers as JSON."""
+    import course_lib.training.run  # noqa: F401  once here, and not in every rank
     from course_lib.runtime.launch import launch
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for pair in pairs:
             found[pair] = launch(counted, *pair.split(":"), folder, num_processes=2, device="cuda", start_method="fork",
-                                 timeout=240, stream=False)[0]
+                                 timeout=600, stream=False)[0]
             print(pair, found[pair], file=sys.stderr, flush=True)
     print(json.dumps(found))
 
@@ -97,6 +98,27 @@ def table(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str
     return "\n".join(rows)
 
 
+def report(now: dict[str, list[int]], before: dict[str, list[int]] | None, revision: str | None) -> str:
+    """Write gpu-launches.md; gives its table."""
+    from course_lib.config_files import write_text
+    from course_lib.runtime import machine
+
+    numbers = table(now, before)
+    command = "python benchmarks/gpu_launches.py" + (f" --before {revision}" if revision else "")
+    write_text(ROOT / "benchmarks" / "gpu-launches.md", f"""# What a step launches on a GPU
+
+{machine.measured_on("torch", "accelerate", "deepspeed")}
+`{command}`
+
+Counted on the simulated device of tests/gpu_sim, on 2 of its GPUs; no GPU was there. A call is one operator that
+reached the device; of the operators on lists of tensors the simulation may count one a tensor, where a GPU takes one
+for many. MiniLM in bf16, 4 rows of 32 tokens a rank, one micro-batch{"; before → now" if before else ""}.
+
+{numbers}
+""")
+    return numbers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", metavar="REVISION")
@@ -113,23 +135,7 @@ def main() -> None:
             with tarfile.open(archive) as packed:
                 packed.extractall(folder, filter="data")
             before = measured(options.strategies, Path(folder))
-    numbers = table(measured(options.strategies, ROOT), before)
-    from course_lib.config_files import write_text
-    from course_lib.runtime import machine
-
-    command = "python benchmarks/gpu_launches.py" + (f" --before {options.before}" if options.before else "")
-    write_text(ROOT / "benchmarks" / "gpu-launches.md", f"""# What a step launches on a GPU
-
-{machine.measured_on("torch", "accelerate", "deepspeed")}
-`{command}`
-
-Counted on the simulated device of tests/gpu_sim, on 2 of its GPUs; no GPU was there. A call is one operator that
-reached the device; of the operators on lists of tensors the simulation may count one a tensor, where a GPU takes one
-for many. MiniLM in bf16, 4 rows of 32 tokens a rank, one micro-batch{"; before → now" if before else ""}.
-
-{numbers}
-""")
-    print(numbers)
+    print(report(measured(options.strategies, ROOT), before, options.before))
 
 
 if __name__ == "__main__":
