@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from course_lib.data.cache import column
 from course_lib.data.ordering import PART, EpochBatches, lengths_of
@@ -218,6 +219,16 @@ def evaluation_loader(dataset: datasets.Dataset, batch_size: int, collator: Coll
     return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(column(dataset, "length")),
                       collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator(),
                       worker_init_fn=expect_readers_end)
+
+
+def end_workers(loader: DataLoader) -> None:
+    """End the processes that a training loader keeps from one epoch to the next; another iteration starts new ones.
+
+    Left alone they end when the loader is collected, which in a notebook may be never.
+    """
+    if isinstance(loader._iterator, _MultiProcessingDataLoaderIter):  # as Lightning does it; there is no public way
+        loader._iterator._shutdown_workers()
+    loader._iterator = None
 
 
 def expect_readers_end(worker_id: int) -> None:

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from course_lib.config import Config
-from course_lib.data.batching import GlobalBatchSampler, evaluation_loader, layout, training_loader, workers
+from course_lib.data.batching import (
+    GlobalBatchSampler,
+    end_workers,
+    evaluation_loader,
+    layout,
+    training_loader,
+    workers,
+)
 from course_lib.data.cache import column
 from course_lib.data.processing import DataProcessor, ProcessedData
 from course_lib.errors import EXIT_RESUME, ConfigError, TrainingDiverged, TrainingInterrupted
@@ -137,6 +144,7 @@ class TrainerFrame(TrainerInterface):
                 self.checkpoints_written()
             finally:
                 self.let_checkpoints_end()
+                end_workers(self.train_loader)
                 self.tell("on_train_end", to=begun)
         return self.state
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from torch.distributed.rendezvous import rendezvous
 
 from course_lib.errors import ConfigError, LaunchError
@@ -124,7 +125,11 @@ def test_accelerate_finds_the_ranks():
         return state.num_processes, accelerator.num_processes, accelerator.process_index, str(accelerator.device.type)
 
     Accelerator()  # one in the notebook itself does not stand in the way
-    assert launch(look) == [(2, 2, 0, "cpu"), (2, 2, 1, "cpu")]
+    try:
+        assert launch(look) == [(2, 2, 0, "cpu"), (2, 2, 1, "cpu")]
+        assert PartialState._shared_state  # and stays
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.usefixtures("either")

@@ -1,8 +1,10 @@
 """The trainers on one process: the gradient, the schedule, the switches, and what is kept."""
 
+import contextlib
 import functools
 import json
 
+import psutil
 import pytest
 import torch
 
@@ -100,7 +102,7 @@ def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, 
     options = {"max_steps": 8, "save_steps": 4}
     through = trainer_of(**options)
     through.train()
-    monkeypatch.setattr(resuming, "set_rng_state", lambda state: None)
+    monkeypatch.setattr(resuming, "set_rng_state", lambda state, device: None)
     again = trainer_of(**options, resume_from_checkpoint=str(through.output_dir / checkpoint.name(4)),
                        output_dir=str(tmp_path / "again"))
     again.train()
@@ -121,6 +123,29 @@ def test_every_switch_trains(trainer_of, options):
     trainer.train()
     losses = losses_of(trainer)
     assert len(losses) == 20 and sum(losses[-3:]) / 3 < 0.9 * losses[0], losses  # the same 8 rows, learnt by heart
+
+
+def data_workers():
+    return [each for each in psutil.Process().children() if each.name() == "pt_data_worker"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("training_type", ["basic", "accelerated"])
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_no_data_worker_outlives_its_training(trainer_of, training_type, fails):
+    """Though the trainer stays, as it does in a notebook, and with it the error and its frames."""
+    seen = []
+
+    def look(trainer):
+        seen.extend(data_workers())
+        if fails and trainer.state.step == 3:
+            raise RuntimeError("planted")
+
+    trainer = trainer_of([FunctionCallback(look)], num_workers=2, training_type=training_type, max_steps=14)
+    with pytest.raises(RuntimeError, match="planted") if fails else contextlib.nullcontext():
+        trainer.train()
+    assert len({each.pid for each in seen}) == 2  # the same over both epochs
+    assert data_workers() == []
 
 
 @pytest.mark.timeout(120)
