@@ -42,6 +42,7 @@ class Hybrid:
     Attributes:
         stages: of this rank, by number.
         parameters: this rank's, by their names in the model; a piece where they are split.
+        device: the model's, where it computes.
     """
 
     def __init__(self, model: nn.Module, grid: RankGrid, schedule: Schedule, loss_function: LossFunction,
@@ -52,7 +53,8 @@ class Hybrid:
         self.tensor = TensorParallel(model, self.groups.tp, split_vocabulary=split_vocabulary)
         self.shared = shared_weights(model, places)
         self.stages = cut(model, places, schedule.stages_of(self.place.pp))
-        self.executor = PipelineExecutor(schedule, self.stages, loss_function, self.groups.pp)
+        self.device = next(model.parameters()).device
+        self.executor = PipelineExecutor(schedule, self.stages, loss_function, self.groups.pp, self.device)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.parameters = {names[p]: p for stage in self.stages.values() for p in stage.parameters()}
 
@@ -72,9 +74,10 @@ class Hybrid:
         return done.losses
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole model's tensors on every rank, from those of this rank's parameters by name; a collective call."""
+        """The whole model's tensors, on every rank's CPU, from those of its parameters by name; a collective call."""
         stages: list[dict[str, Tensor]] = [{} for _ in range(self.grid.pp)]
-        dist.all_gather_object(stages, self.tensor.whole(tensors), group=self.groups.pp)
+        own = {name: tensor.cpu() for name, tensor in self.tensor.whole(tensors).items()}
+        dist.all_gather_object(stages, own, group=self.groups.pp)
         return functools.reduce(lambda some, more: more | some, stages)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -90,7 +93,7 @@ class Hybrid:
         ranks = self.schedule.stage_ranks
         copies = {self.stages[stage].get_parameter(name) for names in self.shared for stage, name in names.items()
                   if stage in self.stages and ranks[stage] == self.place.pp != ranks[min(names)]}
-        square = torch.zeros(())
+        square = torch.zeros((), device=self.device)
         for name, parameter in self.parameters.items():
             counts = name in self.tensor.splits or self.place.tp == 0
             if counts and parameter not in copies and parameter.grad is not None:

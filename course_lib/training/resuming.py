@@ -126,6 +126,16 @@ def _contents_of(folder: Path) -> Iterator[None]:
                               f"({type(error).__name__}: {told})", "resume from another checkpoint") from error
 
 
+def _count_again(trainer: TrainerFrame) -> None:
+    """Tokens and FLOPs of the steps done, for a checkpoint of a version that counted rows alone."""
+    state, counted = trainer.state, TrainState()
+    for epoch in range(state.epoch + 1):
+        batches = trainer.sampler.global_batches(epoch)
+        for step in range(state.step_in_epoch if epoch == state.epoch else len(batches)):
+            trainer.throughput.count(counted, batches[step])
+    state.tokens, state.flops = counted.tokens, counted.flops
+
+
 def _go_on_from(trainer: TrainerFrame, folder: Path) -> None:
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     trainer.check_tensors(folder)
@@ -139,6 +149,8 @@ def _go_on_from(trainer: TrainerFrame, folder: Path) -> None:
     planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
     known = {f.name for f in dataclasses.fields(TrainState)}
     trainer.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
+    if "tokens" not in saved["state"]:
+        _count_again(trainer)
     if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
         trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
     read_best(trainer, folder)

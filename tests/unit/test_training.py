@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import shutil
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ import torch
 from course_lib.config import OptimConfig, build
 from course_lib.errors import ConfigError
 from course_lib.modeling import presets
-from course_lib.training import checkpoint, resuming, tensorfile
+from course_lib.training import checkpoint, manifest, resuming, tensorfile
 from course_lib.training.callbacks import Callback, FunctionCallback
 from course_lib.training.optimization import learning_rate_factor, make_optimizer
 from course_lib.training.run import build_trainer
@@ -94,6 +95,25 @@ def test_a_resumed_run_follows_its_own_plan(trainer_of, tmp_path):
     planned = again.config.optim.learning_rate * again.scheduler.lr_lambdas[0](3)
     rates = [group["lr"] for group in again.optimizer.param_groups]
     assert again.scheduler.get_last_lr() == rates and set(rates) == {planned} and planned > 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stop_at", [7, 12])
+def test_a_checkpoint_that_knows_no_tokens_has_them_counted_again(trainer_of, tmp_path, stop_at):
+    """As those of the versions that counted rows alone; 12 steps are an epoch."""
+    options = {"max_steps": 15, "save_steps": stop_at, "save_total_limit": None}
+    through = trainer_of(**options)
+    through.train()
+    progress = through.output_dir / checkpoint.name(stop_at) / "state.json"
+    content = json.loads(progress.read_text())
+    assert 0 < content["state"].pop("tokens") < through.state.tokens and content["state"].pop("flops") > 0
+    older = tmp_path / "older"
+    shutil.copytree(progress.parent, older)
+    (older / "state.json").write_text(json.dumps(content, indent=1))
+    manifest.seal(older)
+    again = trainer_of(**options, resume_from_checkpoint=str(older), output_dir=str(tmp_path / "again"))
+    again.train()
+    assert (again.state.tokens, again.state.flops) == (through.state.tokens, pytest.approx(through.state.flops))
 
 
 @pytest.mark.timeout(120)

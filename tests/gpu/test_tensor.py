@@ -1,0 +1,99 @@
+"""Layers split over GPUs, by ours and by torch's, and all three axes at once: as one process on a CPU."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.tensor_plans import TensorParallel
+from course_lib.parallel.tensor_torch import TorchTensorParallel
+from course_lib.runtime import joining
+from course_lib.runtime.launch import launch
+from course_lib.runtime.topology import RankGrid
+from course_lib.training import hybrid_lab
+from tests.distributed import tensor_cases as cases
+
+pytestmark = pytest.mark.timeout(300)
+def ours(model, **options):
+    return TensorParallel(model, dist.group.WORLD, **options)
+
+
+def torchs(model, **options):
+    return TorchTensorParallel(model, init_device_mesh("cuda", (dist.get_world_size(),)), **options)
+
+
+SPLIT = [(engine, kind, options) for engine in (ours, torchs) for kind, options in (
+    ("gpt2", {}), ("gpt2", {"sequence": True}), ("bert", {"sequence": True}), ("llama", {"split_vocabulary": False}))]
+SPLIT.append((ours, "llama", {"split_loss": True, "sequence": True}))
+GRIDS = [(RankGrid(1, 2, 2), "1f1b"), (RankGrid(2, 1, 2), "1f1b"), (RankGrid(2, 2, 1), "zbv")]
+ROWS, TOKENS, MICROBATCHES = 8, 8, 2
+
+
+def join():
+    torch.set_num_threads(1)
+    joining.use_own_gpu()
+    dist.init_process_group(joining.GPU_BACKENDS)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def on_the_cpu(tensors):
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def findings():
+    import gpu_sim
+
+    return [str(each) for each in gpu_sim.findings()]
+
+
+def split_over_all():
+    device, found = join(), []
+    for engine, kind, options in SPLIT:
+        model = engine(cases.build(kind).to(device), **options)
+        loss = cases.loss_of(model, {name: each.to(device) for name, each in cases.batch(kind).items()})
+        loss.backward()
+        gradients, weights = on_the_cpu(model.whole_gradients()), on_the_cpu(model.whole_weights())
+        found.append(cases.differences(loss.cpu(), gradients, weights, *cases.oracle(kind)))
+    return found, findings()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_split_model_is_the_whole_one(gpus, ranks):
+    for found, alarms in gpus.run(launched, split_over_all, ranks, gpus=ranks, timeout=200):
+        assert alarms == [] and len(found) == len(SPLIT)
+        for case, each in zip(SPLIT, found, strict=True):
+            assert each["scale"] > 0.01 and max(each["loss"], each["gradients"], each["weights"]) < 2e-6, (case, each)
+
+
+def launched(function, ranks):
+    return launch(function, num_processes=ranks, device="cuda", start_method="fork", timeout=180, stream=False)
+
+
+def on_grids():
+    device, found = join(), []
+    for grid, schedule in GRIDS:
+        tokens, targets = hybrid_lab.batch(ROWS, TOKENS)
+        whole = hybrid_lab.tiny_gpt2(length=TOKENS)
+        whole_loss = hybrid_lab.next_token_loss(whole(input_ids=tokens).logits, targets)
+        whole_loss.backward()
+        wanted = {name: each.grad for name, each in whole.named_parameters()}
+        hybrid = hybrid_lab.Hybrid(hybrid_lab.tiny_gpt2(length=TOKENS).to(device), grid,
+                                   make(schedule, grid.pp, MICROBATCHES), hybrid_lab.next_token_loss)
+        losses = hybrid.step(tokens.to(device), targets.to(device))
+        loss = torch.stack(losses).mean() / grid.dp if losses else torch.zeros((), device=device)
+        for group in (hybrid.groups.dp, hybrid.groups.pp):
+            dist.all_reduce(loss, group=group)
+        gradients, norm = on_the_cpu(hybrid.gradients()), hybrid.gradient_norm().item()
+        assert gradients.keys() == wanted.keys()
+        found.append({"loss": abs(loss.item() - whole_loss.item()),
+                      "norm": abs(norm - torch.nn.utils.get_total_norm(wanted.values()).item()),
+                      "gradients": max((gradients[name] - each).abs().max().item() for name, each in wanted.items())})
+    return found, findings()
+
+
+def test_three_axes_are_one_process(gpus):
+    for found, alarms in gpus.run(launched, on_grids, 4, gpus=4, timeout=200):
+        assert alarms == [] and len(found) == len(GRIDS)
+        for case, each in zip(GRIDS, found, strict=True):
+            assert max(each.values()) < 2e-6, (case, each)
