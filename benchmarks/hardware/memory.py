@@ -12,7 +12,9 @@ from benchmarks.hardware.findings import Findings, Settings
 from benchmarks.hardware.subject import Subject
 from course_lib.planning import memory as planning
 from course_lib.planning.memory import Memory
+from course_lib.runtime.clock import Clock
 from course_lib.runtime.launch import launch
+from course_lib.runtime.phases import Phases
 from course_lib.training.callbacks import Callback
 
 STEPS = 4
@@ -20,25 +22,30 @@ SECONDS = 120
 MIB = 2**20
 
 
+class PhasesThatCount(Phases):
+    """Phases at whose ends the allocator is read."""
+
+    def __init__(self, clock: Clock | None, at: dict[str, int]):
+        super().__init__(clock)
+        self.at = at
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if name == "forward":
+            torch.cuda.reset_peak_memory_stats()
+            self.at["rest"] = torch.cuda.memory_allocated()
+        with super().__call__(name):
+            yield
+        if name == "backward":
+            self.at["after backward"] = torch.cuda.memory_allocated()
+
+
 class Allocated(Callback):
     """What the allocator counts, in bytes: before the first step, after it, and three times in the last."""
 
     def on_train_begin(self, trainer: Any) -> None:
-        phases = trainer.phases
         self.at = {"before": torch.cuda.memory_allocated()}
-
-        @contextlib.contextmanager
-        def watched(name: str) -> Iterator[None]:
-            if name == "forward":
-                torch.cuda.reset_peak_memory_stats()
-                self.at["rest"] = torch.cuda.memory_allocated()
-            with phases(name):
-                yield
-            if name == "backward":
-                self.at["after backward"] = torch.cuda.memory_allocated()
-
-        watched.seconds = phases.seconds  # type: ignore[attr-defined]
-        trainer.phases = watched
+        trainer.phases = PhasesThatCount(trainer.clock, self.at)
 
     def on_step_end(self, trainer: Any) -> None:
         self.at["peak"] = torch.cuda.max_memory_allocated()

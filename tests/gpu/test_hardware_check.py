@@ -200,6 +200,16 @@ def test_kinds_of_memory_add_up_to_what_the_allocator_counts_at_the_peak():
 # --- on simulated GPUs
 
 
+def counted_at(folder):
+    return memory.on_rank(subjects.choose(replace(HERE, tiny=True)), Path(folder), 1, {"training_type": "basic"})
+
+
+def test_the_allocator_is_read_at_each_moment_of_a_step(gpus, tmp_path):
+    at = gpus.run(counted_at, str(tmp_path), gpus=1, timeout=100)
+    assert set(at) == {"before", "rest", "after backward", "peak", "reserved"}
+    assert 0 < at["before"] < at["rest"] < at["after backward"] < at["peak"] <= at["reserved"]
+
+
 def allocated_by(engine, folder):
     small = subjects.choose(replace(HERE, tiny=True))
     made = subjects.trainer(small, Path(folder), 2, 2, [], strategy="fsdp", engine=engine)
