@@ -142,6 +142,23 @@ def test_the_trained_model_is_what_transformers_loads(tmp_path, architecture):
     assert biases and abs(scored()[0] - scores["loss"]) > 1e-3, "without the bias it is another model"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "fast"), [({}, False), ({"cpu_kernels": "torch"}, False),
+                                               ({"cpu_kernels": "fast"}, True)])
+def test_the_plain_loop_replaces_nothing_unless_asked(tmp_path, monkeypatch, options, fast):
+    called = []
+    monkeypatch.setattr(cpu_kernels, "keep_freed_memory", lambda: called.append(True))
+    config = config_of({"model": "tiny-bert", "training_type": "basic", "device": "cpu", "max_train_samples": 8,
+                        "max_eval_samples": 8, "max_length": 16, "output_dir": str(tmp_path)} | options)
+    trainer, _ = build_trainer(config)
+    modules = list(trainer.model.modules())
+    assert trainer.cpu_kernels == ("fast" if fast else "torch") and bool(called) == fast
+    assert {type(each) for each in modules if isinstance(each, nn.Dropout)} == {
+        cpu_kernels.Dropout16 if fast else nn.Dropout}
+    assert all(hasattr(each, "fast_attention") == fast for each in modules)
+    assert (AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward) != fast
+
+
 # Config classes that cannot be made small by their fields' names, or whose models need a package that is not there.
 LEFT_OUT = {
     "BltConfig": "its patches' hashes are 500000 rows", "CohereCompassTextConfig": "its default names no RoPE",
