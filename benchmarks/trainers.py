@@ -5,8 +5,10 @@
 
 Writes benchmarks/trainers-speed.md or trainers-accuracy.md. Every figure is of one process with all
 cores, forked for it alone, so that no trainer meets what another set for the process. `identical`: fp32,
-batches in random order, padded to their longest row, as the Hugging Face Trainer does; `defaults`: those
-of this course, with bf16 where the hardware multiplies it.
+batches in random order, padded to their longest row, as the Hugging Face Trainer does, and torch's
+kernels; with fast kernels (`--cpu_kernels fast`) all else is identical. `defaults`: those of this course,
+with bf16 where the hardware multiplies it, and each kind of kernels: BasicTrainer's default is torch's,
+AcceleratedTrainer's the fast ones.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,9 @@ from course_lib.training.run import build_trainer
 HERE = Path(__file__).parent
 COMMON = {"model": "minilm", "batch_size": 32, "max_length": 64, "progress_bar": False, "save_steps": 0,
           "eval_steps": 0, "keep_best": False, "device": "cpu", "logging_steps": 10}
-IDENTICAL = {"group_by_length": False, "mixed_precision": "no"}
+IDENTICAL = {"group_by_length": False, "mixed_precision": "no", "cpu_kernels": "torch"}
+KERNELS = {"torch": "torch's kernels", "fast": "fast kernels"}
+TRAINERS = {"BasicTrainer": "basic", "AcceleratedTrainer": "accelerated"}
 WARMUP = 4
 
 
@@ -66,6 +71,11 @@ def ours(kind: str, steps: int, seed: int, **options) -> float:
         trainer.train()
         trainer.close()
     return clock.rate
+
+
+def measured(kind: str, steps: int, options: dict[str, Any], seed: int) -> float:
+    """:func:`ours` in a process of its own."""
+    return apart(ours, kind, steps, seed, **options)
 
 
 def prepared(config: Config):
@@ -124,12 +134,13 @@ def flops_a_sample() -> float:
 def speed(repeats: int, steps: int) -> str:
     """The table of samples/s; the systems take turns, so that a drift of the machine meets them all."""
     systems: dict[str, Callable[[int], float]] = {
-        "Hugging Face Trainer": lambda seed: apart(hugging_face, steps, seed)[0],
-        "BasicTrainer, identical": lambda seed: apart(ours, "basic", steps, seed, **IDENTICAL),
-        "AcceleratedTrainer, identical": lambda seed: apart(ours, "accelerated", steps, seed, **IDENTICAL),
-        "BasicTrainer, defaults": lambda seed: apart(ours, "basic", steps, seed),
-        "AcceleratedTrainer, defaults": lambda seed: apart(ours, "accelerated", steps, seed),
-    }
+        "Hugging Face Trainer": lambda seed: apart(hugging_face, steps, seed)[0]}
+    settings: dict[str, dict[str, Any]] = {
+        "identical": IDENTICAL, "identical, fast kernels": IDENTICAL | {"cpu_kernels": "fast"},
+        **{f"defaults, {name}": {"cpu_kernels": kernels} for kernels, name in KERNELS.items()}}
+    for name, options in settings.items():
+        for trainer, kind in TRAINERS.items():
+            systems[f"{trainer}, {name}"] = partial(measured, kind, steps, options)
     rates: dict[str, list[float]] = {name: [] for name in systems}
     for repeat in range(repeats):
         for name, measure in systems.items():
@@ -156,26 +167,28 @@ def speed(repeats: int, steps: int) -> str:
     return "\n".join(lines)
 
 
-def our_accuracy(seed: int, epochs: int) -> float:
-    """Test accuracy of BasicTrainer at this course's defaults."""
+def our_accuracy(kernels: str, seed: int, epochs: int) -> float:
+    """Test accuracy of BasicTrainer at this course's defaults, with torch's kernels or fast ones."""
     with tempfile.TemporaryDirectory() as folder:
-        run = {"training_type": "basic", "num_epochs": epochs, "seed": seed, "output_dir": folder}
+        run = {"training_type": "basic", "num_epochs": epochs, "seed": seed, "output_dir": folder,
+               "cpu_kernels": kernels}
         trainer, _ = build_trainer(build(COMMON | run))
         trainer.train()
         return trainer.evaluate("test")["accuracy"]
 
 
 def accuracy(seeds: int, epochs: int) -> str:
-    """The table of test accuracies: what grouping by length changes in the order must not cost any."""
-    lines = ["| seed | Hugging Face Trainer | BasicTrainer, defaults |", "|---|---|---|"]
-    pairs = []
+    """The table of test accuracies: neither the order of rows grouped by length nor other kernels may cost any."""
+    ours_with = "".join(f" BasicTrainer, defaults, {name} |" for name in KERNELS.values())
+    lines = [f"| seed | Hugging Face Trainer |{ours_with}", "|---" * (2 + len(KERNELS)) + "|"]
+    found = []
     for seed in range(seeds):
-        theirs, mine = apart(hugging_face, -1, seed, epochs)[1], apart(our_accuracy, seed, epochs)
-        pairs.append((theirs, mine))
-        lines.append(f"| {seed} | {theirs:.4f} | {mine:.4f} |")
+        found.append([apart(hugging_face, -1, seed, epochs)[1],
+                      *(apart(our_accuracy, kernels, seed, epochs) for kernels in KERNELS)])
+        lines.append(f"| {seed} | " + " | ".join(f"{each:.4f}" for each in found[-1]) + " |")
         print(lines[-1], flush=True)
-    means = [statistics.mean(values) for values in zip(*pairs, strict=True)]
-    lines.append(f"| mean | {means[0]:.4f} | {means[1]:.4f} |")
+    means = [statistics.mean(values) for values in zip(*found, strict=True)]
+    lines.append("| mean | " + " | ".join(f"{each:.4f}" for each in means) + " |")
     return "\n".join([*lines, "", f"{epochs} epochs, batch 32, learning rate 5e-5, linear to 0, the last weights."])
 
 

@@ -157,6 +157,9 @@ def _check_together(config: Config) -> Config:
         _check_parallel(config)
     if run.device == "cpu" and run.mixed_precision == "fp16":
         raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
+    if run.cpu_kernels == "fast" and config.model.torch_compile:
+        raise ConfigError("cpu_kernels fast is not for torch_compile, which makes kernels of its own",
+                          "leave one of the two out")
     if run.global_batch_size and (run.gradient_accumulation_steps > 1 or run.training_type == "pipeline"):
         raise ConfigError("global_batch_size decides gradient_accumulation_steps, and is not for pipelines",
                           "give one of the two, or batch_size as rows a pipeline")

@@ -19,7 +19,9 @@ def print_summary(config: Config, summary: dict[str, Any]) -> None:
     memory = ", ".join(f"rank {rank}: {size / 2**30:.2f} GiB" for rank, size in peaks)
     facts = Table(show_header=False, box=None)
     train = summary["train"]
-    facts.add_row("processes", f"{summary['world_size']} ({summary['device']}, precision {summary['mixed_precision']})")
+    kernels = ", fast CPU kernels" if summary["cpu_kernels"] == "fast" else ""
+    facts.add_row("processes",
+                  f"{summary['world_size']} ({summary['device']}, precision {summary['mixed_precision']}{kernels})")
     if pipeline := summary.get("pipeline"):
         facts.add_row("pipeline", f"{pipeline['schedule']}, {pipeline['stages']} stages on "
                                   f"{pipeline['pipeline_parallel_size']} ranks × {pipeline['data_parallel_size']}, "

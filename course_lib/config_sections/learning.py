@@ -121,6 +121,10 @@ class RunConfig(Strict):
     tf32: Literal["auto", "on", "off"] = "auto"
     """Let GPUs round the operands of float32 matrix products to 10 bits (TF32), several times as fast; auto does so \
 under bf16 and fp16, and not where mixed_precision is no, which asks for float32."""
+    cpu_kernels: Literal["torch", "fast", "auto"] = "auto"
+    """What computes dropout, and attention with dropout, in training on CPUs: torch, or fast kernels of this course, \
+which draw other masks, together with a malloc that keeps freed memory for the rest of the process; auto is torch for \
+training_type basic and under torch_compile, else fast."""
     num_epochs: Annotated[float, Gt(0)] = 3
     """Passes over the training split; may be a fraction."""
     max_steps: Positive | None = None

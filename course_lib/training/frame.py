@@ -30,9 +30,10 @@ from course_lib.runtime.clock import Clock
 from course_lib.runtime.interrupts import StopRequest, stop_requests
 from course_lib.runtime.phases import Phases, Stopwatch
 from course_lib.runtime.seeding import seed_everything
-from course_lib.training import checkpoint, on_cpu, resuming, tensorfile
+from course_lib.training import checkpoint, resuming, tensorfile
 from course_lib.training.callbacks import Callback, EarlyStopping, JsonLinesLog, ProgressBar
 from course_lib.training.compiling import compile_blocks
+from course_lib.training.cpu_kernels import pick_kernels, use_fast_kernels
 from course_lib.training.evaluation import evaluate_split, evaluating, larger_is_better
 from course_lib.training.interface import TrainerInterface
 from course_lib.training.optimization import make_optimizer, make_scheduler
@@ -56,6 +57,7 @@ class TrainerFrame(TrainerInterface):
         wrapped: what the forward pass calls; the model itself, or an engine around it.
         state: progress, see :class:`TrainState`.
         phases: seconds by phase.
+        cpu_kernels: ``torch`` or ``fast``; None where the device is no CPU.
         throughput: rows, tokens and FLOPs, and what they are of the hardware's peak.
     """
 
@@ -70,6 +72,7 @@ class TrainerFrame(TrainerInterface):
         seed_everything(config.run.seed, self.rank)
         self.precision = pick_precision(config.run.mixed_precision, self.device)
         self.tf32 = use_tf32(config.run.tf32, self.precision, self.device)
+        self.cpu_kernels = pick_kernels(config, self.device)
         self.sampler = self._sampler()
         pin = config.data.pin_memory and self.device.type == "cuda"
         collator = processor.collator(self.device.type)
@@ -82,9 +85,8 @@ class TrainerFrame(TrainerInterface):
         steps = self.sampler.steps_per_epoch
         self.state = TrainState(steps_per_epoch=steps,
                                 max_steps=config.run.max_steps or max(1, round(config.run.num_epochs * steps)))
-        if self.device.type == "cpu" and not config.model.torch_compile:
-            on_cpu.keep_freed_memory()
-            on_cpu.cheaper_dropout(self.model)
+        if self.cpu_kernels == "fast":
+            use_fast_kernels(self.model)
         self.model = self.take_part(self.model).to(self.device)
         patience = config.run.early_stopping_patience
         self.callbacks: list[Callback] = [ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]

@@ -80,6 +80,7 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
         "device": str(trainer.device.type),
         "mixed_precision": trainer.precision,
         "tf32": trainer.tf32,
+        "cpu_kernels": trainer.cpu_kernels,
         "data": {"name": text.name, "source": text.source, "notes": list(text.notes),
                  "rows": {name: len(rows) for name, rows in text.splits.items()}},
         "eval": {"split": split, **scores},

@@ -37,6 +37,7 @@ def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_
     assert any("eval.accuracy" in line for line in lines)
     summary = summary_of(folder)
     assert summary["training_type"] == "basic" and summary["world_size"] == 1 and summary["strategy"] == "single"
+    assert summary["cpu_kernels"] == "torch" and "fast CPU kernels" not in out
     assert set(summary["eval"]) == {"split", "loss", "accuracy", "macro_f1", "rows"} and summary["eval"]["rows"] == 61
     assert set(summary["baselines"]) == {"majority_class", "tfidf_logistic_regression"}
     assert summary["train"]["steps"] == 6 and summary["train"]["samples"] == 24
@@ -78,6 +79,7 @@ def test_two_ranks_however_it_is_started(tmp_path, launcher, options, env):
     summary = summary_of(tmp_path)
     assert summary["world_size"] == 2 and summary["strategy"] == "ddp" and len(summary["memory"]["peak_bytes"]) == 2
     assert summary["train"]["samples"] == 48 and summary["train"]["global_batch_size"] == 8
+    assert summary["cpu_kernels"] == "fast" and "fast CPU kernels" in done.stdout
     if "--cpu" in launcher:
         assert "asked for 2 processes and started one" in done.stdout
 

@@ -10,7 +10,7 @@ from course_lib import config_files
 from course_lib.config import Config, RunConfig, build, option, options
 from course_lib.errors import ConfigError
 
-NUMBER_OF_FIELDS = 100
+NUMBER_OF_FIELDS = 101
 
 
 def test_every_field_has_a_docstring_and_a_name_of_its_own():
@@ -70,6 +70,8 @@ def test_names_of_other_libraries(given, field, value):
     ({"training_type": "pipeline", "strategy": "fsdp"}, ["fsdp moves gradients or parameters in every micro-batch"]),
     ({"training_type": "pipeline", "engine": "deepspeed"}, ["engine deepspeed has no pipelines"]),
     ({"training_type": "pipeline", "torch_compile": True}, ["torch_compile makes one backward"]),
+    ({"cpu_kernels": "fast", "torch_compile": True}, ["cpu_kernels fast is not for torch_compile"]),
+    ({"cpu_kernels": "faster"}, ["`cpu_kernels` cannot be 'faster'", "`fast`"]),
     ({"training_type": "pipeline", "optimizer": "adafactor"}, ["cannot store adafactor's state"]),
     ({"training_type": "pipeline", "mixed_precision": "fp16"}, ["fp16 needs a scaler that knows all stages"]),
     ({"training_type": "pipeline", "batch_size": 4, "pipeline_chunks": 8}, ["batch_size 4 cannot be cut into 8"]),
