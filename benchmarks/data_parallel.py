@@ -25,16 +25,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from course_lib.config_files import write_text
+from course_lib.launching import machine
+from course_lib.launching.launch import launch
+from course_lib.metering.meter import Meter
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.fsdp_torch import shard_with_torch
+from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.parallel.zero import Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.runtime import machine
-from course_lib.runtime.launch import launch
-from course_lib.runtime.meter import Meter
 from course_lib.training.engines.with_deepspeed import leave_shared_memory_operator_out
+from course_lib.writing import write_text
 
 HERE = Path(__file__).parent
 PEERS = {"ddp": [("ddp", "torch")], "zero1": [("zero1", "deepspeed")], "zero2": [("zero2", "deepspeed")],

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.hardware import processes, report  # noqa: E402
 from benchmarks.hardware.findings import Settings  # noqa: E402
 from benchmarks.hardware.processes import Section  # noqa: E402
-from course_lib.config_files import write_text  # noqa: E402
+from course_lib.writing import write_text  # noqa: E402
 
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 SECTIONS = (

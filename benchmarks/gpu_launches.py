@@ -33,7 +33,7 @@ def counted(strategy: str, engine: str, folder: str) -> tuple[int, int, int]:
     import torch
 
     from course_lib.config import build
-    from course_lib.training.callbacks import Callback
+    from course_lib.training.callbacks.base import Callback
     from course_lib.training.run import build_trainer
 
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def counted(strategy: str, engine: str, folder: str) -> tuple[int, int, int]:
 def measure(pairs: list[str]) -> None:
     """Count in this process's ranks, and print the numbers as JSON."""
     import course_lib.training.run  # noqa: F401  once here, and not in every rank
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -100,8 +100,8 @@ def table(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str
 
 def report(now: dict[str, list[int]], before: dict[str, list[int]] | None, revision: str | None) -> str:
     """Write gpu-launches.md; gives its table."""
-    from course_lib.config_files import write_text
-    from course_lib.runtime import machine
+    from course_lib.launching import machine
+    from course_lib.writing import write_text
 
     numbers = table(now, before)
     command = "python benchmarks/gpu_launches.py" + (f" --before {revision}" if revision else "")

@@ -20,14 +20,14 @@ from typing import Any, ClassVar
 
 import psutil
 
-from course_lib.config_files import write_text
 from course_lib.grading import masters
 from course_lib.grading.hidden import solutions_folder
 from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.tasks import TASKS
 from course_lib.grading.watch import Ended, Limits
-from course_lib.runtime import machine
+from course_lib.launching import machine
+from course_lib.writing import write_text
 
 HERE = Path(__file__).resolve().parent
 CLI = HERE.parent / "course_lib" / "cli.py"

@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from course_lib.config_files import write_text
-from course_lib.runtime import machine
-from course_lib.runtime.hosts import Host, hosts
+from course_lib.launching import machine
+from course_lib.writing import write_text
+from testing.virtual_hosts import Host, hosts
 
 HERE = Path(__file__).resolve().parent
 CLI = HERE.parent / "course_lib" / "cli.py"

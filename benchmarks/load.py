@@ -29,12 +29,12 @@ import pyarrow.parquet as pq
 import torch
 
 from course_lib.config import build
-from course_lib.config_files import write_text
-from course_lib.runtime import machine
-from course_lib.runtime.launch import launch
-from course_lib.training.callbacks import Callback
-from course_lib.training.guards import guards
+from course_lib.launching import machine
+from course_lib.launching.launch import launch
+from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
+from course_lib.writing import write_text
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
@@ -213,7 +213,7 @@ def streamed(rows: int, task: str, environment: dict[str, str], batches: int = 2
 
 def comparison_seconds(check: str, steps: int) -> tuple[float, float]:
     """On this rank, medians: seconds of a step without a comparison, and of a comparison, of a 6-layer MiniLM."""
-    from course_lib.training.agreement import AgreementCheck
+    from course_lib.training.callbacks.desync import AgreementCheck
 
     with tempfile.TemporaryDirectory() as folder:
         config = build(TINY | {"model": "minilm", "output_dir": folder, "max_steps": steps, "desync_check": check,

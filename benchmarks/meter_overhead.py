@@ -14,10 +14,10 @@ from pathlib import Path
 import torch.distributed as dist
 from small_gpt2 import BATCH, ENGINES, TOKENS, training
 
-from course_lib.config_files import write_text
-from course_lib.runtime import machine
-from course_lib.runtime.launch import launch
-from course_lib.runtime.meter import Meter
+from course_lib.launching import machine
+from course_lib.launching.launch import launch
+from course_lib.metering.meter import Meter
+from course_lib.writing import write_text
 
 
 def measure(engine: str, width: int, pairs: int) -> tuple[list[float], list[float], int]:

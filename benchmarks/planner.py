@@ -20,9 +20,9 @@ from typing import Any
 import yaml
 
 from benchmarks.planner_rows import READERS, mosaic
-from course_lib.config_files import write_text
 from course_lib.planning import cost, hardware, memory, models
 from course_lib.planning.plan import Plan
+from course_lib.writing import write_text
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE.parent / "tests/unit/data/published.json"
@@ -78,8 +78,8 @@ def _rank() -> dict[int, dict[str, float]]:
     """Bytes by kind of one rank after a warm step: states after the backward pass, the peak of activations."""
     from accelerate import PartialState
 
-    from course_lib.runtime.meter import Meter
-    from course_lib.training import zero_lab
+    from course_lib.lessons import zero_lab
+    from course_lib.metering.meter import Meter
 
     rank, held = PartialState(cpu=True).process_index, {}
     for stage in zero_lab.STAGES:
@@ -96,7 +96,7 @@ def _rank() -> dict[int, dict[str, float]]:
 
 def on_real_ranks() -> list[Compared]:
     """A small GPT-2 in fp32 on two ranks of this machine, each stage of ZeRO: the meter beside the memory model."""
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     model = models.from_config({"model_type": "gpt2", "n_layer": 4, "n_embd": 96, "n_head": 4, "n_positions": 32,
                                 "vocab_size": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from benchmarks.planner import PUBLISHED
 from benchmarks.planner_rows import READERS, Setting, mosaic, nanotron
-from course_lib.config_files import write_text
 from course_lib.planning import cost, memory
 from course_lib.planning.plan import Plan
+from course_lib.writing import write_text
 
 CLEAR = 1.05
 """Two measurements nearer to each other than this have no order."""

@@ -7,7 +7,7 @@
 
 `storage` kills a process that saves for ever at random moments, and flips and cuts the bits of a checkpoint; beside it,
 torch.distributed.checkpoint saving into one folder. `runs` is every fault in every phase of every trainer's runs
-(:mod:`course_lib.training.breakage`). `goodput` trains under kills at random moments, 120 an hour on average, each
+(:mod:`testing.fault_injection`). `goodput` trains under kills at random moments, 120 an hour on average, each
 followed by a new start from the newest checkpoint. Each writes its table, benchmarks/reliability-PART.md; `--quick`
 shows one of a handful of cases instead.
 """
@@ -34,11 +34,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from course_lib.config_files import write_text
-from course_lib.parallel.shards import Piece
-from course_lib.runtime import machine
-from course_lib.training import breakage, checkpoint, sharded, tensorfile
-from course_lib.training.breakage import FAULTS, PHASES, TRAINERS, Case, Result
+from course_lib.launching import machine
+from course_lib.parallel.sharding import Piece
+from course_lib.training.checkpoints import checkpoint, safetensors_tree, sharded
+from course_lib.writing import write_text
+from testing import fault_injection
+from testing.fault_injection import FAULTS, PHASES, TRAINERS, Case, Result
 
 HERE = Path(__file__).parent
 ELEMENTS = 200_000
@@ -81,7 +82,7 @@ def save_ours(run: Path, step: int) -> None:
     weights = torch.full((ELEMENTS,), float(step))
 
     def files(folder: Path) -> None:
-        tensorfile.save({"step": step, "weights": weights}, folder / "model.safetensors")
+        safetensors_tree.save({"step": step, "weights": weights}, folder / "model.safetensors")
         sharded.save({"model/w": Piece(weights.shape, 0, weights)}, folder)
         (folder / "state.json").write_text(str(step))
 
@@ -93,7 +94,7 @@ def load_ours(run: Path) -> set[float]:
     """As the next run does."""
     checkpoint.tidy(run)
     folder = checkpoint.latest(run)
-    found, pieces = tensorfile.load(folder / "model.safetensors"), sharded.whole(folder, "model/")
+    found, pieces = safetensors_tree.load(folder / "model.safetensors"), sharded.whole(folder, "model/")
     return {found["step"], float((folder / "state.json").read_text()), *found["weights"].unique().tolist(),
             *pieces["w"].unique().tolist()}
 
@@ -188,14 +189,14 @@ def runs(args: argparse.Namespace) -> None:
         faults, phases, seeds = ["SIGKILL", "full disk"], ["backward", "saving"], range(1)
     lines = args.journal.read_text(encoding="utf-8").splitlines() if args.journal and args.journal.exists() else []
     found = [Result(**each | {"case": Case(**each["case"])}) for each in map(json.loads, lines)]
-    about = (f"{breakage.STEPS} steps, a checkpoint every {breakage.SAVE_STEPS}, an evaluation every "
-             f"{breakage.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. A run that a single process "
-             "trains has nobody to notice that it is stopped.")
+    about = (f"{fault_injection.STEPS} steps, a checkpoint every {fault_injection.SAVE_STEPS}, an evaluation every "
+             f"{fault_injection.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. "
+             "A run that a single process trains has nobody to notice that it is stopped.")
     for slow in ("deepspeed", "mlflow", "torch._inductor.compile_fx"):  # once here, and not on each rank of each run
         importlib.import_module(slow)
     if found:  # and perhaps nothing is left to run
         publish(args, "runs", about, table(found))
-    for result in breakage.matrix(args.trainers, faults, phases, seeds, {each.case for each in found}):
+    for result in fault_injection.matrix(args.trainers, faults, phases, seeds, {each.case for each in found}):
         found.append(result)
         print(result, flush=True)
         if args.journal:
@@ -239,7 +240,7 @@ class Killer(threading.Thread):
 def calm_seconds(case: Case, folder: Path, options: dict[str, object]) -> float:
     """Seconds of a run that nobody kills."""
     begin = time.perf_counter()
-    if error := breakage.attempt(case, folder, [], 7200, **options):
+    if error := fault_injection.attempt(case, folder, [], 7200, **options):
         raise error
     return time.perf_counter() - begin
 
@@ -258,14 +259,14 @@ def goodput(args: argparse.Namespace) -> None:
             calm = [calm_seconds(case, Path(place, "before"), more)]
             killer, starts, begin = Killer(), 1, time.perf_counter()
             killer.start()
-            while error := breakage.attempt(case, killed, [], 7200, **more):
+            while error := fault_injection.attempt(case, killed, [], 7200, **more):
                 if starts > killer.kills:
                     raise error  # of its own
                 starts += 1
             killer.over.set()
             seconds = time.perf_counter() - begin
             calm.append(calm_seconds(case, Path(place, "after"), more))
-            equal = len({breakage.digest(Path(place, each)) for each in ("before", "killed", "after")}) == 1
+            equal = len({fault_injection.digest(Path(place, each)) for each in ("before", "killed", "after")}) == 1
         lines.append(f"| {trainer} | {steps} | {calm[0]:.0f} s, {calm[1]:.0f} s | {seconds:.0f} s | {killer.kills} | "
                      f"{starts} | {100 * sum(calm) / 2 / seconds:.0f} % | "
                      f"{'equal to the bit' if equal else 'DIFFERENT'} |")

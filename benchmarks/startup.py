@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from course_lib.config_files import write_text
-from course_lib.runtime import machine
-from course_lib.runtime.launch import launch
+from course_lib.launching import machine
+from course_lib.launching.launch import launch
+from course_lib.writing import write_text
 
 HERE = Path(__file__).resolve().parent
 CLI = HERE.parent / "course_lib" / "cli.py"

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.config import build
-from course_lib.config_files import write_text
-from course_lib.runtime import machine
-from course_lib.runtime.launch import launch
+from course_lib.launching import machine
+from course_lib.launching.launch import launch
+from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.run import build_trainer
-from course_lib.training.tracking_callback import TrackingCallback
+from course_lib.writing import write_text
 
 CASES: dict[str, dict[str, Any]] = {
     "none": {"tracker": "none"},

@@ -27,13 +27,13 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from course_lib.config import Config, build
-from course_lib.config_files import write_text
 from course_lib.data import DataConnector, DataProcessor
+from course_lib.launching import machine
+from course_lib.launching.seeding import seed_everything
 from course_lib.modeling import load
-from course_lib.runtime import machine
-from course_lib.runtime.seeding import seed_everything
-from course_lib.training.callbacks import Callback
+from course_lib.training.callbacks.base import Callback
 from course_lib.training.run import build_trainer
+from course_lib.writing import write_text
 
 HERE = Path(__file__).parent
 COMMON = {"model": "minilm", "batch_size": 32, "max_length": 64, "progress_bar": False, "save_steps": 0,

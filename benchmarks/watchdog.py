@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from small_gpt2 import BATCH, TOKENS, training
 
-from course_lib.config_files import write_text
-from course_lib.runtime import machine
-from course_lib.runtime.launch import launch
-from course_lib.runtime.watchdog import Watchdog
+from course_lib.hangs.watchdog import Watchdog
+from course_lib.launching import machine
+from course_lib.launching.launch import launch
+from course_lib.writing import write_text
 
 STEPS, COLLECTIVES = 5, 200
 

@@ -4,8 +4,6 @@ Later files override earlier ones, and options override files.
 """
 
 import dataclasses
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -154,19 +152,3 @@ def to_yaml(config: Config) -> str:
     import yaml
 
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file beside its place, flush it to disk and rename it, so that it is never half there."""
-    path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from course_lib.errors import LaunchError
-from course_lib.runtime.hosts import Host, hosts
+from testing.virtual_hosts import Host, hosts
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from course_lib.config_files import write_text
-from course_lib.training import parity
+from course_lib.lessons import parity
+from course_lib.writing import write_text
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- parity: made by tools/parity.py -->", "<!-- end of parity -->"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from course_lib.config_files import write_text
+from course_lib.writing import write_text
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from benchmarks.hardware.findings import Findings, Settings
 from course_lib.errors import CourseError
-from course_lib.runtime.launch import RankError, RanksHung, launch
-from course_lib.runtime.watchdog import Watchdog, read_reports
+from course_lib.hangs.watchdog import Watchdog, read_reports
+from course_lib.launching.launch import RankError, RanksHung, launch
 
 CULPRIT, STEPS, STEP = 1, 4, 2
 PATIENCE = 4.0

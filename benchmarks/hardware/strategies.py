@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from benchmarks.hardware.findings import Findings, Settings
 from course_lib.config import ENGINES, build
-from course_lib.runtime.launch import launch
+from course_lib.launching.launch import launch
 from course_lib.training.run import train
 
 STEPS, SAVED = 8, 4

@@ -13,13 +13,13 @@ from transformers import GPT2LMHeadModel
 from benchmarks.hardware.findings import Settings
 from course_lib.config import build
 from course_lib.data.processing import Collator, ProcessedData
+from course_lib.lessons.lab_gpt2 import gpt2
 from course_lib.modeling.loading import LoadedModel
 from course_lib.planning import memory, models
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 from course_lib.training.basic import BasicTrainer
-from course_lib.training.callbacks import Callback
-from course_lib.training.lab_gpt2 import gpt2
+from course_lib.training.callbacks.base import Callback
 from course_lib.training.run import TRAINERS
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0

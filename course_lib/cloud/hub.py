@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import validate_repo_id
 
 from course_lib.errors import CourseError
-from course_lib.runtime import hub
+from course_lib.launching import hub_reachable
 from course_lib.tracking.redact import redact
 
 CARD = "README.md"
@@ -43,8 +43,8 @@ def push(folder: Path, repo: str, *, private: bool = False, message: str = "Trai
     """Send a model's folder as one commit; files that are there already are not sent again.
 
     Args:
-        folder: with ``config.json``, as :func:`course_lib.training.model_folder.write_model` leaves it. In the card
-            that is sent, the folder's name is the repository's.
+        folder: with ``config.json``, as :func:`course_lib.training.checkpoints.model_folder.write_model` leaves it.
+            In the card that is sent, the folder's name is the repository's.
         repo: as for :func:`prepare`.
         private: as for :func:`prepare`.
         message: of the commit.
@@ -77,7 +77,7 @@ def _reachable(repo: str) -> str:
                        "set HF_TOKEN, or log in with `hf auth login`")
     if constants.is_offline_mode():
         raise OfflineModeIsEnabled
-    if problem := hub.problem(timeout=5.0):
+    if problem := hub_reachable.problem(timeout=5.0):
         raise ConnectionError(problem)
     return token
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import yaml
 
 from course_lib.cloud.job import Job
+from course_lib.launching.interrupts import NOTE
 from course_lib.planning import hardware
-from course_lib.runtime.interrupts import NOTE
 
 PORT = 29500
 TRAIN = "course_lib/cli.py train"

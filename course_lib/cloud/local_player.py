@@ -23,7 +23,7 @@ from typing import Any
 
 from course_lib.cloud.instance import Instance, packed, put, upload
 from course_lib.cloud.stand_in import ACCOUNT, REGION, stand_in
-from course_lib.runtime.ranks import free_port
+from course_lib.launching.launch_environment import free_port
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 GRACE_SECONDS = 120

@@ -14,8 +14,8 @@ from course_lib.cloud.job import Job
 from course_lib.cloud.local_player import LOG_GROUP, playing
 from course_lib.cloud.sagemaker import Account, CloudError, model_trainer, send, stage
 from course_lib.cloud.stand_in import ROLE
-from course_lib.config_files import write_text
 from course_lib.tracking.redact import redact, redacted
+from course_lib.writing import write_text
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ def run_scaling(args: argparse.Namespace) -> int:
     for count in counts:
         config_from(args, num_processes=count, split_batches=args.scaling == "strong")  # checked before the first runs
 
-    from course_lib.config_files import write_text
     from course_lib.figures.scaling import scaling as figure_of
-    from course_lib.training import scaling
+    from course_lib.lessons import scaling
+    from course_lib.writing import write_text
 
     args.out.mkdir(parents=True, exist_ok=True)
     points = scaling.study(as_options(args), counts, args.out, steps=args.steps, strong=args.scaling == "strong")
@@ -70,7 +70,7 @@ def report(args: argparse.Namespace, table) -> str:
     import datetime
     import json
 
-    from course_lib.runtime import machine
+    from course_lib.launching import machine
 
     here = machine.describe(hub_timeout=0.1)
     return json.dumps({"date": str(datetime.date.today()), "cpu": here.cpu, "cores": here.cores,
@@ -85,7 +85,7 @@ def show(table, kind: str) -> None:
     from rich.table import Table
     from torch import cuda
 
-    from course_lib.runtime import machine
+    from course_lib.launching import machine
 
     shown = Table(title=f"{kind} scaling")
     for column in ("processes", "global batch", "ms a step", "samples/s", "speed-up", "efficiency", "peak MiB a rank"):

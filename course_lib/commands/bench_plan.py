@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         results, shares = measure(document, args.output.parent / f"{args.output.stem}-runs")
         benchmark.write_results(args.output, document, results, shares)
     elif args.output:
-        from course_lib.config_files import write_text
+        from course_lib.writing import write_text
 
         write_text(args.output, json.dumps(document, indent=2) + "\n")
     else:
@@ -70,10 +70,10 @@ def measure(document: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]
     """
     import dataclasses
 
+    from course_lib.launching import machine
+    from course_lib.lessons.scaling import QUIET, after_warm_up
     from course_lib.planning import benchmark, hardware, models
-    from course_lib.runtime import machine
-    from course_lib.training.scaling import QUIET, after_warm_up
-    from course_lib.training.sweeps import train_apart
+    from course_lib.tracking.sweeps import train_apart
 
     here = machine.describe(hub_timeout=0.1)
     if here.gpus:

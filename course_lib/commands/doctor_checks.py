@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from course_lib.data import bundled
 from course_lib.errors import CourseError
+from course_lib.launching import machine
+from course_lib.launching.machine import Machine
 from course_lib.modeling import minilm
-from course_lib.runtime import machine
-from course_lib.runtime.machine import Machine
 
 GIB = 2**30
 QUICKSTART_MEMORY = 3 * GIB  # two ranks of 1.1 GiB each, and what started them
@@ -110,7 +110,7 @@ def _add() -> float:
 
 
 def _cpu_processes(here: Machine) -> Finding:
-    from course_lib.runtime.launch import launch  # which Windows cannot import
+    from course_lib.launching.launch import launch  # which Windows cannot import
 
     start = time.perf_counter()
     answers = launch(_add, num_processes=2, device="cpu", timeout=60)
@@ -132,7 +132,7 @@ def _shard() -> int:
 
 
 def _fsdp(_: Machine) -> Finding:
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     answers = launch(_shard, num_processes=2, device="cpu", timeout=60)
     if answers != [32, 32]:

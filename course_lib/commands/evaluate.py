@@ -19,11 +19,11 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate; start the ranks first where they were asked for and are not there."""
     config = config_from(args)
-    from course_lib.runtime import ranks
+    from course_lib.launching import launch_environment
 
-    here = ranks.discover()
-    if missing := ranks.to_start(here, config.run.num_processes):
-        from course_lib.runtime.relaunch import relaunch
+    here = launch_environment.discover()
+    if missing := launch_environment.to_start(here, config.run.num_processes):
+        from course_lib.commands.relaunch import relaunch
 
         return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu")
     with importing():

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--jobs, --seconds and --memory_gib have to be above 0")
 
     from course_lib.grading import reports
-    from course_lib.grading.classroom import Grading
+    from course_lib.grading.batch_grading import Grading
     from course_lib.grading.hidden import solutions_folder
     from course_lib.grading.sandbox import Limits, Sandbox
     from course_lib.grading.submissions import read_submissions

@@ -148,7 +148,7 @@ def _vary(args: argparse.Namespace) -> int:
 
 def as_json(found: "Search", budget: float | None) -> dict[str, Any]:
     """Everything that the page says, with bytes and seconds."""
-    from course_lib.planning import emit, strategy
+    from course_lib.planning import strategy, to_launchers
 
     return {
         "model": found.model.name, "parameters": found.model.parameters,
@@ -159,7 +159,7 @@ def as_json(found: "Search", budget: float | None) -> dict[str, Any]:
         "failed": [{"family": each.family, "plan": each.plan.strategy, "needs_bytes": strategy.needed(each.memory),
                     "remedy": each.remedy} for each in found.failed],
         "explanation": strategy.explain(found),
-        "launch": emit.launch_line(found.best.plan, found.cluster.gpus_per_node, found.model)}
+        "launch": to_launchers.launch_line(found.best.plan, found.cluster.gpus_per_node, found.model)}
 
 
 def _candidate(each: "Candidate", budget: float | None) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _show(found: "Search", budget: float | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from course_lib.planning import emit, strategy
+    from course_lib.planning import strategy, to_launchers
 
     console, chip = Console(), found.cluster.accelerator
     plan = found.best.plan
@@ -199,7 +199,7 @@ def _show(found: "Search", budget: float | None) -> None:
         dollars = found.best.cost.dollars(budget)
         price = f", ${dollars:,.0f} at list price" if dollars else "; no price is known: name a SageMaker instance"
         console.print(f"{budget:,.0f} tokens take {found.best.cost.hours(budget):,.1f} hours{price}.", highlight=False)
-    console.print(f"\nStart it with:\n  {emit.launch_line(plan, found.cluster.gpus_per_node, found.model)}",
+    console.print(f"\nStart it with:\n  {to_launchers.launch_line(plan, found.cluster.gpus_per_node, found.model)}",
                   highlight=False, soft_wrap=True)
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from course_lib.config import Config, build
-from course_lib.config_files import write_text
 from course_lib.errors import ConfigError
-from course_lib.planning import emit, hardware
+from course_lib.planning import hardware, to_launchers
 from course_lib.planning.strategy import Candidate, Search
+from course_lib.writing import write_text
 
 if TYPE_CHECKING:
     from course_lib.cloud.job import Job
@@ -28,12 +28,12 @@ def write(found: Search, folder: Path) -> list[str]:
     Raises:
         ConfigError: no plan that fits is one of ours, or the folder cannot be written.
     """
-    chosen = next((each for each in found.candidates if emit.runs_here(each.plan)), None)
+    chosen = next((each for each in found.candidates if to_launchers.runs_here(each.plan)), None)
     if chosen is None:
         raise ConfigError(f"every layout that fits splits single layers (tensor parallel) on {found.cluster.gpus} x "
                           f"{found.cluster.accelerator.name}, and `course train` has no such layout",
                           "plan with more GPUs or a shorter sequence, or run the plan with Megatron-LM or torchtitan")
-    fields = emit.options(chosen.plan, found.model) | {"num_processes": chosen.plan.gpus}
+    fields = to_launchers.options(chosen.plan, found.model) | {"num_processes": chosen.plan.gpus}
     texts = _texts(found, chosen, fields, build(fields))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def _texts(found: Search, chosen: Candidate, fields: dict[str, Any], config: Con
     if config.parallel.chosen_engine == "deepspeed":
         texts[DEEPSPEED] = json.dumps(deepspeed_config(config, precision), indent=1) + "\n"
     if plan.pipeline == 1:
-        texts["training_arguments.json"] = json.dumps(emit.training_arguments(plan, DEEPSPEED), indent=1) + "\n"
+        texts["training_arguments.json"] = json.dumps(to_launchers.training_arguments(plan, DEEPSPEED), indent=1) + "\n"
     for kind in ("torchrun", "slurm", "skypilot"):
         name, text = LAUNCHERS[kind]
         texts[name] = text(job)
@@ -90,7 +90,7 @@ def block_classes(family: str) -> str:
     import torch
     from transformers import AutoConfig, AutoModel
 
-    from course_lib.parallel.units import blocks
+    from course_lib.parallel.blocks import blocks
 
     with torch.device("meta"):
         model = AutoModel.from_config(AutoConfig.for_model(family))

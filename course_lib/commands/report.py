@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from course_lib.config import Config
-from course_lib.training.model_folder import load_line
+from course_lib.training.checkpoints.model_folder import load_line
 
 NAMES = {"majority_class": "majority class", "tfidf_logistic_regression": "TF-IDF + logistic regression"}
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if path.suffix == ".md":
             report.write_markdown(path, "Runs", runs, figures)
         else:
-            from course_lib.config_files import write_text
+            from course_lib.writing import write_text
 
             write_text(path, report.html_page("Runs", runs, figures))
         print(f"report: {path}")

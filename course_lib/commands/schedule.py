@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # what --help need not load
     from matplotlib.figure import Figure
 
     from course_lib.parallel.pipeline.actions import Schedule
-    from course_lib.parallel.pipeline.search import Candidate
-    from course_lib.parallel.pipeline.simulate import Costs
+    from course_lib.parallel.pipeline.fitted.search import Candidate
+    from course_lib.parallel.pipeline.simulation import Costs
 
 NAME = "schedule"
 HELP = "show a pipeline schedule: its table, its bubble and its memory; or compare them all"
@@ -67,7 +67,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one schedule, or the comparison of all, and write what was asked for."""
-    from course_lib.parallel.pipeline.simulate import Costs
+    from course_lib.parallel.pipeline.simulation import Costs
 
     given = [name for name in ("schedule", "table", "compare") if getattr(args, name)]
     if len(given) != 1:
@@ -91,10 +91,10 @@ def _show(args: argparse.Namespace, costs: "Costs") -> int:
 
     from course_lib.commands import schedule_report
     from course_lib.parallel.pipeline import csv_form
+    from course_lib.parallel.pipeline.fitted.search import stage_costs
     from course_lib.parallel.pipeline.passes import without_communication
-    from course_lib.parallel.pipeline.search import stage_costs
-    from course_lib.parallel.pipeline.simulate import simulate
-    from course_lib.parallel.pipeline.validate import check
+    from course_lib.parallel.pipeline.simulation import simulate
+    from course_lib.parallel.pipeline.validation import check
 
     schedule, stages = _table(args, costs)
     actions = sum(map(len, schedule.rows))
@@ -117,7 +117,7 @@ def _show(args: argparse.Namespace, costs: "Costs") -> int:
 def _table(args: argparse.Namespace, costs: "Costs") -> "tuple[Schedule, int]":
     """The table asked for, and how many stages share a rank's costs."""
     from course_lib.parallel.pipeline import csv_form
-    from course_lib.parallel.pipeline.search import build, stage_costs, stages_for
+    from course_lib.parallel.pipeline.fitted.search import build, stage_costs, stages_for
 
     if args.table:
         schedule = csv_form.read(args.table, Path(args.table).name)  # no formula is known for it, whatever its name
@@ -133,7 +133,7 @@ def _compare(args: argparse.Namespace, costs: "Costs") -> int:
     from rich.console import Console
 
     from course_lib.commands import schedule_report
-    from course_lib.parallel.pipeline.search import search
+    from course_lib.parallel.pipeline.fitted.search import search
 
     if args.csv:
         raise ConfigError("--csv with --compare", "write one table, with --schedule NAME")

@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from course_lib.parallel.pipeline.actions import B, F, I, W
+from course_lib.parallel.pipeline.fitted.search import Candidate
 from course_lib.parallel.pipeline.formulas import bubble_time
-from course_lib.parallel.pipeline.search import Candidate
-from course_lib.parallel.pipeline.simulate import Costs, Number, Span, Timeline
+from course_lib.parallel.pipeline.simulation import Costs, Number, Span, Timeline
 
 STYLES = {F: "black on #56B4E9", B: "white on #0072B2", I: "white on #0072B2", W: "black on #F0E442"}
 MESSAGE = "#D55E00"

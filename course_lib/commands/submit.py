@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _script(args: argparse.Namespace, job: "Job", file: str, write: Any) -> int:
     """Print or write a launcher's script."""
-    from course_lib.config_files import write_text
+    from course_lib.writing import write_text
 
     if args.local:
         raise ConfigError(f"--local rehearses SageMaker, not {args.to}", "leave it out")

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from course_lib.commands.options import add_config_options
+from course_lib.writing import write_text
 
 NAME = "sweep"
 HELP = "run a grid or random sweep over any fields, or write it for `wandb sweep`"
@@ -25,10 +26,9 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the sweep; 1 where a run of it failed."""
-    from course_lib import config_files
     from course_lib.commands.options import as_options, config_from
     from course_lib.errors import EXIT_FAILED, ConfigError
-    from course_lib.training import sweeps
+    from course_lib.tracking import sweeps
 
     config_from(args)  # what all runs share is checked before the first
     sweep = sweeps.read_sweep(args.sweep)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     for each in settings:
         config_from(args, **each)
     if args.wandb_yaml:
-        config_files.write_text(args.wandb_yaml, sweeps.wandb_yaml(args.sweep, base))
+        write_text(args.wandb_yaml, sweeps.wandb_yaml(args.sweep, base))
         print(f"wandb sweep {args.wandb_yaml}, and then the wandb agent that it names, in the folder of the course")
         return 0
     if args.dry_run:
@@ -60,7 +60,7 @@ def _print(sweep, outcomes) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from course_lib.training.sweeps import ranked
+    from course_lib.tracking.sweeps import ranked
 
     frame = ranked(sweep, outcomes)
     columns = ["run", *sweep.parameters, *([sweep.metric] if sweep.metric in frame else []), "error"]

@@ -19,18 +19,18 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; start the ranks first where they were asked for and are not there."""
     config = config_from(args)
-    from course_lib.runtime import interrupts, ranks
+    from course_lib.launching import interrupts, launch_environment
 
-    here = ranks.discover()
+    here = launch_environment.discover()
     if config.output.push_to_hub and here.rank == 0:
         from course_lib.cloud import hub
 
         hub.prepare(config.output.push_to_hub, private=config.output.hub_private)  # before hours are spent
-    if missing := ranks.to_start(here, config.run.num_processes):
-        from course_lib.runtime.relaunch import relaunch
-        from course_lib.training import outputs
+    if missing := launch_environment.to_start(here, config.run.num_processes):
+        from course_lib.commands.relaunch import relaunch
+        from course_lib.training.checkpoints import run_folder
 
-        outputs.check(config)  # before paying for the start
+        run_folder.check(config)  # before paying for the start
         if here.asked:
             print(f"accelerate launch was asked for {missing} processes and started one: starting the {missing} here",
                   flush=True)

@@ -21,8 +21,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from course_lib.data.cache import column
 from course_lib.data.ordering import PART, EpochBatches, lengths_of
 from course_lib.data.processing import Collator
-from course_lib.runtime.machine import SHARED_MEMORY, shared_memory
-from course_lib.runtime.seeding import seed_worker
+from course_lib.launching.machine import SHARED_MEMORY, shared_memory
+from course_lib.launching.seeding import seed_worker
 
 MOST_WORKERS = 4
 """Of a rank's loader, by default."""

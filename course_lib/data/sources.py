@@ -22,7 +22,7 @@ from course_lib.data import bundled, localfiles
 from course_lib.data.cache import progress_bars
 from course_lib.data.pydocs import load_pydocs
 from course_lib.errors import DataError, nearest
-from course_lib.runtime import hub
+from course_lib.launching import hub_reachable
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _hub(name: str, configuration: str | None) -> Source:
     plain, _, revision = name.partition("@")
     known = BY_NAME.get(plain)
     repository = known.repository if known else plain
-    problem = hub.problem()
+    problem = hub_reachable.problem()
     if problem:
         where, licence = "from the Hub's local cache", None
         offline = f"{', '.join(OFFLINE_NAMES)} and local files work offline"

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas
-from course_lib.training.capstone import Here
-from course_lib.training.capstone_runs import Broken, Resumed, Tracked, table
+from course_lib.lessons.capstone.decisions import Here
+from course_lib.lessons.capstone.rehearsal import Broken, Resumed, Tracked, table
 
 ARMS = {"chosen": SERIES[0], "other": SERIES[1]}
 

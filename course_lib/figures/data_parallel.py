@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures.style import COLOURS, canvas, end_label
-from course_lib.runtime.meter import ring_bytes
-from course_lib.training.data_parallel_lab import Sending
+from course_lib.lessons.data_parallel_lab import Sending
+from course_lib.metering.meter import ring_bytes
 
 
 def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 
 from course_lib.errors import ConfigError
 from course_lib.figures.pipeline import gantt
+from course_lib.parallel.pipeline.fitted.search import build, stage_costs, stages_for
 from course_lib.parallel.pipeline.schedules import KINDS
-from course_lib.parallel.pipeline.search import build, stage_costs, stages_for
-from course_lib.parallel.pipeline.simulate import Costs, simulate
-from course_lib.parallel.pipeline.validate import check
+from course_lib.parallel.pipeline.simulation import Costs, simulate
+from course_lib.parallel.pipeline.validation import check
 
 
 def view(name: str, ranks: int, microbatches: int, stages_per_rank: int, forward: float, input: float, weight: float,

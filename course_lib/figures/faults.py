@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures.style import COLOURS, canvas
-from course_lib.runtime.watchdog import RankState
-from course_lib.training.fault_lab import SCENARIOS, Trial
+from course_lib.hangs.watchdog import RankState
+from course_lib.lessons.faults.lab import SCENARIOS, Trial
 
 GUILTY, INNOCENT = COLOURS["wrong"], COLOURS["right"]
 

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
-from course_lib.training.fsdp_lab import Waits, Watched
+from course_lib.lessons.fsdp_lab import Waits, Watched
 
 MB = 1e6
 

@@ -11,8 +11,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, end_label
 from course_lib.parallel.pipeline.actions import B, F, I, Schedule, W
-from course_lib.parallel.pipeline.search import Candidate
-from course_lib.parallel.pipeline.simulate import Span, Timeline
+from course_lib.parallel.pipeline.fitted.search import Candidate
+from course_lib.parallel.pipeline.simulation import Span, Timeline
 
 KINDS = {F: "forward", B: "backward", I: "backward-input", W: "backward-weight"}
 INK = {F: "black", B: "white", I: "white", W: "black"}

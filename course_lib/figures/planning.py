@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 
 from course_lib.figures.explorer import with_sliders
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
-from course_lib.planning.atlas import Place
 from course_lib.planning.hardware import Accelerator
 from course_lib.planning.memory import RUNTIME, Memory, estimate
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Engine, Plan
+from course_lib.planning.strategy_map import Place
 
 FAMILY_COLOURS = {"DDP": "#56B4E9", "ZeRO-1": "#B7E3D4", "ZeRO-2": "#66C2A5", "ZeRO-3": "#009E73", "FSDP": "#0072B2",
                   "3-D": "#CC79A7"}
@@ -28,7 +28,7 @@ def strategy_map(places: Sequence[Sequence[Place]], gpu: str) -> Figure:
     """Model size by number of GPUs, coloured by the fastest strategy that fits, framed where it offloads.
 
     Args:
-        places: a row a model, as :func:`course_lib.planning.atlas.survey` gives them.
+        places: a row a model, as :func:`course_lib.planning.strategy_map.survey` gives them.
         gpu: its name, for the title.
     """
     empty = sum(place.best is None for row in places for place in row)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures.style import COLOURS, PREDICTED, canvas, end_label
-from course_lib.training.anatomy import Moment, padding_share
+from course_lib.lessons.step_profile import Moment, padding_share
 
 KINDS = ("parameters", "optimizer states", "gradients", "activations")
 MB = 1e6

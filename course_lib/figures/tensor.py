@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
-from course_lib.runtime.topology import AXES, RankGrid
+from course_lib.parallel.topology import AXES, RankGrid
 
 AXIS_COLOURS = {"dp": COLOURS["gradients"], "pp": COLOURS["activations"], "tp": COLOURS["communication"]}
 """An axis has the colour of what it carries: gradients, activations; partial sums have none of their own."""

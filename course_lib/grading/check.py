@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from course_lib.errors import ConfigError, nearest
 from course_lib.grading.task import Case, Finding, Observation, Task, earned
 from course_lib.grading.tasks import TASKS
-from course_lib.runtime.launch import RankError, RanksHung, launch
+from course_lib.launching.launch import RankError, RanksHung, launch
 
 SECONDS_A_CASE = 10.0
 """That a rank waits for another in a collective."""

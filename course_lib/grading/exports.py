@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from course_lib.config_files import write_text
 from course_lib.grading.submissions import Submission
 from course_lib.grading.task import Task
 from course_lib.grading.verdict import Verdict
+from course_lib.writing import write_text
 
 Grades = Mapping[str, Mapping[str, Verdict]]
 """Verdicts by learner and task."""

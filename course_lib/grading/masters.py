@@ -9,9 +9,9 @@ from pathlib import Path
 
 import nbformat
 
-from course_lib.config_files import write_text
 from course_lib.errors import DataError
 from course_lib.grading.tasks import TASKS
+from course_lib.writing import write_text
 
 STUB = 'raise NotImplementedError("write your answer here")'
 MARKS = re.compile(r"^[ \t]*### (?:BEGIN|END) SOLUTION\n?", re.MULTILINE)

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from course_lib.runtime.clock import Clock
-from course_lib.runtime.traffic import Traffic, Transfer
+from course_lib.metering.collective_log import Traffic, Transfer
+from course_lib.parallel.clock import Clock
 
 
 class Recorder(Traffic):

@@ -7,11 +7,11 @@ from typing import Any
 
 import jinja2
 
-from course_lib.config_files import write_text
 from course_lib.grading import exports
 from course_lib.grading.exports import Grades
 from course_lib.grading.submissions import Submission
 from course_lib.grading.task import Task
+from course_lib.writing import write_text
 
 UNSAFE = "These answers ran without a sandbox: the grades are only as trustworthy as the submissions."
 BINS = 10

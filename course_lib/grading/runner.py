@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from course_lib.grading import inside, peer, verdict, wire
-from course_lib.grading.plain import NotPlain, pack, unpack
+from course_lib.grading import supervisor, trusted_peer, verdict, wire_check
 from course_lib.grading.sandbox import Ended, Limits, Sandbox, SandboxError
+from course_lib.grading.serialize import NotPlain, pack, unpack
 from course_lib.grading.task import Case, Finding, Task
 from course_lib.grading.verdict import Verdict, scores_of
 
@@ -45,7 +45,7 @@ def grade_source(task: Task, source: str | None, *, hidden: Sequence[Case] | Non
     if len(json.dumps(source)) > MAX_SOURCE or "\0" in source:
         return _without(task, "not a text of Python, or a very long one")
     public = task.cases(random.Random(0))
-    meeting = peer.meeting(task) if task.met and sandbox.isolated else None
+    meeting = trusted_peer.meeting(task) if task.met and sandbox.isolated else None
     cases = [*public, *(hidden or ()), *([meeting.case] if meeting else [])]
     ended = _run(task, source, cases, meeting, limits, sandbox, stop or threading.Event())
     seen, wires = _records(ended.output, cases)
@@ -57,7 +57,7 @@ def grade_source(task: Task, source: str | None, *, hidden: Sequence[Case] | Non
         met = meeting if meeting and case is meeting.case else None
         left = _left(seen, number) if met else None
         if left is not None:
-            unseen.extend(peer.parted(task, left))
+            unseen.extend(trusted_peer.parted(task, left))
             break
         observations, problem = _observations(seen, number, case)
         if observations is None:
@@ -66,7 +66,7 @@ def grade_source(task: Task, source: str | None, *, hidden: Sequence[Case] | Non
             break
         findings = _judged(task, case, observations, met)
         if case.world_size > 1 and sandbox.isolated:
-            findings += wire.not_on_the_wire(list(task.points), observations, wires.get(number, 0))
+            findings += wire_check.not_on_the_wire(list(task.points), observations, wires.get(number, 0))
         (shown if open_case else unseen).extend(findings)
     if hidden is None:
         shown, unseen = [*shown, *unseen], []
@@ -78,7 +78,7 @@ def _without(task: Task, error: str) -> Verdict:
     return Verdict(task.name, scores_of(task, [], None, error), error, 0.0)
 
 
-def _run(task: Task, source: str, cases: Sequence[Case], meeting: peer.Meeting | None, limits: Limits,
+def _run(task: Task, source: str, cases: Sequence[Case], meeting: trusted_peer.Meeting | None, limits: Limits,
          sandbox: Sandbox, stop: threading.Event) -> Ended:
     job = {"module": sandbox.tasks or task.observe.__module__, "task": task.name, "source": source,
            "limits": asdict(limits), "world_sizes": [case.world_size for case in cases],
@@ -86,13 +86,13 @@ def _run(task: Task, source: str, cases: Sequence[Case], meeting: peer.Meeting |
     parts = [job, *(case.inputs for case in cases), *([{"number": meeting.number}] if meeting else [])]
     with tempfile.TemporaryFile() as file:
         for part in map(pack, parts):
-            file.write(inside.LENGTH.pack(len(part)) + part)
+            file.write(supervisor.LENGTH.pack(len(part)) + part)
         file.flush()
         file.seek(0)
-        ended = sandbox.run(file, limits, inside.STARTED, stop)
+        ended = sandbox.run(file, limits, supervisor.STARTED, stop)
     if ended.why == "stopped":
         raise Stopped
-    if not ended.output.startswith(inside.STARTED):
+    if not ended.output.startswith(supervisor.STARTED):
         said = (ended.complaint.strip() or "it said nothing").splitlines()[-1]
         raise SandboxError(f"the sandbox ended before the answer began: {said}", "see that the course is installed "
                            "where grading runs, and that memory is left")
@@ -102,15 +102,15 @@ def _run(task: Task, source: str, cases: Sequence[Case], meeting: peer.Meeting |
 def _records(output: bytes, cases: Sequence[Case]) -> tuple[dict[tuple[int, int], bytes], dict[int, int]]:
     """What each rank observed in each case, still packed, and what the kernel counted in it."""
     seen: dict[tuple[int, int], bytes] = {}
-    at = len(inside.STARTED)
-    while len(output) - at >= inside.RECORD.size:
-        number, rank, length = inside.RECORD.unpack_from(output, at)
-        at += inside.RECORD.size
-        if number >= len(cases) or not inside.WIRE <= rank < cases[number].world_size or at + length > len(output):
+    at = len(supervisor.STARTED)
+    while len(output) - at >= supervisor.RECORD.size:
+        number, rank, length = supervisor.RECORD.unpack_from(output, at)
+        at += supervisor.RECORD.size
+        if number >= len(cases) or not supervisor.WIRE <= rank < cases[number].world_size or at + length > len(output):
             break
         seen[number, rank] = output[at:at + length]
         at += length
-    wires = {number: unpack(seen.pop((number, rank))) for number, rank in list(seen) if rank == inside.WIRE}
+    wires = {number: unpack(seen.pop((number, rank))) for number, rank in list(seen) if rank == supervisor.WIRE}
     return seen, wires
 
 
@@ -139,16 +139,16 @@ def _observations(seen: Mapping[tuple[int, int], bytes], number: int, case: Case
 
 def _left(seen: Mapping[tuple[int, int], bytes], number: int) -> str | None:
     """What our own rank of a case could not join, if it left for that."""
-    data = seen.get((number, peer.RANK))
+    data = seen.get((number, trusted_peer.RANK))
     return unpack(data).get("left") if data else None
 
 
-def _judged(task: Task, case: Case, observations: list[dict[str, Any]], met: peer.Meeting | None = None
+def _judged(task: Task, case: Case, observations: list[dict[str, Any]], met: trusted_peer.Meeting | None = None
             ) -> list[Finding]:
     """The judge's findings. One that cannot read hostile observations has not seen the property hold."""
     try:
         if met:
-            return peer.judge(task, met, observations)
+            return trusted_peer.judge(task, met, observations)
         return task.judge(case, observations)
     except Exception as error:
         said = f"observations that the check cannot read ({type(error).__name__})"

@@ -20,7 +20,7 @@ from typing import IO
 from course_lib.errors import CourseError
 from course_lib.grading import seccomp
 from course_lib.grading.cgroup import Cgroup, processes_limited
-from course_lib.grading.inside import THREADS
+from course_lib.grading.supervisor import THREADS
 from course_lib.grading.watch import START_SECONDS, Ended, Limits, Watch, end
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -66,7 +66,7 @@ class Sandbox:
                                f"seccomp=unconfined --security-opt systempaths=unconfined`), {NO_SANDBOX}")
 
     def run(self, job: IO[bytes], limits: Limits, started: bytes, stop: threading.Event) -> Ended:
-        """Run the trusted process of `course_lib.grading.inside` on a job, until it ends or breaks a limit.
+        """Run the trusted process of `course_lib.grading.supervisor` on a job, until it ends or breaks a limit.
 
         Args:
             job: an open file at its beginning, read as standard input.

@@ -91,7 +91,7 @@ class Property:
 
 @dataclass(frozen=True)
 class Met:
-    """How a mean over ranks is seen from outside, where rank 1 of two is a process of ours (`course_lib.grading.peer`).
+    """How a mean over ranks is seen from outside, where rank 1 of two is our own (`course_lib.grading.trusted_peer`).
 
     Attributes:
         property: whose points hang on the result.

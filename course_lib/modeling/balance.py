@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.errors import ConfigError
-from course_lib.runtime.clock import Clock, Stamp
+from course_lib.parallel.clock import Clock, Stamp
 
 
 def deal_out(costs: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
-from course_lib.modeling import origins, presets
+from course_lib.modeling import model_sources, presets
 
 HEADS: dict[str, tuple[Any, Any]] = {
     "classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
@@ -69,14 +69,14 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
         if config.model in presets.TINY:
-            origins.refuse_revision(config, "a preset")
+            model_sources.refuse_revision(config, "a preset")
             architecture, tokenizer = presets.build(config.model, texts, max_length)
             auto = _prepare_head(architecture, task, label_names, config.model)
             model = auto.from_config(architecture, dtype=torch.float32,
                                      attn_implementation=_implementation(config.attention))
             source = f"{config.model}, new weights from seed {seed}, tokenizer trained on the data"
         else:
-            origin = origins.locate(config)
+            origin = model_sources.locate(config)
             architecture = _read_config(origin)
             auto = _prepare_head(architecture, task, label_names, config.model)
             model, new = _read_model(origin, auto, architecture, config.attention)
@@ -100,7 +100,7 @@ def load_trained(folder: str | Path, task: str, *, attention: str = "auto") -> L
     Raises:
         ModelError: no such folder, or the model in it is damaged or not trained for the task.
     """
-    origin = origins.local(folder)
+    origin = model_sources.local(folder)
     with torch.random.fork_rng(devices=[]), _quiet():
         architecture = _read_config(origin)
         auto, classes = HEADS[task]
@@ -148,7 +148,7 @@ def _prepare_head(architecture: PreTrainedConfig, task: str, label_names: Sequen
     return auto
 
 
-def _read_config(origin: origins.Origin) -> PreTrainedConfig:
+def _read_config(origin: model_sources.Origin) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(origin.path, trust_remote_code=False, **origin.options)
     except Exception as error:  # whatever a foreign file makes of its reader is that file's fault
@@ -156,7 +156,7 @@ def _read_config(origin: origins.Origin) -> PreTrainedConfig:
                          "give an architecture that transformers itself knows") from error
 
 
-def _read_tokenizer(origin: origins.Origin) -> PreTrainedTokenizerBase:
+def _read_tokenizer(origin: model_sources.Origin) -> PreTrainedTokenizerBase:
     mend = "the folder needs the files that tokenizer.save_pretrained writes"
     try:
         tokenizer = AutoTokenizer.from_pretrained(origin.path, trust_remote_code=False, **origin.options)
@@ -167,7 +167,7 @@ def _read_tokenizer(origin: origins.Origin) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_model(origin: origins.Origin, auto: Any, architecture: PreTrainedConfig,
+def _read_model(origin: model_sources.Origin, auto: Any, architecture: PreTrainedConfig,
                 attention: str) -> tuple[PreTrainedModel, list[str]]:
     """A model with its pretrained weights, and the names of the modules of its head whose weights are new."""
     name = origin.path

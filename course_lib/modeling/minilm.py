@@ -8,7 +8,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from course_lib.errors import ModelError
-from course_lib.runtime import hub, machine
+from course_lib.launching import hub_reachable, machine
 
 NAME = "minilm"
 REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
@@ -32,7 +32,7 @@ def find() -> tuple[Path, str]:
     """
     found = local()
     if found is None:
-        if problem := hub.problem():
+        if problem := hub_reachable.problem():
             raise ModelError(f"minilm is not installed, and the Hub cannot be reached ({problem})", INSTALL)
         try:
             folder = Path(snapshot_download(REPOSITORY, allow_patterns=FILES))

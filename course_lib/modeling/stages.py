@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from course_lib.errors import ConfigError, nearest
 from course_lib.modeling import balance
 from course_lib.modeling.masks import padding_known
-from course_lib.parallel.units import blocks
+from course_lib.parallel.blocks import blocks
 
 EMBEDDINGS, HEAD = "embeddings", "head"
 """The first and the last unit of a model; the blocks are between them."""

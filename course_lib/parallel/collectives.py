@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from course_lib.errors import ConfigError
-from course_lib.runtime import joining
+from course_lib.parallel.groups import device_of
 
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.PRODUCT: torch.mul,
@@ -160,7 +160,7 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
         ConfigError: a rank outside the group.
     """
     rank, ranks = _place(group)
-    device = joining.device_of(group)
+    device = device_of(group)
     token = torch.ones(1, dtype=torch.uint8, device=device)
     distance = 1
     while distance < ranks:

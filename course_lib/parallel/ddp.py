@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from course_lib.errors import CourseError
-from course_lib.parallel.agreement import Unchanged, check_ranks_agree
-from course_lib.parallel.shards import names_of
+from course_lib.parallel.sharding import names_of
+from course_lib.parallel.wrap_checks import Unchanged, check_ranks_agree
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from course_lib.errors import ModelError
-from course_lib.parallel import units as partition
-from course_lib.parallel.agreement import Unchanged, check_ranks_agree
+from course_lib.parallel import blocks as partition
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
-from course_lib.parallel.flat import FlatUnit, Reduction
-from course_lib.parallel.shards import Piece, check_elementwise, names_of, repoint
+from course_lib.parallel.flat_parameter import FlatUnit, Reduction
+from course_lib.parallel.sharding import Piece, check_elementwise, names_of, repoint
+from course_lib.parallel.wrap_checks import Unchanged, check_ranks_agree
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -51,7 +51,7 @@ class FullyShardedDataParallel(nn.Module):
         optimizer: over the module's parameters, before its first step; repointed to this rank's pieces.
         units: modules that are gathered each by itself, in the order of the forward; the rest of the model is the
             root unit, which stays gathered from its forward to the end of its backward. By default the blocks that
-            :func:`course_lib.parallel.units.blocks` finds.
+            :func:`course_lib.parallel.blocks.blocks` finds.
         group: of the ranks; the default group by default.
         reshard_after_forward: free a unit after its forward and gather it again for its backward (ZeRO-3), or keep
             it in between (ZeRO-2's communication, and the whole parameters in memory).

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.errors import ConfigError, ModelError
-from course_lib.parallel.agreement import check_ranks_agree
-from course_lib.parallel.exchanges import SEQUENCE, Group, all_gather, check_divides, copy, gather, scatter
-from course_lib.parallel.tensor import (
+from course_lib.parallel.tensor_parallel import (
     ANOTHER_SIZE,
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,6 +24,8 @@ from course_lib.parallel.tensor import (
     causal_loss,
     sequence_parallel_norm,
 )
+from course_lib.parallel.tp_collectives import SEQUENCE, Group, all_gather, check_divides, copy, gather, scatter
+from course_lib.parallel.wrap_checks import check_ranks_agree
 
 
 class Role(enum.Enum):
@@ -105,7 +105,7 @@ class TensorParallel(nn.Module):
     the own piece where a parameter is split, the same whole on every rank where it is not. Around it goes
     :class:`course_lib.parallel.ddp.DataParallel` over another axis of the rank grid.
 
-    Every rank seeds torch's generator alike; see :mod:`course_lib.parallel.tensor` for dropout.
+    Every rank seeds torch's generator alike; see :mod:`course_lib.parallel.tensor_parallel` for dropout.
 
     Args:
         module: a Hugging Face model, or a stage with its blocks; changed in place.

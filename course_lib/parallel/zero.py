@@ -18,9 +18,9 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from course_lib.parallel.agreement import Unchanged, check_ranks_agree
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
-from course_lib.parallel.shards import Piece, check_elementwise, names_of, overlap, padded, repoint
+from course_lib.parallel.sharding import Piece, check_elementwise, names_of, overlap, padded, repoint
+from course_lib.parallel.wrap_checks import Unchanged, check_ranks_agree
 
 
 class Bucket:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from course_lib.parallel.flat import FlatUnit, Reduction
+from course_lib.parallel.flat_parameter import FlatUnit, Reduction
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.shards import padded
+from course_lib.parallel.sharding import padded
 
 
 class SplitUnit(FlatUnit):

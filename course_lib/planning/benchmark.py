@@ -11,12 +11,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from course_lib.config_files import write_text
 from course_lib.errors import ConfigError
-from course_lib.planning import cost, emit, hardware, models, strategy
+from course_lib.planning import cost, hardware, models, strategy, to_launchers
 from course_lib.planning.hardware import Accelerator, Cluster
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
+from course_lib.writing import write_text
 
 KINDS = {"cuda": "A100-80", "rocm": "MI300X", "cpu": "CPU"}
 """The accelerator that a kind of device stands for."""
@@ -71,7 +71,7 @@ def _run(model: Model, cluster: Cluster, found: strategy.Candidate) -> dict[str,
             "plan": asdict(plan), "global_batch": plan.global_batch,
             "predicted": {"tokens_per_second": found.cost.tokens_per_second, "mfu": found.cost.mfu,
                           "memory_bytes": found.memory.total},
-            "command": emit.launch_line(plan, cluster.gpus_per_node, model)}
+            "command": to_launchers.launch_line(plan, cluster.gpus_per_node, model)}
 
 
 def runnable(document: Mapping[str, Any], ranks: int) -> list[Plan]:

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from course_lib.errors import ModelError, nearest
+from course_lib.launching import hub_reachable
 from course_lib.planning.families import FAMILIES, RENAMED, UNSUPPORTED, Parts
-from course_lib.runtime import hub
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     hint = nearest(name.lower(), _names())
-    problem = hub.problem()
+    problem = hub_reachable.problem()
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=problem is not None))
     except LocalEntryNotFoundError as error:

@@ -31,13 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from course_lib.errors import ConfigError, nearest
-from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
-from course_lib.parallel.tensor_torch import TorchTensorParallel
-from course_lib.parallel.units import blocks
+from course_lib.metering.allocation_log import KINDS, Exchange, Ledger
+from course_lib.parallel.blocks import blocks
+from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
+from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 from course_lib.planning import models
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
-from course_lib.runtime.ledger import KINDS, Exchange, Ledger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -87,7 +87,7 @@ class Simulated:
     """What one rank holds and sends in one step, in bytes.
 
     Attributes:
-        peak: the most of each kind of :data:`course_lib.runtime.ledger.KINDS`; not all at the same time.
+        peak: the most of each kind of :data:`course_lib.metering.allocation_log.KINDS`; not all at the same time.
         total: the most of all kinds together.
         at_peak: kind by kind, at that time.
         modules: kind by kind, at that time, of each part of the model: its blocks by name, what lies outside them by
@@ -207,7 +207,7 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
             engine = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
             engine.register_comm_hook(setting.world_size, _all_reduce)
         else:
-            with mock.patch("course_lib.parallel.tensor_torch.take_over_first"):  # there is no other rank
+            with mock.patch("course_lib.parallel.torch_engines.tensor_parallel.take_over_first"):  # alone here
                 engine = TorchTensorParallel(model, mesh)
             split = [each for each in model.parameters() if isinstance(each, DTensor)]
             whole = [each for each in model.parameters() if not isinstance(each, DTensor)]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import GeneralTracker
 
-from course_lib.config_files import write_text
 from course_lib.tracking.redact import redact, redacted
+from course_lib.writing import write_text
 
 FOLDER, IDENTITY = "tracking", "run.json"
 

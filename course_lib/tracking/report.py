@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from course_lib.config_files import write_text
 from course_lib.tracking.collect import TrackedRun, differing_options
 from course_lib.tracking.redact import redact
+from course_lib.writing import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

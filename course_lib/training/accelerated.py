@@ -10,13 +10,13 @@ from accelerate.utils import broadcast, gather_object
 from torch import nn
 
 from course_lib.errors import LaunchError
-from course_lib.parallel.shards import Piece, scatter_whole
-from course_lib.runtime import joining, ranks
-from course_lib.runtime.interrupts import exit_code
-from course_lib.training import sharded, stored, tensorfile
-from course_lib.training.background import BackgroundSaver
+from course_lib.launching import launch_environment
+from course_lib.launching.interrupts import exit_code
+from course_lib.parallel.sharding import Piece, scatter_whole
 from course_lib.training.basic import BasicTrainer, Batch
-from course_lib.training.engines import Engine, build_engine
+from course_lib.training.checkpoints import formats, safetensors_tree, sharded
+from course_lib.training.checkpoints.async_save import BackgroundSaver
+from course_lib.training.engines import Engine, build_engine, process_group
 from course_lib.training.votes import Votes
 
 
@@ -38,7 +38,7 @@ class AcceleratedTrainer(BasicTrainer):
         self.device = self.accelerator.device
         self.rank, self.is_main = self.accelerator.process_index, self.accelerator.is_main_process
         self.num_processes = self.accelerator.num_processes
-        here = ranks.discover()
+        here = launch_environment.discover()
         wanted = here.world_size if here.elastic else run.num_processes or here.world_size
         if self.num_processes != wanted:
             raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {wanted}",
@@ -51,7 +51,7 @@ class AcceleratedTrainer(BasicTrainer):
 
     def prepare(self) -> None:
         self.engine.wrap(self.model, self.optimizer)
-        joining.have_patience(self.config.guard.watchdog)
+        process_group.have_patience(self.config.guard.watchdog)
         self.model, self.wrapped, self.optimizer = self.engine.model, self.engine.wrapped, self.engine.optimizer
         self.train_loader = self.accelerator.prepare_data_loader(self.train_loader)
         self.eval_loaders = {split: self.accelerator.prepare_data_loader(loader)
@@ -144,7 +144,7 @@ class AcceleratedTrainer(BasicTrainer):
 
     def write_whole_tensors(self, folder: Path) -> None:
         if self.engine.shards_state:
-            tensorfile.save(self.engine.buffers(), folder / stored.BUFFERS)
+            safetensors_tree.save(self.engine.buffers(), folder / formats.BUFFERS)
         else:
             super().write_whole_tensors(folder)
 
@@ -154,7 +154,7 @@ class AcceleratedTrainer(BasicTrainer):
         if self.config.output.async_save:
             limit = self.config.output.save_total_limit
             self.saver = self.saver or BackgroundSaver(
-                self.output_dir, limit, self.barrier, joining.patience(self.config.guard.watchdog))
+                self.output_dir, limit, self.barrier, process_group.patience(self.config.guard.watchdog))
             return self.saver.start(self.state.step, write_files, self.tensors())
 
         def write_all(folder: Path) -> None:
@@ -175,22 +175,22 @@ class AcceleratedTrainer(BasicTrainer):
     def check_tensors(self, folder: Path) -> None:
         if not self.engine.shards_state:
             super().check_tensors(folder)
-        elif not stored.is_sharded(folder):
-            stored.check_model(tensorfile.load(folder / stored.MODEL), self.shapes(), folder)
+        elif not formats.is_sharded(folder):
+            formats.check_model(safetensors_tree.load(folder / formats.MODEL), self.shapes(), folder)
 
     def read_tensors(self, folder: Path) -> None:
         engine = self.engine
         if not engine.shards_state:
             return super().read_tensors(folder)
-        if stored.is_sharded(folder):
+        if formats.is_sharded(folder):
             states = sharded.sizes(folder, "optimizer/")
             room = engine.prepare_optimizer_pieces(states)
             sharded.load({f"model/{name}": piece for name, piece in engine.pieces().items()}
                          | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
-            engine.load_buffers(tensorfile.load(folder / stored.BUFFERS))
+            engine.load_buffers(safetensors_tree.load(folder / formats.BUFFERS))
         else:
-            engine.load_whole_weights(tensorfile.load(folder / stored.MODEL))
-            whole = stored.whole_optimizer_state(folder, engine.trained_names)
+            engine.load_whole_weights(safetensors_tree.load(folder / formats.MODEL))
+            whole = formats.whole_optimizer_state(folder, engine.trained_names)
             scatter_whole(whole, engine.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
         engine.refresh()
 

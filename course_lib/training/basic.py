@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from course_lib.data.collating import moved, unpadded_rows
+from course_lib.launching.interrupts import exit_code
 from course_lib.modeling.masks import padding_known
-from course_lib.runtime.interrupts import exit_code
 from course_lib.training.frame import TrainerFrame
 from course_lib.training.loss import count_targets, summed_loss
 from course_lib.training.overflow import OverflowWatch

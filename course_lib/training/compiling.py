@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from course_lib.parallel.units import blocks
+from course_lib.parallel.blocks import blocks
 
 
 def compile_blocks(model: nn.Module, dynamic: bool | None) -> None:
@@ -14,7 +14,7 @@ def compile_blocks(model: nn.Module, dynamic: bool | None) -> None:
     of them and the first step waits for one compilation (torchtitan compiles so, too).
 
     Args:
-        model: a transformer, whose blocks :func:`course_lib.parallel.units.blocks` finds.
+        model: a transformer, whose blocks :func:`course_lib.parallel.blocks.blocks` finds.
         dynamic: True for graphs that serve any size; None for one that serves the sizes of the first batch, and another
             for any size if others come.
     Raises:

@@ -24,14 +24,14 @@ from course_lib.data.batching import (
 from course_lib.data.cache import column
 from course_lib.data.processing import DataProcessor, ProcessedData
 from course_lib.errors import EXIT_RESUME, ConfigError, TrainingDiverged, TrainingInterrupted
+from course_lib.launching import interrupts
+from course_lib.launching.interrupts import StopRequest, stop_requests
+from course_lib.launching.seeding import seed_everything
+from course_lib.metering.phases import Phases, Stopwatch
 from course_lib.modeling.loading import LoadedModel
-from course_lib.runtime import interrupts
-from course_lib.runtime.clock import Clock
-from course_lib.runtime.interrupts import StopRequest, stop_requests
-from course_lib.runtime.phases import Phases, Stopwatch
-from course_lib.runtime.seeding import seed_everything
-from course_lib.training import checkpoint, resuming, tensorfile
-from course_lib.training.callbacks import Callback, EarlyStopping, JsonLinesLog, ProgressBar
+from course_lib.parallel.clock import Clock
+from course_lib.training.callbacks.base import Callback, EarlyStopping, JsonLinesLog, ProgressBar
+from course_lib.training.checkpoints import checkpoint, resuming, safetensors_tree
 from course_lib.training.compiling import compile_blocks
 from course_lib.training.cpu_kernels import pick_kernels, use_fast_kernels
 from course_lib.training.evaluation import evaluate_split, evaluating, larger_is_better
@@ -263,7 +263,7 @@ class TrainerFrame(TrainerInterface):
             beside = self.best_file.with_name(f".{self.best_file.name}.writing")
             with checkpoint.saving(str(self.best_file)):
                 try:
-                    tensorfile.save(weights, beside)
+                    safetensors_tree.save(weights, beside)
                     os.replace(beside, self.best_file)
                 finally:
                     beside.unlink(missing_ok=True)
@@ -273,7 +273,7 @@ class TrainerFrame(TrainerInterface):
         """Put back the weights of the best evaluation, where they are not those that stand."""
         if self.config.run.keep_best and self.state.best_step not in (None, self.state.step):
             # The main rank alone has written it, and machines may share no disk.
-            self.load_whole_weights(self.from_main(tensorfile.load(self.best_file) if self.is_main else {}))
+            self.load_whole_weights(self.from_main(safetensors_tree.load(self.best_file) if self.is_main else {}))
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step, and delete those beyond save_total_limit."""

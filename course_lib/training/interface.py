@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from course_lib.training import stored, tensorfile
+from course_lib.training.checkpoints import formats, safetensors_tree
 from course_lib.training.precision import autocast
 
 
@@ -94,18 +94,18 @@ class TrainerInterface:
 
     def write_whole_tensors(self, folder: Path) -> None:
         """Store what every rank holds alike; called on the main rank."""
-        tensorfile.save(self.model.state_dict(), folder / stored.MODEL)
-        tensorfile.save(self.optimizer.state_dict(), folder / stored.OPTIMIZER)
+        safetensors_tree.save(self.model.state_dict(), folder / formats.MODEL)
+        safetensors_tree.save(self.optimizer.state_dict(), folder / formats.OPTIMIZER)
 
     def check_tensors(self, folder: Path) -> None:
         """Refuse a checkpoint of another model or optimizer before anything is changed."""
-        if not stored.is_sharded(folder):
-            stored.check_model(tensorfile.load(folder / stored.MODEL), self.shapes(), folder)
-            stored.check_optimizer(tensorfile.load(folder / stored.OPTIMIZER), self.optimizer, folder)
+        if not formats.is_sharded(folder):
+            formats.check_model(safetensors_tree.load(folder / formats.MODEL), self.shapes(), folder)
+            formats.check_optimizer(safetensors_tree.load(folder / formats.OPTIMIZER), self.optimizer, folder)
 
     def read_tensors(self, folder: Path) -> None:
         """Fill model and optimizer from a checkpoint. A collective call."""
-        stored.read_into_whole(self.model, self.optimizer, folder, self.shapes())
+        formats.read_into_whole(self.model, self.optimizer, folder, self.shapes())
 
     @property
     def engine_name(self) -> str:

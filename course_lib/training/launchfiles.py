@@ -11,8 +11,8 @@ import yaml
 from torch import nn
 
 from course_lib.config import Config
-from course_lib.config_files import write_text
-from course_lib.parallel.units import blocks
+from course_lib.parallel.blocks import blocks
+from course_lib.writing import write_text
 
 DEEPSPEED, ACCELERATE = "deepspeed.json", "accelerate.yaml"
 BY_FSDP = ("zero2", "zero3", "fsdp")

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
-from course_lib.parallel.shards import Piece
-from course_lib.runtime import joining
+from course_lib.parallel.sharding import Piece
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import Batch
+from course_lib.training.engines import process_group
 from course_lib.training.engines.pipeline import PipelineEngine
 from course_lib.training.evaluation import scores_of_rows
 from course_lib.training.loss import count_targets
@@ -39,7 +39,7 @@ class PipelineTrainer(AcceleratedTrainer):
 
     def prepare(self) -> None:
         self.engine.wrap(self.model, self.optimizer)
-        joining.have_patience(self.config.guard.watchdog)
+        process_group.have_patience(self.config.guard.watchdog)
         self.wrapped = self.engine.wrapped
         grid, place = self.engine.grid, self.engine.place
 

@@ -11,18 +11,19 @@ from course_lib.config import Config
 from course_lib.data import DataConnector, DataProcessor, TextData
 from course_lib.data.cache import progress_bars
 from course_lib.errors import DataError
-from course_lib.runtime import machine, ranks
-from course_lib.runtime.determinism import PROMISE, deterministic
-from course_lib.runtime.seeding import seed_everything
-from course_lib.training import baselines, launchfiles, model_folder, outputs
+from course_lib.launching import launch_environment, machine
+from course_lib.launching.determinism import PROMISE, deterministic
+from course_lib.launching.seeding import seed_everything
+from course_lib.training import baselines, launchfiles
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import BasicTrainer
-from course_lib.training.callbacks import Callback
-from course_lib.training.guards import guards
-from course_lib.training.monitoring import monitors
+from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks.guards import guards
+from course_lib.training.callbacks.monitoring import monitors
+from course_lib.training.callbacks.tracking import TrackingCallback
+from course_lib.training.checkpoints import model_folder, run_folder
 from course_lib.training.pipelined import PipelineTrainer
 from course_lib.training.precision import hint
-from course_lib.training.tracking_callback import TrackingCallback
 
 TRAINERS: dict[str, type[BasicTrainer]] = {"basic": BasicTrainer, "accelerated": AcceleratedTrainer,
                                            "pipeline": PipelineTrainer}
@@ -53,13 +54,13 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
 
 def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
     started = time.perf_counter()
-    is_main = ranks.discover().rank == 0
+    is_main = launch_environment.discover().rank == 0
     if is_main:
-        outputs.check(config)
+        run_folder.check(config)
     tracking = TrackingCallback(config)
     trainer, text = build_trainer(config, [*callbacks, *guards(config), *monitors(config), tracking])
     if is_main:
-        outputs.claim(config)
+        run_folder.claim(config)
         launchfiles.write(config, trainer.precision, trainer.num_processes, trainer.model)
     if line := hint(config, trainer.device):
         trainer.say(line)
@@ -96,8 +97,8 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
         **trainer.describe(),
         "seconds": {"until_training": round(ready - started, 3)},
         "versions": {name: machine.version(name) for name in machine.ENGINES},
-        "git_revision": outputs.git_revision(),
-        "model_dir": str(config.output_dir / outputs.MODEL),
+        "git_revision": run_folder.git_revision(),
+        "model_dir": str(config.output_dir / run_folder.MODEL),
     }
     weights = trainer.whole_weights()
     tracking.conclude(trainer, scores, split, text.splits[split]["text"])
@@ -109,10 +110,10 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
     summary["seconds"]["total"] = round(time.perf_counter() - started, 3)
     if is_main:
         card = model_folder.model_card(config, summary, trainer.source)
-        model_folder.write_model(config.output_dir / outputs.MODEL, trainer.bare_model(), weights, trainer.tokenizer,
+        model_folder.write_model(config.output_dir / run_folder.MODEL, trainer.bare_model(), weights, trainer.tokenizer,
                                  card)
-        outputs.write_summary(config, summary)
-    tracking.finish(trainer, config.output_dir / outputs.MODEL)
+        run_folder.write_summary(config, summary)
+    tracking.finish(trainer, config.output_dir / run_folder.MODEL)
     return summary
 
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from course_lib import cli
-from course_lib.training import checkpoint, manifest
+from course_lib.training.checkpoints import checkpoint, manifest
 from tests.cli.conftest import QUICK, command, run
 
 BASE = ("train", *QUICK, "--training_type", "basic", "--eval_steps", "0")

@@ -7,7 +7,7 @@ import pytest
 
 from course_lib.errors import CourseError
 from course_lib.figures.scaling import scaling as figure_of
-from course_lib.training import scaling
+from course_lib.lessons import scaling
 from tests.cli.conftest import run
 
 TINY = ("--model", "tiny-bert", "--max_train_samples", "64", "--max_length", "32", "--batch_size", "4",

@@ -13,8 +13,8 @@ import pytest
 from course_lib.commands import doctor, doctor_checks
 from course_lib.data import bundled
 from course_lib.errors import CourseError, LaunchError
+from course_lib.launching import machine
 from course_lib.modeling import minilm
-from course_lib.runtime import machine
 
 CHECKS = {check.name: check for check in doctor_checks.CHECKS}
 GPU = machine.Gpu("Planted GPU", 80 * 2**30, "9.0")
@@ -172,13 +172,13 @@ def test_bf16_without_instructions_is_slow(look, monkeypatch, native, state):
 
 @pytest.mark.parametrize(("answer", "word"), [([3.0, 1.0], "came to"), ([1.0], "came to")])
 def test_ranks_that_do_not_add_up(look, monkeypatch, answer, word):
-    monkeypatch.setattr("course_lib.runtime.launch.launch", lambda *_, **__: answer)
+    monkeypatch.setattr("course_lib.launching.launch.launch", lambda *_, **__: answer)
     found = look("CPU processes")
     assert found.state == "cannot" and word in found.detail
 
 
 def test_one_core_is_slow(look, monkeypatch):
-    monkeypatch.setattr("course_lib.runtime.launch.launch", lambda *_, **__: [3.0, 3.0])
+    monkeypatch.setattr("course_lib.launching.launch.launch", lambda *_, **__: [3.0, 3.0])
     assert look("CPU processes", cores=1).state == "slow"
     assert look("CPU processes", cores=2).state == "ok"
 
@@ -187,7 +187,7 @@ def test_ranks_that_cannot_start(look, monkeypatch):
     def refuse(*_, **__):
         raise LaunchError("two ranks asked for, one started", "do this")
 
-    monkeypatch.setattr("course_lib.runtime.launch.launch", refuse)
+    monkeypatch.setattr("course_lib.launching.launch.launch", refuse)
     assert look("FSDP2") == ("cannot", "two ranks asked for, one started", "do this")
 
 

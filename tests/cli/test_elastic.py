@@ -17,11 +17,11 @@ import torch
 from course_lib.config import build
 from course_lib.data.batching import GlobalBatchSampler, layout
 from course_lib.errors import ConfigError, CourseError, LaunchError
-from course_lib.runtime import interrupts, ranks
-from course_lib.runtime.forks import end_openmp_threads
-from course_lib.runtime.hosts import torchrun
+from course_lib.launching import interrupts, launch_environment
+from course_lib.launching.forks import end_openmp_threads
 from course_lib.training import run
-from course_lib.training.callbacks import Callback
+from course_lib.training.callbacks.base import Callback
+from testing.virtual_hosts import torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +62,9 @@ def test_what_makes_a_step_depend_on_the_ranks_is_refused():
 def test_an_elastic_launcher_may_start_any_number():
     launched = {"RANK": "0", "WORLD_SIZE": "3", "TORCHELASTIC_MAX_RESTARTS": "0"}
     with pytest.raises(LaunchError, match="num_processes is 2, and the launcher started 3"):
-        ranks.to_start(ranks.discover(launched), 2)
-    assert ranks.to_start(ranks.discover(launched | {"TORCHELASTIC_MAX_RESTARTS": "3"}), 2) == 0
+        launch_environment.to_start(launch_environment.discover(launched), 2)
+    elastic = launch_environment.discover(launched | {"TORCHELASTIC_MAX_RESTARTS": "3"})
+    assert launch_environment.to_start(elastic, 2) == 0
 
 
 def config(folder, **more):
@@ -136,7 +137,7 @@ def test_machines_die_and_join_and_the_curve_is_the_undisturbed_one(tmp_path):
     undisturbed = config(tmp_path / "undisturbed", training_type="basic", save_steps=0)
     undisturbed.output_dir.mkdir()
     run.build_trainer(undisturbed, [Calm()])[0].train()
-    endpoint, started = f"127.0.0.1:{ranks.free_port()}", []
+    endpoint, started = f"127.0.0.1:{launch_environment.free_port()}", []
 
     def start(name, count, is_head=False):
         end_openmp_threads()

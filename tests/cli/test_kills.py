@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from course_lib.training import breakage, checkpoint, manifest, tensorfile
-from course_lib.training.breakage import Case
+from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree
+from testing import fault_injection
+from testing.fault_injection import Case
 from tests.cli.conftest import command, run
 
 pytestmark = pytest.mark.slow
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.slow
 def undisturbed(tmp_path_factory):
     """The run of one process with all its checkpoints, and its digest."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert breakage.attempt(Case("basic", "none", "none", 0), folder, [], save_total_limit=None) is None
-    return folder, breakage.digest(folder)
+    assert fault_injection.attempt(Case("basic", "none", "none", 0), folder, [], save_total_limit=None) is None
+    return folder, fault_injection.digest(folder)
 
 
 def arguments(case, folder):
@@ -33,9 +34,9 @@ def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undistur
     train = ["train", *arguments(case, folder)]
     process = subprocess.Popen(command(*train), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                env=os.environ | {"OMP_NUM_THREADS": "1"})
-    second = folder / checkpoint.name(2 * breakage.SAVE_STEPS)
+    second = folder / checkpoint.name(2 * fault_injection.SAVE_STEPS)
     end = time.monotonic() + 100
-    while not checkpoint.beside(folder, 3 * breakage.SAVE_STEPS).exists():
+    while not checkpoint.beside(folder, 3 * fault_injection.SAVE_STEPS).exists():
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < end, "no checkpoint was begun"
         time.sleep(0.001)
@@ -47,7 +48,7 @@ def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undistur
     done = run(*train, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert f"resumed from {second} (step 4 of 10)" in done.stdout
-    assert breakage.digest(folder) == undisturbed[1]
+    assert fault_injection.digest(folder) == undisturbed[1]
     assert not list(folder.glob(".checkpoint-*"))
 
 
@@ -55,10 +56,10 @@ def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undistur
 @pytest.mark.timeout(200)
 def test_a_killed_rank():
     """benchmarks/reliability.py does all seven trainers, four faults and six phases."""
-    wanted = breakage.undisturbed("pipeline", 1)
-    result = breakage.broken(Case("pipeline", "SIGKILL", "backward", 1), wanted)
+    wanted = fault_injection.undisturbed("pipeline", 1)
+    result = fault_injection.broken(Case("pipeline", "SIGKILL", "backward", 1), wanted)
     assert result.struck and result.ending == "RankError" and not result.hung
-    assert result.lost == 0 and result.redone < breakage.SAVE_STEPS
+    assert result.lost == 0 and result.redone < fault_injection.SAVE_STEPS
     assert result.finished and result.equal
 
 
@@ -70,10 +71,10 @@ def test_a_wrong_resume_would_be_seen(undisturbed):
         shutil.rmtree(later)
     folder = checkpoint.latest(run_dir)
     assert folder.name == checkpoint.name(4)
-    state = tensorfile.load(folder / "optimizer.safetensors")
+    state = safetensors_tree.load(folder / "optimizer.safetensors")
     for kept in state["state"].values():
         kept["exp_avg"].zero_()
-    tensorfile.save(state, folder / "optimizer.safetensors")
+    safetensors_tree.save(state, folder / "optimizer.safetensors")
     manifest.seal(folder)
-    assert breakage.attempt(Case("basic", "none", "none", 0), run_dir, []) is None
-    assert breakage.digest(run_dir) != wanted
+    assert fault_injection.attempt(Case("basic", "none", "none", 0), run_dir, []) is None
+    assert fault_injection.digest(run_dir) != wanted

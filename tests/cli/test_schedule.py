@@ -10,10 +10,10 @@ from matplotlib.image import imread
 from course_lib.cli import main
 from course_lib.commands import schedule, schedule_report
 from course_lib.parallel.pipeline import csv_form
+from course_lib.parallel.pipeline.fitted.search import FITTED, search
 from course_lib.parallel.pipeline.schedules import KINDS, make
-from course_lib.parallel.pipeline.search import FITTED, search
-from course_lib.parallel.pipeline.simulate import Costs, simulate
-from course_lib.parallel.pipeline.validate import check
+from course_lib.parallel.pipeline.simulation import Costs, simulate
+from course_lib.parallel.pipeline.validation import check
 
 
 @pytest.fixture

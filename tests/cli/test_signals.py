@@ -16,17 +16,17 @@ import torch
 from accelerate.commands import launch as launch_module
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from course_lib.commands.relaunch import relaunch
 from course_lib.config import build
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, TrainingInterrupted
-from course_lib.runtime.forks import end_openmp_threads
-from course_lib.runtime.hosts import torchrun
-from course_lib.runtime.interrupts import NOTE, SAME_WISH, StopRequest, end_with_launcher, exit_code, leave_note
-from course_lib.runtime.launch import launch
-from course_lib.runtime.ranks import free_port
-from course_lib.runtime.relaunch import relaunch
-from course_lib.training import checkpoint
-from course_lib.training.callbacks import Callback
+from course_lib.launching.forks import end_openmp_threads
+from course_lib.launching.interrupts import NOTE, SAME_WISH, StopRequest, end_with_launcher, exit_code, leave_note
+from course_lib.launching.launch import launch
+from course_lib.launching.launch_environment import free_port
+from course_lib.training.callbacks.base import Callback
+from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import build_trainer
+from testing.virtual_hosts import torchrun
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
@@ -85,7 +85,7 @@ def test_one_rank_is_asked_and_all_save_the_same_step(tmp_path):
 RANK = """
 import ctypes, os, time
 os.environ["RANK"] = "0"
-from course_lib.runtime import interrupts
+from course_lib.launching import interrupts
 interrupts.PATIENCE = 0.2
 
 def hang():

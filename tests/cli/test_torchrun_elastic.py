@@ -20,8 +20,8 @@ import torch
 from course_lib import cli, modeling
 from course_lib.config import build
 from course_lib.data import DataConnector
-from course_lib.runtime import ranks
-from course_lib.runtime.interrupts import NOTE
+from course_lib.launching import launch_environment
+from course_lib.launching.interrupts import NOTE
 from tests.cli.conftest import CLI
 from tests.several_hosts import hosts_or_skip
 
@@ -194,7 +194,7 @@ def one_dies_and_one_joins(machines, count, die):
 def test_torchrun_loses_a_machine_and_gains_one_and_the_curve_is_the_undisturbed_one(tmp_path, course, model,
                                                                                     undisturbed):
     machines = Machines(tmp_path, training(model, tmp_path / "run", global_batch_size=ROWS), "1:3",
-                        f"127.0.0.1:{ranks.free_port()}")
+                        f"127.0.0.1:{launch_environment.free_port()}")
     one_dies_and_one_joins(machines, 2, machines.kill)
     assert logged(tmp_path / "run") == pytest.approx(undisturbed, rel=TOLERANCE) and len(undisturbed) == STEPS
     # What two ranks of six rows each would do when one of them is left, if accumulation did not follow:
@@ -239,7 +239,7 @@ def test_the_machine_where_they_meet_dies_and_the_same_command_starts_again(tmp_
     """No agent outlives the store that the first of them keeps; the checkpoints do."""
     line = training(model, tmp_path / "run", global_batch_size=ROWS)
     (tmp_path / "again").mkdir()
-    both, again = (Machines(folder, line, "1:3", f"127.0.0.1:{ranks.free_port()}")
+    both, again = (Machines(folder, line, "1:3", f"127.0.0.1:{launch_environment.free_port()}")
                    for folder in (tmp_path, tmp_path / "again"))
     try:
         head, other = both.start(), both.start()

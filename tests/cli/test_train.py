@@ -12,7 +12,7 @@ import yaml
 from transformers import pipeline
 
 from course_lib import config_files
-from course_lib.training import checkpoint
+from course_lib.training.checkpoints import checkpoint
 from tests.cli.conftest import QUICK, command, run
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from course_lib.errors import EXIT_HUNG
-from course_lib.runtime.watchdog import read_reports
+from course_lib.hangs.watchdog import read_reports
 from tests.cli.conftest import QUICK, command
 
 pytestmark = pytest.mark.slow

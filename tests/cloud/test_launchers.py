@@ -19,7 +19,7 @@ from course_lib.cloud.job import Job
 from course_lib.cloud.launchers import LAUNCHERS
 from course_lib.commands.options import config_from
 from course_lib.config import build
-from course_lib.runtime.interrupts import NOTE
+from course_lib.launching.interrupts import NOTE
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = build({"model": "tiny-bert", "run_name": "it's a run", "max_steps": 4, "output_dir": "runs/my job",

@@ -15,7 +15,7 @@ import pytest
 from course_lib.cloud.job import Job
 from course_lib.cloud.launchers import slurm
 from course_lib.config import build
-from course_lib.runtime.interrupts import NOTE
+from course_lib.launching.interrupts import NOTE
 
 from .slurm_cluster import cluster
 from .test_launchers import JOB

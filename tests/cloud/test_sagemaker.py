@@ -21,7 +21,7 @@ from course_lib.cloud.stand_in import ROLE
 from course_lib.config import build
 from course_lib.config_files import load
 from course_lib.errors import ConfigError
-from course_lib.training import checkpoint, manifest
+from course_lib.training.checkpoints import checkpoint, manifest
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from course_lib.cloud.instance import Instance, download, packed, upload
 from course_lib.cloud.local_player import playing
 from course_lib.cloud.sagemaker import NO_TELEMETRY
 from course_lib.cloud.stand_in import ROLE, stand_in
-from course_lib.runtime.netns import in_own_network
+from course_lib.launching.netns import in_own_network
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]

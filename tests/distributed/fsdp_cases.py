@@ -22,7 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from course_lib.parallel import units
+from course_lib.parallel import blocks
 
 ROWS = (12, 12, 9, 12)  # in the batch of each step; 9 is uneven for 2 and 4 ranks, and for 2 micro-batches
 LAYERS, LENGTH, VOCABULARY = 4, 6, 50
@@ -230,7 +230,7 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 
 def sizes(model: nn.Module) -> tuple[list[int], int]:
     """Parameters of each block, and of the rest of the model."""
-    each = [sum(p.numel() for p in block.parameters()) for block in units.blocks(model).values()]
+    each = [sum(p.numel() for p in block.parameters()) for block in blocks.blocks(model).values()]
     return each, sum(p.numel() for p in model.parameters()) - sum(each)
 
 
@@ -252,7 +252,7 @@ def watch_parameters(engine: nn.Module) -> list[tuple[str, int, int]]:
         output = output[0] if isinstance(output, tuple) else output
         output.register_hook(lambda gradient: note("B", index))
 
-    for i, block in enumerate(units.blocks(engine.module).values()):
+    for i, block in enumerate(blocks.blocks(engine.module).values()):
         block.register_forward_pre_hook(lambda module, args, i=i: note("F", i))
         block.register_forward_hook(functools.partial(after_forward, i))
     return seen

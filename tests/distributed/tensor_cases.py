@@ -29,9 +29,10 @@ from transformers import (
 )
 
 from course_lib.errors import CourseError
-from course_lib.parallel import exchanges, tensor
+from course_lib.metering.meter import Meter
+from course_lib.parallel import tensor_parallel, tp_collectives
 from course_lib.parallel.ddp import DataParallel
-from course_lib.parallel.tensor import (
+from course_lib.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -39,9 +40,8 @@ from course_lib.parallel.tensor import (
     vocab_parallel_cross_entropy,
 )
 from course_lib.parallel.tensor_plans import TensorParallel
-from course_lib.parallel.tensor_torch import TorchTensorParallel
-from course_lib.runtime.meter import Meter
-from course_lib.runtime.topology import RankGrid
+from course_lib.parallel.topology import RankGrid
+from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 
 VOCABULARY, WIDTH, LAYERS, HEADS, ROWS, TOKENS = 64, 32, 2, 4, 4, 8
 SIZES = (1, 2, 4)
@@ -143,9 +143,9 @@ def without_an_exchange(group):
     for name, options in (("reduce", {}), ("copy", {}), ("sequence", {"sequence": True})):
         with contextlib.ExitStack() as stack:
             if name == "sequence":  # the norms' gradients stay parts
-                stack.enter_context(mock.patch("course_lib.parallel.tensor.sum_gradients", lambda *_: None))
+                stack.enter_context(mock.patch("course_lib.parallel.tensor_parallel.sum_gradients", lambda *_: None))
             else:
-                stack.enter_context(no_exchange(tensor, name))
+                stack.enter_context(no_exchange(tensor_parallel, name))
             found[name] = compared("gpt2", torch.float64, options, group)
     return found
 
@@ -171,7 +171,7 @@ def adjoint(group):
             ("copy", 2, True, 2, False), ("reduce", 2, False, 2, True), ("scatter", whole, True, 2, False),
             ("gather", 2, False, whole, True), ("all_gather", 2, False, whole, False),
             ("reduce_scatter", whole, False, 2, False)):
-        exchange = getattr(exchanges, name)
+        exchange = getattr(tp_collectives, name)
         x, y = random(alike_in, tokens_in, 1).requires_grad_(), random(alike_out, tokens_out, 2)
         result = exchange(x, group) if name in ("copy", "reduce") else exchange(x, group, 1)
         result.backward(y)
@@ -191,9 +191,9 @@ def layers(group, sequence):
     wanted = second(torch.tanh(first(norm(whole_in))))
     if sequence:
         sequence_parallel_norm(split_norm, group)
-    hidden = exchanges.scatter(split_in, group, 1) if sequence else split_in
+    hidden = tp_collectives.scatter(split_in, group, 1) if sequence else split_in
     hidden = row(torch.tanh(column(split_norm(hidden))))
-    result = exchanges.gather(hidden, group, 1) if sequence else hidden
+    result = tp_collectives.gather(hidden, group, 1) if sequence else hidden
     for each in (wanted, result):
         (each * x.cos()).sum().backward()
     pairs = [(result, wanted), (split_in.grad, whole_in.grad), (row.bias.grad, second.bias.grad),
@@ -217,13 +217,13 @@ def vocabulary(group):
     embedded = [split(tokens) - whole(tokens), gradient - whole.weight.grad]
     logits = torch.randn(2, 4, 16, dtype=torch.float64) * 1000  # exp() of which overflows
     targets = torch.tensor([[0, 15, -100, 4], [8, 7, 12, -100]])
-    mine = exchanges.scatter(logits, group).requires_grad_()
+    mine = tp_collectives.scatter(logits, group).requires_grad_()
     logits.requires_grad_()
     losses = vocab_parallel_cross_entropy(mine, targets, group)
     wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 4)
     for each in (losses, wanted):
         (each * weight[..., 0]).sum().backward()
-    crossed = [(losses - wanted) / wanted.detach().max(), exchanges.gathered(mine.grad, group, -1) - logits.grad]
+    crossed = [(losses - wanted) / wanted.detach().max(), tp_collectives.gathered(mine.grad, group, -1) - logits.grad]
     return [each.abs().max().item() for each in (*embedded, *crossed)]
 
 
@@ -245,7 +245,8 @@ def dropped(group, seed_by_rank):
     torch.manual_seed(5 + seed_by_rank * dist.get_rank())
     model(**batch()).loss.backward()
     mine = model.module.transformer.ln_f.weight.grad
-    return [torch.equal(mine, each) for each in exchanges.gathered(mine, group, 0).chunk(dist.get_world_size(group))]
+    everyones = tp_collectives.gathered(mine, group, 0).chunk(dist.get_world_size(group))
+    return [torch.equal(mine, each) for each in everyones]
 
 
 def steps(model, inner, rows):
@@ -340,7 +341,8 @@ def beyond_the_vocabulary(group):
     said = []
     for token in (-1, 16):
         embedding = VocabParallelEmbedding(nn.Embedding(16, 2), group)
-        with mock.patch("course_lib.parallel.tensor.reduce", lambda partial, _: partial):  # one rank alone refuses
+        # one rank alone refuses
+        with mock.patch("course_lib.parallel.tensor_parallel.reduce", lambda partial, _: partial):
             try:
                 embedding(torch.tensor([token]))
             except IndexError as error:

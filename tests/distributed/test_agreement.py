@@ -15,12 +15,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from course_lib.config import build
 from course_lib.errors import DesyncError
+from course_lib.hangs.desync import Ranks, compare, digest_of, local, replicas, topic
+from course_lib.launching.launch import launch
 from course_lib.parallel.tensor_plans import TensorParallel
-from course_lib.runtime.desync import Ranks, compare, digest_of, local, replicas, topic
-from course_lib.runtime.launch import launch
-from course_lib.training import agreement
-from course_lib.training.callbacks import Callback
-from course_lib.training.guards import guards
+from course_lib.training.callbacks.base import Callback, desync
+from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
 
 QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_samples": 24, "max_eval_samples": 8,
@@ -206,7 +205,7 @@ def train(folder, options=None, plant=None, rank_1=None, naive=False):
     own = rank_1 if rank_1 and os.environ["RANK"] == "1" else {}
     config = build(QUICK | {"output_dir": str(folder)} | (options or {}) | own)
     folder.mkdir(exist_ok=True)
-    everything = mock.patch.object(agreement, "held_alike", lambda trainer: (0, agreement.named_parameters(trainer)))
+    everything = mock.patch.object(desync, "held_alike", lambda trainer: (0, desync.named_parameters(trainer)))
     try:
         with everything if naive else contextlib.nullcontext():
             return run(config, plant)

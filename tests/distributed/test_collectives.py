@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from course_lib.errors import ConfigError
+from course_lib.launching.launch import launch
 from course_lib.parallel import collectives
-from course_lib.runtime.launch import launch
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from course_lib.runtime.launch import launch
-from course_lib.training import parity
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
 from tests.distributed.test_strategies import run_pairs
 
 PAIRS = [("ddp", "torch"), ("zero2", "scratch"), ("fsdp", "torch"), ("zero3", "scratch"), ("fsdp", "scratch")]

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.errors import CourseError, ModelError
+from course_lib.launching.launch import RankError, launch
 from course_lib.parallel import collectives
 from course_lib.parallel.ddp import DataParallel, bf16_compression, sum_gradients
-from course_lib.runtime.launch import RankError, launch
 
 pytestmark = pytest.mark.timeout(150)
 

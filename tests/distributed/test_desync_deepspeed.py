@@ -8,10 +8,10 @@ from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import build
 from course_lib.errors import DesyncError
-from course_lib.runtime.desync import Ranks, compare, digest_of, replicas
-from course_lib.runtime.launch import launch
-from course_lib.training.callbacks import Callback
-from course_lib.training.guards import guards
+from course_lib.hangs.desync import Ranks, compare, digest_of, replicas
+from course_lib.launching.launch import launch
+from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
 
 FULL = {"model": "tiny-bert", "training_type": "accelerated", "engine": "deepspeed", "max_train_samples": 24,

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from course_lib import modeling
 from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
-from course_lib.runtime.launch import launch
-from course_lib.training import wrong_metrics
+from course_lib.launching.launch import launch
+from course_lib.lessons import wrong_metrics
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import BasicTrainer
 

@@ -20,12 +20,20 @@ from course_lib import modeling
 from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CheckpointError, ConfigError, TrainingInterrupted
+from course_lib.launching.launch import RankError, launch
+from course_lib.launching.seeding import rng_state, seed_everything
 from course_lib.modeling import presets
-from course_lib.parallel.shards import Piece
-from course_lib.runtime.launch import RankError, launch
-from course_lib.runtime.seeding import rng_state, seed_everything
-from course_lib.training import background, checkpoint, manifest, outputs, resuming, sharded, tensorfile
-from course_lib.training.callbacks import Callback
+from course_lib.parallel.sharding import Piece
+from course_lib.training.callbacks.base import Callback
+from course_lib.training.checkpoints import (
+    async_save,
+    checkpoint,
+    manifest,
+    resuming,
+    run_folder,
+    safetensors_tree,
+    sharded,
+)
 from course_lib.training.run import TRAINERS
 from course_lib.training.state import TrainState
 
@@ -103,7 +111,7 @@ def snapshot(trainer):
             "random": rng_state(trainer.device),
             "state": {k: v for k, v in trainer.state.as_dict().items() if k not in ("seconds", "max_steps")},
             "rates": [group["lr"] for group in trainer.optimizer.param_groups],
-            "best weights": tensorfile.load(trainer.best_file) if trainer.state.best_step else {}}
+            "best weights": safetensors_tree.load(trainer.best_file) if trainer.state.best_step else {}}
     over, tree["state"]["step_in_epoch"] = divmod(trainer.state.step_in_epoch, trainer.state.steps_per_epoch)
     tree["state"]["epoch"] += over  # the end of an epoch is the beginning of the next
     if trainer.config.parallel.strategy == "ddp" and trainer.config.run.training_type != "pipeline":
@@ -203,9 +211,9 @@ FRESH = {"python": random.Random(1).getstate(), "torch": torch.Generator().manua
 
 def edit(folder, name, change):
     """Change one file of state as if an item had not been saved, and sum anew."""
-    tree = tensorfile.load(folder / name)
+    tree = safetensors_tree.load(folder / name)
     change(tree)
-    tensorfile.save(tree, folder / name)
+    safetensors_tree.save(tree, folder / name)
 
 
 def zeros(state):
@@ -335,15 +343,15 @@ def test_auto_begins_anew_where_nothing_is_whole_and_says_so(tmp_path, nine, cap
 def test_auto_takes_a_folder_of_a_run_and_no_other(tmp_path):
     config = build(BASE | {"output_dir": str(tmp_path), "resume_from_checkpoint": "auto"})
     (tmp_path / ".config.yaml.abc").touch()  # of a run that was killed before its config stood
-    outputs.check(config)
+    run_folder.check(config)
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="holds files that are no run"):
-        outputs.check(config)
+        run_folder.check(config)
     checkpoint.write(tmp_path, 3, lambda folder: (folder / "file").touch())
-    outputs.check(config)
-    outputs.claim(config)
+    run_folder.check(config)
+    run_folder.claim(config)
     shutil.rmtree(tmp_path / checkpoint.name(3))
-    outputs.check(config)
+    run_folder.check(config)
 
 
 def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
@@ -417,8 +425,8 @@ def on_two_ranks(folder):
     resuming.resume(trainer)
     found["streams"] = [state.sum().item() for state in (begun, at_first, torch.get_rng_state())]
 
-    for name, copy in (("copied", background.replace), ("not copied", lambda piece, data: piece)):
-        with mock.patch.object(background, "replace", copy):
+    for name, copy in (("copied", async_save.replace), ("not copied", lambda piece, data: piece)):
+        with mock.patch.object(async_save, "replace", copy):
             found[name] = saved_while_training(folder / name)
 
     found["parts"] = saved_without_a_shared_disk(folder / "parts")
@@ -431,7 +439,7 @@ def saved_without_a_shared_disk(folder):
     rank = torch.distributed.get_rank()
     run_dir = folder / f"machine {rank}"
     with mock.patch.dict(os.environ, LOCAL_RANK="0"):
-        saver = background.BackgroundSaver(run_dir, None, torch.distributed.barrier)
+        saver = async_save.BackgroundSaver(run_dir, None, torch.distributed.barrier)
         piece = Piece(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
         saver.start(1, lambda part: (part / f"rank-{rank}").touch(), {"model/w": piece})
         saver.wait()
@@ -465,7 +473,7 @@ def saved_while_training(folder):
         real(*arguments)
 
     with mock.patch.object(sharded, "save", late):
-        saver = background.BackgroundSaver(folder, None, torch.distributed.barrier)
+        saver = async_save.BackgroundSaver(folder, None, torch.distributed.barrier)
         for step in (1, 2):
             weights.fill_(step)
             piece = Piece(torch.Size([12]), 6 * torch.distributed.get_rank(), weights)

@@ -6,9 +6,9 @@ import statistics
 
 import pytest
 
-from course_lib.runtime.launch import RanksHung
-from course_lib.training import fault_lab as lab
-from course_lib.training.fault_tools import TORCH_RECORDER, WATCHDOG
+from course_lib.launching.launch import RanksHung
+from course_lib.lessons.faults import lab
+from course_lib.lessons.faults.tools import TORCH_RECORDER, WATCHDOG
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.errors import ModelError
+from course_lib.launching.launch import RanksHung, launch
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.zero import Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.runtime.launch import RanksHung, launch
 
 ENGINES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "fsdp": FullyShardedDataParallel}
 

@@ -7,11 +7,11 @@ import transformers
 from torch import nn
 
 from course_lib.errors import ConfigError, ModelError
-from course_lib.parallel import units
-from course_lib.parallel.flat import FlatUnit, Reduction
+from course_lib.launching.launch import launch
+from course_lib.parallel import blocks
+from course_lib.parallel.flat_parameter import FlatUnit, Reduction
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.shards import Piece, gather_whole, scatter_whole
-from course_lib.runtime.launch import launch
+from course_lib.parallel.sharding import Piece, gather_whole, scatter_whole
 from tests.distributed.fsdp_cases import (
     LAYERS,
     Case,
@@ -86,7 +86,7 @@ def gathers_before_compute(group, prefetch):
     model = build(Case())
     engine = shard(Case(prefetch=prefetch), model, group)
     issued, seen, real = [], [], dist.all_gather_single
-    for block in units.blocks(model).values():
+    for block in blocks.blocks(model).values():
         block.register_forward_pre_hook(lambda module, args: seen.append(len(issued)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_single", lambda *args, **kwargs: issued.append(0) or real(*args, **kwargs))
@@ -285,7 +285,7 @@ def test_two_forwards_before_one_backward(found):
 def test_blocks_of_known_models(name, options, classes):
     with torch.device("meta"):
         model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))
-    found = units.blocks(model)
+    found = blocks.blocks(model)
     counts = {}
     for path, block in found.items():
         assert model.get_submodule(path) is block
@@ -297,7 +297,7 @@ def test_tied_parameters_belong_to_the_root():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     model = nn.Sequential(first, second, nn.Linear(4, 4))
     second.weight, model[2].bias = first.weight, first.bias
-    owner = units.owners(model, [first, second])
+    owner = blocks.owners(model, [first, second])
     assert owner[first.weight] is owner[first.bias] is owner[model[2].weight] is model
     assert owner[second.bias] is second and len(owner) == 4
 

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from course_lib.errors import ConfigError
+from course_lib.launching.launch import launch
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
-from course_lib.parallel.shards import gather_whole
-from course_lib.runtime.launch import launch
+from course_lib.parallel.sharding import gather_whole
+from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
 from tests.distributed.fsdp_cases import (
     LAYERS,
     Case,

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from course_lib import cli
 from course_lib.config import build
 from course_lib.errors import EXIT_HUNG, CourseError, LaunchError
-from course_lib.runtime.hang_report import HANG_FOLDER
-from course_lib.runtime.hosts import torchrun
-from course_lib.runtime.interrupts import NOTE
-from course_lib.runtime.watchdog import read_reports
-from course_lib.training import checkpoint, run
-from course_lib.training.callbacks import Callback
-from course_lib.training.guards import guards
+from course_lib.hangs.report import HANG_FOLDER
+from course_lib.hangs.watchdog import read_reports
+from course_lib.launching.interrupts import NOTE
+from course_lib.training import run
+from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks.guards import guards
+from course_lib.training.checkpoints import checkpoint
+from testing.virtual_hosts import torchrun
 from tests.several_hosts import hosts_or_skip
 
 pytestmark = pytest.mark.timeout(300)

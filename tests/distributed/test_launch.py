@@ -25,8 +25,8 @@ from accelerate.state import AcceleratorState
 from torch.distributed.rendezvous import rendezvous
 
 from course_lib.errors import ConfigError, LaunchError
-from course_lib.runtime import forks, watch, worker
-from course_lib.runtime.launch import RankError, RanksHung, launch
+from course_lib.launching import forks, rank_process, supervisor
+from course_lib.launching.launch import RankError, RanksHung, launch
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -111,7 +111,7 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
         assert launch(work_on_all_cores, num_processes=1, timeout=30) == [600.0]
         assert launch(work_on_all_cores, num_processes=2, timeout=30) == [600.0, 600.0]
         work_on_all_cores()
-        monkeypatch.setattr("course_lib.runtime.forks.end_openmp_threads", lambda: None)
+        monkeypatch.setattr("course_lib.launching.forks.end_openmp_threads", lambda: None)
         with pytest.raises(RanksHung):
             launch(work_on_all_cores, num_processes=1, timeout=4)
     finally:
@@ -222,7 +222,7 @@ def test_a_rank_that_dies_is_named(end, told):
 
 def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(monkeypatch):
     looking, told = threading.Event(), threading.Event()
-    says = watch.Watch.launcher_says
+    says = supervisor.Watch.launcher_says
 
     def launcher_says(self, error):
         assert looking.wait(20)
@@ -234,8 +234,8 @@ def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(m
         assert told.wait(20)
         return "died"
 
-    monkeypatch.setattr(watch.Watch, "launcher_says", launcher_says)
-    monkeypatch.setattr(watch.Watch, "_how_it_died", too_late)
+    monkeypatch.setattr(supervisor.Watch, "launcher_says", launcher_says)
+    monkeypatch.setattr(supervisor.Watch, "_how_it_died", too_late)
     with pytest.raises(RankError, match="rank 0 exited with code 7 before the function returned"):
         launch(lambda: os._exit(7), num_processes=1, timeout=60)
 
@@ -260,14 +260,14 @@ def test_a_hang_ends_with_every_ranks_stack():
 
 @pytest.mark.parametrize("stuck", [{0, 1}, {1}])
 def test_ranks_that_hang_before_they_have_started_are_ended_too(monkeypatch, stuck):
-    leave = worker._leave_caller
+    leave = rank_process._leave_caller
 
     def hang():
         if rank() in stuck:
             time.sleep(300)
         leave()
 
-    monkeypatch.setattr(worker, "_leave_caller", hang)
+    monkeypatch.setattr(rank_process, "_leave_caller", hang)
     start = time.monotonic()
     with pytest.raises(RanksHung) as error:
         launch(rank, timeout=3)
@@ -276,7 +276,7 @@ def test_ranks_that_hang_before_they_have_started_are_ended_too(monkeypatch, stu
 
 
 def test_ranks_that_have_returned_and_do_not_end_are_ended_and_told(monkeypatch):
-    monkeypatch.setattr(watch, "EXIT_SECONDS", 3.0)
+    monkeypatch.setattr(supervisor, "EXIT_SECONDS", 3.0)
 
     def linger():
         atexit.register(time.sleep, 300) if rank() == 1 else None
@@ -295,7 +295,7 @@ def test_what_cannot_be_returned_is_named():
 
 
 def test_a_reader_that_goes_away_ends_the_ranks():
-    code = ("from course_lib.runtime.launch import launch\n"
+    code = ("from course_lib.launching.launch import launch\n"
             "def talk():\n"
             "    while True: print('x' * 1000)\n"
             "launch(talk, timeout=60)")
@@ -328,7 +328,7 @@ def test_what_cannot_be_started_is_refused(monkeypatch):
 # A script without `if __name__ == "__main__"`, whose ranks get a class of its own.
 CALLER = """
 import os, sys, time
-from course_lib.runtime.launch import launch
+from course_lib.launching.launch import launch
 
 class Mine:
     pass
@@ -428,7 +428,7 @@ def test_spawned_ranks():
 
 
 def test_from_a_notebook_cell(tmp_path):
-    cells = ["import os\nfrom course_lib.runtime.launch import launch\nimport torch",
+    cells = ["import os\nfrom course_lib.launching.launch import launch\nimport torch",
              "factor = 3\ndef work(x):\n    print('working')\n    return int(os.environ['RANK']) + factor * x",
              "print(launch(work, 2))",
              "def bad():\n    raise KeyError('missing')\ntry:\n    launch(bad)\nexcept Exception as error:\n"

@@ -18,7 +18,7 @@ from datasets.arrow_writer import ArrowWriter
 from benchmarks import load
 from course_lib.data import localfiles
 from course_lib.data.ordering import EpochBatches
-from course_lib.runtime.launch import launch
+from course_lib.launching.launch import launch
 
 MEMORY, COUNT = 4096, 0.004
 """What a step may leave behind: bytes, and files, threads or processes. Ten thousand steps at that are 40 MB and 40."""

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from course_lib.errors import CourseError, LaunchError
-from course_lib.runtime.launch import launch
-from course_lib.runtime.meter import Meter
-from course_lib.runtime.netns import in_own_network
+from course_lib.launching.launch import launch
+from course_lib.launching.netns import in_own_network
+from course_lib.metering.meter import Meter
 
 WIDTH, UNITS = 32, 3
 PARAMETERS = UNITS * WIDTH * (WIDTH + 1)  # 3168: even, so that two ranks split it without padding

@@ -12,16 +12,16 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.errors import ConfigError
+from course_lib.launching.launch import launch
+from course_lib.metering.meter import Meter
 from course_lib.modeling.stages import cut, shared_weights, split_evenly
 from course_lib.parallel.pipeline.backward import SplitBackward
 from course_lib.parallel.pipeline.executor import PipelineExecutor
-from course_lib.parallel.pipeline.mail import Mail
+from course_lib.parallel.pipeline.p2p import Mail
 from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
-from course_lib.parallel.pipeline.torch_engine import NAMES, TorchPipeline
-from course_lib.parallel.pipeline.validate import in_flight
-from course_lib.runtime.launch import launch
-from course_lib.runtime.meter import Meter
+from course_lib.parallel.pipeline.validation import in_flight
+from course_lib.parallel.torch_engines.pipeline import NAMES, TorchPipeline
 from tests.unit import stage_cases
 
 WIDTH, ROWS, MICROBATCHES = 8, 16, 8

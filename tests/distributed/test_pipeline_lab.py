@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from course_lib.figures.pipeline import idle_share
+from course_lib.lessons import pipeline_lab
+from course_lib.lessons.pipeline_lab import Measured, least_disturbed, measure
 from course_lib.parallel.pipeline.passes import split_backward
 from course_lib.parallel.pipeline.schedules import KINDS, make
-from course_lib.parallel.pipeline.simulate import Costs, Span, simulate
-from course_lib.parallel.pipeline.validate import in_flight
-from course_lib.training import pipeline_lab
-from course_lib.training.pipeline_lab import Measured, least_disturbed, measure
+from course_lib.parallel.pipeline.simulation import Costs, Span, simulate
+from course_lib.parallel.pipeline.validation import in_flight
 
 pytestmark = pytest.mark.timeout(240)
 

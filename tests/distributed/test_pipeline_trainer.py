@@ -10,9 +10,10 @@ from accelerate.state import AcceleratorState, GradientState
 from course_lib import modeling
 from course_lib.config import build
 from course_lib.errors import ConfigError
-from course_lib.runtime.launch import launch
-from course_lib.training import checkpoint, parity
-from course_lib.training.callbacks import Callback
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
+from course_lib.training.callbacks.base import Callback
+from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines import pipeline
 from course_lib.training.run import build_trainer, train
 

@@ -8,8 +8,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.errors import CheckpointError, ConfigError
-from course_lib.runtime.launch import RankError, launch
-from course_lib.training import checkpoint, parity, sharded, stored
+from course_lib.launching.launch import RankError, launch
+from course_lib.lessons import parity
+from course_lib.training.checkpoints import checkpoint, formats, sharded
 
 SHARDING = [pair for pair in parity.PAIRS if pair[0] != "ddp"]
 
@@ -123,7 +124,7 @@ def slow_saves(folder, async_save):
     """Train with saves that take their time; gives the steps at which a checkpoint stood, as training saw it."""
     import time
 
-    from course_lib.training.callbacks import Callback
+    from course_lib.training.callbacks.base import Callback
 
     real = sharded.save
 
@@ -210,7 +211,7 @@ def test_what_this_machine_cannot_do_is_refused_with_the_reason(tmp_path):
 def test_a_checkpoint_in_pieces_holds_no_pickle(tmp_path):
     launch(run_pairs, tmp_path, 2, [("fsdp", "torch")], num_processes=2, timeout=100, max_steps=1, save_steps=1)
     folder = tmp_path / "fsdp-torch" / checkpoint.name(1)
-    assert stored.is_sharded(folder)
+    assert formats.is_sharded(folder)
     files = {path.suffix for path in folder.rglob("*") if path.is_file()}
     assert files == {".safetensors", ".json", ".yaml"}
     sizes = sharded.sizes(folder, "optimizer/")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from course_lib.runtime.launch import launch
+from course_lib.launching.launch import launch
 from tests.distributed.tensor_cases import CASES, DTENSOR_CASES, LAYERS, ROWS, SIZES, TOKENS, TOLERANCE, WIDTH, on_rank
 
 pytestmark = pytest.mark.timeout(150)

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.parallel import tensor
+from course_lib.launching.launch import launch
+from course_lib.lessons import hybrid_lab as lab
+from course_lib.metering.meter import Meter, ring_bytes
+from course_lib.parallel import tensor_parallel
 from course_lib.parallel.pipeline.schedules import make
-from course_lib.runtime.launch import launch
-from course_lib.runtime.meter import Meter, ring_bytes
-from course_lib.runtime.topology import RankGrid
-from course_lib.training import hybrid_lab as lab
+from course_lib.parallel.topology import RankGrid
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -28,7 +28,7 @@ CASES = {  # schedule, options of the model, options of Hybrid
 LEFT_OUT = {
     "dp": mock.patch.object(lab, "average_gradients", lambda *_: None),
     "pp": mock.patch.object(lab, "sum_shared_gradients", lambda *_: None),
-    "tp": mock.patch.object(tensor, "reduce", lambda hidden, _: hidden),
+    "tp": mock.patch.object(tensor_parallel, "reduce", lambda hidden, _: hidden),
 }
 
 

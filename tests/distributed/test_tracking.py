@@ -8,14 +8,13 @@ from unittest import mock
 import pytest
 
 from course_lib.config import build
-from course_lib.runtime.launch import launch
+from course_lib.launching.launch import launch
 from course_lib.tracking.base import Guarded, Tracker
 from course_lib.tracking.collect import read_json_lines, read_runs
 from course_lib.training import run as runs
-from course_lib.training import tracking_callback
 from course_lib.training.accelerated import AcceleratedTrainer
-from course_lib.training.callbacks import Callback
-from course_lib.training.predictions import predict
+from course_lib.training.callbacks.base import Callback, tracking
+from course_lib.training.callbacks.predictions import predict
 
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 44, "max_eval_samples": 33, "max_length": 32, "max_steps": 4,
          "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
@@ -62,7 +61,7 @@ def train_all(folder: str) -> dict:
         def on_train_end(self, trainer):
             found["predictions"] = predict(trainer, "test")
 
-    with mock.patch.object(tracking_callback, "make_trackers", lambda names, info: [Guarded(Fails(info))]):
+    with mock.patch.object(tracking, "make_trackers", lambda names, info: [Guarded(Fails(info))]):
         config = build(QUICK | {"output_dir": f"{folder}/fails"})
         found["failed"] = runs.train(config, [Predict()])["train"]["steps"]
     return found

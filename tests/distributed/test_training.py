@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from course_lib.config import build
-from course_lib.runtime.launch import launch
-from course_lib.training import checkpoint
+from course_lib.launching.launch import launch
+from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import build_trainer
 
 QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_samples": 44, "max_eval_samples": 33,

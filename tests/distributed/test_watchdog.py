@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from course_lib.errors import EXIT_HUNG, CourseError
-from course_lib.runtime.flight import FlightRecorder
-from course_lib.runtime.launch import RankError, launch
-from course_lib.runtime.meter import Meter
-from course_lib.runtime.page import ENDED, Page, read_page
-from course_lib.runtime.verdicts import BUSY_FACTOR
-from course_lib.runtime.watchdog import ANSWER_SECONDS, Watchdog, read_reports
+from course_lib.hangs.diagnosis import BUSY_FACTOR
+from course_lib.hangs.flight_recorder import FlightRecorder
+from course_lib.hangs.rank_state import ENDED, Page, read_page
+from course_lib.hangs.watchdog import ANSWER_SECONDS, Watchdog, read_reports
+from course_lib.launching.launch import RankError, launch
+from course_lib.metering.meter import Meter
 
 SECONDS, LONG_SECONDS = 1.0, 30.0
 STEPS, FAULTY, CULPRIT = 6, 3, 1

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from course_lib.errors import ConfigError
+from course_lib.launching.launch import launch
+from course_lib.metering.meter import Meter
 from course_lib.parallel.zero import OverlappedZero1, Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.runtime.launch import launch
-from course_lib.runtime.meter import Meter
 
 STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
 SIZES = (1, 2, 4)
@@ -93,7 +93,7 @@ def train(engine, optimizer, group, rank, world):
 
 
 def whole(engine, group):
-    from course_lib.parallel.shards import gather_whole
+    from course_lib.parallel.sharding import gather_whole
 
     return gather_whole(engine.pieces(), group)
 

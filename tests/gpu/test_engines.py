@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from course_lib.errors import ConfigError
+from course_lib.launching import seeding
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
 from course_lib.parallel import collectives
-from course_lib.parallel.shards import Piece, gather_whole
-from course_lib.runtime import joining, seeding
-from course_lib.runtime.launch import launch
-from course_lib.training import evaluation, parity, precision, run
-from course_lib.training.engines import build_engine
+from course_lib.parallel.sharding import Piece, gather_whole
+from course_lib.training import evaluation, precision, run
+from course_lib.training.engines import build_engine, process_group
 from tests.gpu import training as t
 
 pytestmark = pytest.mark.timeout(600)
@@ -140,7 +141,7 @@ def connected(folder, watchdog):
                            lambda *a, **k: (asked.append(torch.cuda.current_device()), own(*a, **k))[1]):
         build_engine(parity.task(folder, 2, device="cuda", mixed_precision="auto", watchdog=watchdog)).connect()
     made_with = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-    joining.have_patience(watchdog)
+    process_group.have_patience(watchdog)
     return dist.get_backend_config(), asked, made_with, gpu_sim.cuda.timeouts
 
 
@@ -191,7 +192,7 @@ def test_a_run_on_the_cpu_leaves_cuda_alone(gpus):
 
 def whole_from_pieces():
     """Pieces of two dtypes on GPUs and on the host, some empty, two ranks alike, in gathers of 24 bytes."""
-    dist.init_process_group(joining.GPU_BACKENDS)
+    dist.init_process_group(process_group.GPU_BACKENDS)
     rank, device = dist.get_rank(), torch.device("cuda", dist.get_rank())
     a, b, c = torch.arange(20.0), torch.arange(9).to(torch.bfloat16), torch.arange(6.0)
     starts = [0, 3, 11, 20]

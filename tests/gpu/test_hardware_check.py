@@ -22,8 +22,8 @@ from benchmarks.hardware import subject as subjects
 from benchmarks.hardware.findings import Findings, Settings
 from benchmarks.hardware.processes import Section
 from course_lib.config import ENGINES, build
+from course_lib.launching.launch import launch
 from course_lib.planning import memory as planning
-from course_lib.runtime.launch import launch
 from tests.gpu.machine import ROOT, SITE
 
 pytestmark = pytest.mark.simulated("it tries the tool that runs these tests")

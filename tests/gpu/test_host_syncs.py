@@ -6,7 +6,7 @@ import pytest
 
 from course_lib.config import build
 from course_lib.errors import EXIT_RESUME, TrainingInterrupted
-from course_lib.training.callbacks import Callback, FunctionCallback
+from course_lib.training.callbacks.base import Callback, FunctionCallback
 
 BASE = {"model": "tiny-bert", "max_steps": 7, "logging_steps": 7, "max_train_samples": 120, "max_eval_samples": 32,
         "batch_size": 4, "max_length": 32, "eval_steps": 0, "save_steps": 0, "keep_best": False, "baselines": False,
@@ -41,7 +41,7 @@ MODELS = {
 
 def run_on_gpus(function, options, ranks):
     """On the machine with GPUs: a function of the config, on each rank."""
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     config = build(BASE | options)
     if ranks == 1:

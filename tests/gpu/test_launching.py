@@ -68,8 +68,8 @@ def loss_of(model):
 
 
 def in_a_network(device):
-    from course_lib.runtime.launch import launch
-    from course_lib.runtime.netns import not_private
+    from course_lib.launching.launch import launch
+    from course_lib.launching.netns import not_private
 
     print("said in its own network")
     first = launch(on_a_rank, device, timeout=60, stream=False)
@@ -81,8 +81,8 @@ def after_a_step():
     import torch
 
     from course_lib.errors import LaunchError
-    from course_lib.runtime.launch import launch
-    from course_lib.runtime.netns import in_own_network
+    from course_lib.launching.launch import launch
+    from course_lib.launching.netns import in_own_network
 
     step_on_the_cpu()
     found = {device: launch(on_a_rank, device, device=device, timeout=90) for device in ("cpu", "cuda")}
@@ -133,7 +133,7 @@ def forked():
     import torch
 
     from course_lib.errors import LaunchError
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     assert torch.cuda.is_available() and torch.accelerator.device_count() == 2
     clean = [launch(on_a_rank, device, device=device, start_method="fork", timeout=60) for device in ("cpu", "cuda")]
@@ -168,14 +168,14 @@ for name in ("_cuda_getDeviceCount", "_cuda_init", "_accelerator_getStream", "_a
     if hasattr(torch._C, name):
         trap(torch._C, name)
 import course_lib.training.run  # all that a caller can have of the course
-from course_lib.runtime import forks
+from course_lib.launching import forks
 with forks._planned():
     around = dict(os.environ)
 for name in list(sys.modules):
     if name.startswith("course_lib"):
         del sys.modules[name]
 os.environ.update(around)
-import course_lib.runtime.preload
+import course_lib.launching.preload
 import gpu_sim
 assert "transformers" in sys.modules and "course_lib.training.run" in sys.modules
 print(json.dumps([touched, gpu_sim.driver_used(), forks.PLAN in os.environ, os.environ.get("PYTHONSAFEPATH")]))

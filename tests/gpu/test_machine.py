@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.runtime.launch import RankError, launch
+from course_lib.launching.launch import RankError, launch
 from tests.gpu.machine import ROOT, SITE, OnGPUsError, wants_simulation
 
 

@@ -25,7 +25,7 @@ def _rank(engine):
 
 
 def _launch(engine, ranks):
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     return launch(_rank, engine, num_processes=ranks, device="cuda", start_method="fork", timeout=200, stream=False)
 
@@ -77,7 +77,7 @@ def _without_waits(engine, name):
 
 
 def _launch_without(engine, name):
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     return launch(_without_waits, engine, name, num_processes=2, device="cuda", start_method="fork", timeout=100,
                   stream=False)

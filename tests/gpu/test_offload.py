@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib.training import parity
+from course_lib.lessons import parity
 from tests.gpu import training as t
 
 TORCH, PLUGIN = ("fsdp", "torch", "parameters"), ("fsdp", "accelerate", "optimizer")

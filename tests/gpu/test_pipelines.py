@@ -8,7 +8,7 @@ import pytest
 from course_lib import cli
 from course_lib.commands.options import config_from, given_fields
 from course_lib.config_sections.parallel import PipelineConfig
-from course_lib.training import parity
+from course_lib.lessons import parity
 from tests.gpu import training as t
 
 pytestmark = pytest.mark.timeout(600)

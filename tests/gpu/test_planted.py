@@ -40,7 +40,7 @@ def _run(plants, wrong):
 
 
 def _launch(plants, wrong, ranks):
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     return [seen for seen, _ in launch(_run, plants, wrong, num_processes=ranks, device="cuda", start_method="fork",
                                        timeout=60, stream=False)]

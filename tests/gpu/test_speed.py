@@ -20,7 +20,7 @@ BASE = {"model": "tiny-bert", "max_steps": 3, "max_train_samples": 64, "max_eval
 
 def dtypes_of(trainer):
     """Fills a mapping from kind of module to the dtypes of what such modules return in training."""
-    from course_lib.parallel.units import blocks
+    from course_lib.parallel.blocks import blocks
 
     found = {}
 
@@ -80,7 +80,7 @@ def trained(strategy, engine, **options):
 
 
 def on_ranks(function, *args, **kwargs):
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     return launch(function, *args, **kwargs, num_processes=2, device="cuda", start_method="fork", stream=False)[0]
 
@@ -147,7 +147,7 @@ def test_settings_of_a_rank_on_a_gpu(runs):
 def one_gpu(cores, **options):
     from unittest import mock
 
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     with mock.patch("joblib.cpu_count", lambda: cores):
         return launch(trained, "ddp", "torch", **options, num_processes=1, device="cuda", start_method="fork",

@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from course_lib.launching.launch import launch
+from course_lib.lessons import hybrid_lab
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.tensor_plans import TensorParallel
-from course_lib.parallel.tensor_torch import TorchTensorParallel
-from course_lib.runtime import joining
-from course_lib.runtime.launch import launch
-from course_lib.runtime.topology import RankGrid
-from course_lib.training import hybrid_lab
+from course_lib.parallel.topology import RankGrid
+from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
+from course_lib.training.engines import process_group
 from tests.distributed import tensor_cases as cases
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,8 +32,8 @@ ROWS, TOKENS, MICROBATCHES = 8, 8, 2
 
 def join():
     torch.set_num_threads(1)
-    joining.use_own_gpu()
-    dist.init_process_group(joining.GPU_BACKENDS)
+    process_group.use_own_gpu()
+    dist.init_process_group(process_group.GPU_BACKENDS)
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from course_lib.config import build
-from course_lib.training.callbacks import Callback
+from course_lib.training.callbacks.base import Callback
 
 KERNEL = 1e-3  # seconds
 SLOW = {"GPU_SIM_KERNEL_US": "1000"}
@@ -92,7 +92,7 @@ def metered(function):
 def by_turns(_):
     import torch
 
-    from course_lib.training import anatomy
+    from course_lib.lessons import step_profile
     from course_lib.training.run import build_trainer
 
     torch.set_num_threads(1)
@@ -100,8 +100,8 @@ def by_turns(_):
     batches = [trainer.to_device(batch) for batch in itertools.islice(trainer.train_loader, 2)]
     trainer.train_step(batches[:1])
     trainer.clock.settle()
-    turns = metered(lambda: anatomy.seconds_by_turns(trainer, {"one": batches, "other": batches}))
-    watched = metered(lambda: anatomy.watch_memory(trainer, batches)[0])
+    turns = metered(lambda: step_profile.seconds_by_turns(trainer, {"one": batches, "other": batches}))
+    watched = metered(lambda: step_profile.watch_memory(trainer, batches)[0])
     return turns, watched
 
 
@@ -143,7 +143,7 @@ def on_stages(_):
 
 
 def on_two(function):
-    from course_lib.runtime.launch import launch
+    from course_lib.launching.launch import launch
 
     return launch(function, None, num_processes=2, device="cuda", start_method="fork", stream=False)
 

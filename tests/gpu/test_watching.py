@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.config import build
-from course_lib.runtime.clock import Clock
-from course_lib.runtime.flight import FlightRecorder
-from course_lib.runtime.launch import RankError, launch
-from course_lib.runtime.meter import Meter
-from course_lib.runtime.page import ENDED, WAITED_FOR, Page, read_page
-from course_lib.runtime.watchdog import Watchdog, read_reports
-from course_lib.training import fault_lab as lab
-from course_lib.training.callbacks import Callback
+from course_lib.hangs.flight_recorder import FlightRecorder
+from course_lib.hangs.rank_state import ENDED, WAITED_FOR, Page, read_page
+from course_lib.hangs.watchdog import Watchdog, read_reports
+from course_lib.launching.launch import RankError, launch
+from course_lib.lessons.faults import lab
+from course_lib.metering.meter import Meter
+from course_lib.parallel.clock import Clock
+from course_lib.training.callbacks.base import Callback
 from course_lib.training.run import train
 
 pytestmark = pytest.mark.timeout(180)

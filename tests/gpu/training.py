@@ -4,8 +4,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import ENGINES, build
-from course_lib.runtime.launch import launch
-from course_lib.training import checkpoint, parity
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
+from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import train
 
 PAIRS = [(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines]

@@ -12,9 +12,9 @@ import pytest
 
 from course_lib.grading import sandbox as sandbox_module
 from course_lib.grading.cgroup import Cgroup, processes_limited
-from course_lib.grading.inside import THREADS
 from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Sandbox
+from course_lib.grading.supervisor import THREADS
 from course_lib.grading.watch import Limits
 from tests.grading.toys import toy_tasks
 

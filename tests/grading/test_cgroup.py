@@ -17,8 +17,8 @@ import pytest
 from course_lib.grading import cgroup as cgroup_module
 from course_lib.grading import sandbox as sandbox_module
 from course_lib.grading.cgroup import pids_folder, processes_limited
-from course_lib.grading.inside import THREADS
 from course_lib.grading.runner import grade_source
+from course_lib.grading.supervisor import THREADS
 from course_lib.grading.watch import Limits, Watch
 from tests.grading.conftest import RIGHT
 from tests.grading.test_bombs import BOMBS

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from course_lib.errors import CourseError
-from course_lib.grading import classroom, reports
-from course_lib.grading.classroom import Grading
+from course_lib.grading import batch_grading, reports
+from course_lib.grading.batch_grading import Grading
 from course_lib.grading.exports import COLUMNS
 from course_lib.grading.submissions import read_submissions
 from tests.grading.conftest import RIGHT, TASKS
 
-ROOT = Path(classroom.__file__).resolve().parents[2]
+ROOT = Path(batch_grading.__file__).resolve().parents[2]
 FRIEDA = "_frieda-"  # her file's name was no safe one
 POINTS = {"anna": 8, "berta": 7, "carl": 1, "dora": 0, "emil": 0, "nina": 8}
 
@@ -105,11 +105,11 @@ def random_values(grading):
 
 @pytest.mark.timeout(120)
 def test_a_second_run_grades_only_what_is_new(graded, grading, hall):
-    with mock.patch.object(classroom, "grade_source", side_effect=AssertionError("graded again")):
+    with mock.patch.object(batch_grading, "grade_source", side_effect=AssertionError("graded again")):
         again = grading.grade(read_submissions([hall], TASKS), progress=False)
     assert again == graded
     (hall / "carl.py").write_text(RIGHT)
-    with mock.patch.object(classroom, "grade_source", wraps=classroom.grade_source) as grade:
+    with mock.patch.object(batch_grading, "grade_source", wraps=batch_grading.grade_source) as grade:
         again = grading.grade(read_submissions([hall], TASKS), progress=False)
     assert grade.call_count == 2
     assert sum(each.points for each in again["carl"].values()) == 8
@@ -121,7 +121,7 @@ def test_a_run_that_was_ended_goes_on_and_leaves_nothing(how, tmp_path, hall, gr
     for i in range(10):
         (hall / f"more{i}.py").write_text(RIGHT)
     script = (f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(grading.sandbox.folders[0])!r}]\n"
-              "from pathlib import Path\nfrom course_lib.grading.classroom import Grading\n"
+              "from pathlib import Path\nfrom course_lib.grading.batch_grading import Grading\n"
               "from course_lib.grading.sandbox import Limits, Sandbox\n"
               "from course_lib.grading.submissions import read_submissions\nfrom toy_tasks import KEPT, TOTAL\n"
               "tasks = {task.name: task for task in (TOTAL, KEPT)}\n"

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from course_lib.grading import wire
+from course_lib.grading import wire_check
 from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Limits, Sandbox
 from course_lib.grading.task import Case
@@ -90,7 +90,7 @@ def test_none_gains_a_point_and_the_right_one_has_all(sandbox):
 @pytest.mark.timeout(120)
 def test_collectives_that_never_were_are_not_on_the_wire(sandbox):
     """The forger reads all ranks' inputs out of its caller's frame, computes alone, and notes an all-reduce."""
-    with mock.patch.object(wire, "not_on_the_wire", return_value=[]):
+    with mock.patch.object(wire_check, "not_on_the_wire", return_value=[]):
         believed = graded(FORGED, sandbox, toy_tasks.NOTED)
     doubted = graded(FORGED, sandbox, toy_tasks.NOTED)
     honest = graded(RIGHT, sandbox, toy_tasks.NOTED)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from course_lib.grading import inside
-from course_lib.grading.plain import pack, unpack
+from course_lib.grading import supervisor
 from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Sandbox
+from course_lib.grading.serialize import pack, unpack
 from course_lib.grading.tasks import TASKS
 from course_lib.grading.watch import Limits
 
@@ -78,7 +78,7 @@ def test_a_rank_gets_its_part_in_the_inputs_form_and_all_parts_are_the_whole(nam
     task = TASKS[name]
     for case in task.cases(random.Random(5)):
         world, given = case.world_size, pack(case.inputs)
-        ranks = inside._Ranks(task, {"own": list(task.own), "limits": {"output": 1}, "met": None}, 0, world, -1)
+        ranks = supervisor._Ranks(task, {"own": list(task.own), "limits": {"output": 1}, "met": None}, 0, world, -1)
         parts = [unpack(ranks._part(given, rank)) for rank in range(world)]
         for key, value in unpack(given).items():
             mine = [part[key] for part in parts]

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from course_lib.grading import masters, peer
+from course_lib.grading import masters, trusted_peer
 from course_lib.grading.hidden import solutions_folder
 from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Sandbox
@@ -81,7 +81,7 @@ def points(task, source):
 def test_who_pretends_is_found_out_by_the_peer_and_by_nothing_else():
     everybodys = replace(BUCKETING, own={})  # else there is nothing to compute alone from
     cheats = [(everybodys, SENDS_NOTHING_OF_USE), (everybodys, NOTES_WHAT_NEVER_WAS)]
-    with mock.patch.object(peer, "meeting", return_value=None):
+    with mock.patch.object(trusted_peer, "meeting", return_value=None):
         believed = [points(*each) for each in cheats]
     assert believed == [BUCKETING.points] * 2
     assert [points(*each) for each in cheats] == [{"mean": 0, "buckets": 3}, {"mean": 0, "buckets": 0}]
@@ -123,5 +123,6 @@ def seen(result, arrived, told=("all_reduce 8",), joined=("all_reduce 8",)):
 ])
 def test_what_a_meeting_shows(told, holds):
     """Rank 0 brings 1 and 3, its peer 3 and 3."""
-    met = peer.Meeting(Case(2, {"gradients": [[np.array([1.0], np.float32), np.array([3.0], np.float32)]] * 2}), 3.0)
-    assert [each.holds for each in peer.judge(BUCKETING, met, told)] == holds
+    gradients = [[np.array([1.0], np.float32), np.array([3.0], np.float32)]] * 2
+    met = trusted_peer.Meeting(Case(2, {"gradients": gradients}), 3.0)
+    assert [each.holds for each in trusted_peer.judge(BUCKETING, met, told)] == holds

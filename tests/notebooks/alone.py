@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from course_lib.lesson import recorded
-from course_lib.runtime.netns import in_own_network
-from course_lib.training.tracking_lab import without_a_route
+from course_lib.launching.netns import in_own_network
+from course_lib.lessons.notebook import recorded
+from course_lib.lessons.tracking_lab import without_a_route
 from tests.notebooks.conftest import NOTEBOOKS
 
 

@@ -6,7 +6,7 @@ import nbformat
 import papermill
 import pytest
 
-from course_lib.lesson import recorded
+from course_lib.lessons.notebook import recorded
 
 CELL_SECONDS = 240
 """More than any cell takes; the error names the cell, which pytest's limit for the whole lesson does not."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib.lesson import recorded
+from course_lib.lessons.notebook import recorded
 from course_lib.modeling.presets import TINY
 from tests.notebooks.conftest import NOTEBOOKS
 

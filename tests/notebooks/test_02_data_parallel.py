@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.errors import ModelError
+from course_lib.launching.launch import RankError, launch
 from course_lib.parallel.ddp import DataParallel
-from course_lib.runtime.launch import RankError, launch
 from tests.notebooks.conftest import NOTEBOOKS
 
 pytestmark = pytest.mark.timeout(300)

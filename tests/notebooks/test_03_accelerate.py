@@ -7,7 +7,7 @@ from accelerate import Accelerator, notebook_launcher
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from course_lib.runtime.launch import RankError, launch
+from course_lib.launching.launch import RankError, launch
 from tests.notebooks.conftest import NOTEBOOKS
 
 pytestmark = pytest.mark.timeout(300)

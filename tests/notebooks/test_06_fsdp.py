@@ -8,10 +8,10 @@ import torch
 from accelerate import PartialState
 from torch.distributed.fsdp import fully_shard
 
+from course_lib.launching.launch import launch
+from course_lib.lessons import fsdp_lab as lab
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.fsdp_torch import shard_with_torch
-from course_lib.runtime.launch import launch
-from course_lib.training import fsdp_lab as lab
+from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from tests.notebooks.conftest import NOTEBOOKS
 
 pytestmark = pytest.mark.timeout(300)

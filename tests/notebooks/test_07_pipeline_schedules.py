@@ -8,7 +8,7 @@ from course_lib.errors import ConfigError
 from course_lib.figures.explorer import explorer, view
 from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.schedules import make
-from course_lib.parallel.pipeline.validate import check
+from course_lib.parallel.pipeline.validation import check
 from tests.notebooks.conftest import NOTEBOOKS
 
 pytestmark = pytest.mark.timeout(300)

@@ -5,11 +5,11 @@ import pytest
 import torch.distributed as dist
 
 from course_lib.errors import ConfigError
+from course_lib.launching.launch import launch
+from course_lib.lessons import grid_times, hybrid_lab
+from course_lib.lessons.tensor_lab import Shape
 from course_lib.parallel.tensor_plans import TensorParallel
-from course_lib.runtime.launch import launch
-from course_lib.runtime.topology import RankGrid
-from course_lib.training import grid_times, hybrid_lab
-from course_lib.training.tensor_lab import Shape
+from course_lib.parallel.topology import RankGrid
 from tests.notebooks.conftest import NOTEBOOKS
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 import torch
 
-from course_lib.training.fault_lab import SCENARIOS
+from course_lib.lessons.faults.lab import SCENARIOS
 from tests.notebooks.conftest import NOTEBOOKS
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,10 +9,10 @@ import nbformat
 import pytest
 
 from course_lib.cli import main
-from course_lib.runtime.netns import in_own_network
+from course_lib.launching.netns import in_own_network
+from course_lib.lessons import tracking_lab as lab
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
-from course_lib.training import tracking_lab as lab
 from tests.notebooks.alone import run_alone
 from tests.notebooks.conftest import NOTEBOOKS
 
@@ -35,7 +35,7 @@ def lesson(ran):
 def attempts_of_launching() -> int:
     """Of ranks that do nothing, launched as often as in the lesson."""
     before = lab.without_a_route()
-    program = "from course_lib.runtime.launch import launch\nfor _ in range(2): launch(print, device='cpu')"
+    program = "from course_lib.launching.launch import launch\nfor _ in range(2): launch(print, device='cpu')"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=100)
     return lab.without_a_route() - before
 

@@ -9,7 +9,7 @@ from course_lib.cloud.stand_in import ROLE
 from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.figures.cloud import losses_by_attempt
-from course_lib.runtime.netns import in_own_network
+from course_lib.launching.netns import in_own_network
 from tests.notebooks.conftest import NOTEBOOKS
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -9,11 +9,11 @@ import pytest
 from course_lib.cloud.job import Job, accelerators, estimate
 from course_lib.config import flatten
 from course_lib.errors import ConfigError
+from course_lib.lessons.capstone import decisions, rehearsal
+from course_lib.lessons.capstone import rubric as judged
+from course_lib.lessons.capstone.rehearsal import Broken, Resumed, Tracked
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
-from course_lib.training import capstone, capstone_runs
-from course_lib.training import capstone_rubric as judged
-from course_lib.training.capstone_runs import Broken, Resumed, Tracked
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -68,24 +68,24 @@ def record(first, last):
 
 def evidence(project, **changed):
     """What a project like the lesson's leaves, with a real plan and an invented run; and what is changed of it."""
-    plan = capstone.plan_rented(project)
+    plan = decisions.plan_rented(project)
     job = None
     if plan.layout:
-        config = capstone.rented_config(project, plan)
+        config = decisions.rented_config(project, plan)
         gpus = accelerators(project.instance_type)
         priced = estimate(Job(config, project.instance_type, project.instance_count, gpus, max_hours=project.hours))
         job = judged.Submission("slurm", "job.sbatch", priced.job, config.output.save_steps)
     runs = [Tracked(arm, seed, 256, 1 + seed / 100, 70.0, 16.0, 9.0) for seed in (1, 2) for arm in ("chosen", "other")]
     whole = Resumed("", 1000, 0, record(1, 16))
     killed = Broken("rank 1 was killed by SIGKILL", True, 13, "checkpoint-000010", 3, {1: 1.1})
-    return judged.Evidence(**{"rented": plan, "here": capstone.Here(16.0, 10.0, 300.0, math.log(3)), "runs": runs,
+    return judged.Evidence(**{"rented": plan, "here": decisions.Here(16.0, 10.0, 300.0, math.log(3)), "runs": runs,
                               "differing": ["strategy", "seed"], "broken": killed, "resumed": whole,
                               "submitted": job} | changed)
 
 
 def runs_with(arm="both", **changed):
     return [dataclasses.replace(run, **changed) if arm in ("both", run.arm) else run
-            for run in evidence(capstone.Project.of(DECISIONS)).runs]
+            for run in evidence(decisions.Project.of(DECISIONS)).runs]
 
 
 LOST = Broken("rank 1 was killed by SIGKILL", True, 3, None, 3, {1: 1.1})
@@ -120,7 +120,7 @@ def failed(project, found):
 
 
 def test_good_evidence_passes():
-    project = capstone.Project.of(DECISIONS)
+    project = decisions.Project.of(DECISIONS)
     assert failed(project, evidence(project)) == {}
 
 
@@ -130,7 +130,7 @@ def test_every_criterion_is_failed_by_some_bad_decision():
 
 @pytest.mark.parametrize(("decisions", "left", "names", "reason"), BAD)
 def test_bad_decisions_fail_their_criteria_and_no_others(decisions, left, names, reason):
-    project = capstone.Project.of(DECISIONS | decisions)
+    project = decisions.Project.of(DECISIONS | decisions)
     found = evidence(project, **left())
     lines = failed(project, found)
     assert lines.keys() == names and any(reason in line.why for line in lines.values()), lines
@@ -140,7 +140,7 @@ def test_bad_decisions_fail_their_criteria_and_no_others(decisions, left, names,
 
 def test_seeds_that_were_changed_are_found_in_what_the_trackers_kept(tmp_path):
     """The lesson's own way from tracked runs to the verdict, with the seed of one arm changed behind its back."""
-    project = capstone.Project.of(DECISIONS | {"other": {"strategy": "ddp", "seed": 7}})
+    project = decisions.Project.of(DECISIONS | {"other": {"strategy": "ddp", "seed": 7}})
     configs = project.arms(tmp_path)
     assert [config.run.seed for config in configs] == [1, 7, 2, 7]
     for config in configs:
@@ -152,15 +152,15 @@ def test_seeds_that_were_changed_are_found_in_what_the_trackers_kept(tmp_path):
             tracker.log({"train/loss": 1.0, "train/seconds": step / 10, "train/samples_per_second": 160.0}, step)
         tracker.log({"capstone/states": 16.0, "capstone/sent": 9.0, "test/loss": 1.0}, 16)
         tracker.finish()
-    runs, differing = capstone_runs.read_back(tmp_path)
+    runs, differing = rehearsal.read_back(tmp_path)
     assert differing == ["strategy", "seed"] and [run.samples for run in runs] == [256] * 4
     lines = failed(project, evidence(project, runs=runs, differing=differing))
     assert lines.keys() == {"fair", "luck_known"} and "[1, 2] and [7, 7]" in lines["fair"].why
 
 
 def test_the_job_is_the_rehearsed_run_but_for_what_was_declared():
-    project = capstone.Project.of(DECISIONS)
-    there = capstone.rented_config(project, capstone.plan_rented(project))
+    project = decisions.Project.of(DECISIONS)
+    there = decisions.rented_config(project, decisions.plan_rented(project))
     here = flatten(project.config(there.output_dir))
     changed = {name for name, value in flatten(there).items() if value != here[name]}
     layout = {"batch_size", "torch_compile", "mixed_precision"}
@@ -170,11 +170,11 @@ def test_the_job_is_the_rehearsed_run_but_for_what_was_declared():
 
 
 def test_an_arm_with_another_batch_sees_as_many_rows(tmp_path):
-    configs = capstone.Project.of(DECISIONS | {"other": {"batch_size": 4}}).arms(tmp_path)
+    configs = decisions.Project.of(DECISIONS | {"other": {"batch_size": 4}}).arms(tmp_path)
     assert [(config.run.batch_size, config.run.max_steps) for config in configs] == [(8, 16), (4, 32)] * 2
     accumulating = DECISIONS["recipe"] | {"gradient_accumulation_steps": 2}
-    for config in capstone.Project.of(DECISIONS | {"recipe": accumulating}).arms(tmp_path):
-        assert capstone.rows_of_a_step(config, 2) == 16 and config.run.max_steps == 16
+    for config in decisions.Project.of(DECISIONS | {"recipe": accumulating}).arms(tmp_path):
+        assert decisions.rows_of_a_step(config, 2) == 16 and config.run.max_steps == 16
 
 
 @pytest.mark.parametrize(("decisions", "says"), [
@@ -183,9 +183,9 @@ def test_an_arm_with_another_batch_sees_as_many_rows(tmp_path):
     ({"other": {"batch_size": 80}}, "a run of 2 steps"), ({"other": {"strategi": "ddp"}}, "strategy")])
 def test_impossible_decisions_are_refused_in_a_line(decisions, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
-        capstone.Project.of(DECISIONS | decisions).arms(tmp_path)
+        decisions.Project.of(DECISIONS | decisions).arms(tmp_path)
 
 
 def test_a_decision_that_is_missing_is_named():
     with pytest.raises(ConfigError, match="no decision about budget"):
-        capstone.Project.of({name: value for name, value in DECISIONS.items() if name != "budget"})
+        decisions.Project.of({name: value for name, value in DECISIONS.items() if name != "budget"})

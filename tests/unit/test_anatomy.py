@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.config import build
-from course_lib.training.anatomy import (
+from course_lib.lessons.step_profile import (
     SavedForBackward,
     bytes_by_kind,
     gradient,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from course_lib.errors import CheckpointError
-from course_lib.training import checkpoint, manifest, tensorfile
+from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree
 
 
 def test_state_comes_back_as_it_was(tmp_path):
@@ -18,8 +18,8 @@ def test_state_comes_back_as_it_was(tmp_path):
     state = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": shared}, 1: {"exp_avg": shared.T}},
              "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1], "fused": True, "maximize": None}],
              "random": random.getstate(), "empty": {}, "none": None, "bf16": torch.randn(3).bfloat16()}
-    tensorfile.save(state, tmp_path / "state.safetensors")
-    back = tensorfile.load(tmp_path / "state.safetensors")
+    safetensors_tree.save(state, tmp_path / "state.safetensors")
+    back = safetensors_tree.load(tmp_path / "state.safetensors")
     assert back["random"] == state["random"] and back["param_groups"] == state["param_groups"]
     assert list(back["state"]) == [0, 1] and back["empty"] == {} and back["none"] is None
     assert torch.equal(back["state"][1]["exp_avg"], shared.T) and torch.equal(back["bf16"], state["bf16"])
@@ -27,13 +27,13 @@ def test_state_comes_back_as_it_was(tmp_path):
 
 def test_what_cannot_be_stored_is_named(tmp_path):
     with pytest.raises(TypeError, match="ndarray at /a/1"):
-        tensorfile.save({"a": [1, np.zeros(2)]}, tmp_path / "x")
+        safetensors_tree.save({"a": [1, np.zeros(2)]}, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 def files_of(step):
     def write(folder):
-        tensorfile.save({"step": step, "weights": torch.full((1000,), float(step))}, folder / "model.safetensors")
+        safetensors_tree.save({"step": step, "weights": torch.full((1000,), float(step))}, folder / "model.safetensors")
         (folder / "state.json").write_text(f'{{"step": {step}}}')
     return write
 

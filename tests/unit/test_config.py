@@ -9,6 +9,7 @@ import pytest
 from course_lib import config_files
 from course_lib.config import Config, RunConfig, build, option, options
 from course_lib.errors import ConfigError
+from course_lib.writing import write_text
 
 NUMBER_OF_FIELDS = 101
 
@@ -143,7 +144,7 @@ def test_importing_the_config_imports_no_torch():
 
 def test_a_file_is_never_left_half_written(tmp_path):
     path = tmp_path / "summary.json"
-    config_files.write_text(path, "old")
+    write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
-        config_files.write_text(path, "\udcff")
+        write_text(path, "\udcff")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from course_lib.errors import CheckpointError
-from course_lib.training import checkpoint, manifest, sharded, tensorfile
+from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree, sharded
 
 pytestmark = pytest.mark.slow
 
@@ -29,16 +29,16 @@ def files_of(step, attempt=0):
     """Three files that all say which step and attempt they belong to."""
     def write(folder):
         weights = torch.full((3000,), float(step))
-        tensorfile.save({"step": step, "attempt": attempt, "weights": weights}, folder / "model.safetensors")
+        safetensors_tree.save({"step": step, "attempt": attempt, "weights": weights}, folder / "model.safetensors")
         (folder / "shards").mkdir()
-        tensorfile.save({"step": step, "attempt": attempt}, folder / "shards" / "0.safetensors")
+        safetensors_tree.save({"step": step, "attempt": attempt}, folder / "shards" / "0.safetensors")
         (folder / "state.json").write_text(f"[{step}, {attempt}]")
     return write
 
 
 def read(folder):
     """Step and attempt of a checkpoint; fails where its files disagree."""
-    model, shard = (tensorfile.load(folder / name) for name in ("model.safetensors", "shards/0.safetensors"))
+    model, shard = (safetensors_tree.load(folder / name) for name in ("model.safetensors", "shards/0.safetensors"))
     whose = (model["step"], model["attempt"])
     assert (shard["step"], shard["attempt"]) == whose and (folder / "state.json").read_text() == str(list(whose))
     assert torch.equal(model["weights"], torch.full((3000,), float(whose[0])))
@@ -83,7 +83,7 @@ class Operations:
             self._one()
             real(descriptor)
 
-        def save_file(tensors, path, real=tensorfile.save_file, **options):
+        def save_file(tensors, path, real=safetensors_tree.save_file, **options):
             self._one()
             real(tensors, path, **options)
             os.truncate(path, os.path.getsize(path) // 2)
@@ -93,7 +93,7 @@ class Operations:
         self.at, self.count, self.act = at, 0, act
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
-            with mock.patch.object(os, "fsync", fsync), mock.patch.object(tensorfile, "save_file", save_file):
+            with mock.patch.object(os, "fsync", fsync), mock.patch.object(safetensors_tree, "save_file", save_file):
                 yield
         finally:
             self.act = None
@@ -306,10 +306,10 @@ def test_left_overs_are_never_taken_for_checkpoints(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_nothing_that_is_read_back_is_unpickled(tmp_path):
-    from course_lib.parallel.shards import Piece
+    from course_lib.parallel.sharding import Piece
 
     values = torch.arange(6.0)
-    tensorfile.save({"a": [1, (2.0, None), {"b": values}]}, tmp_path / "tree.safetensors")
+    safetensors_tree.save({"a": [1, (2.0, None), {"b": values}]}, tmp_path / "tree.safetensors")
     sharded.save({"model/w": Piece(values.shape, 0, values)}, tmp_path)
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors"}
 
@@ -319,6 +319,6 @@ def test_nothing_that_is_read_back_is_unpickled(tmp_path):
 
         sys.addaudithook(no_pickle)
         assert torch.equal(sharded.whole(tmp_path, "model/")["w"], values)
-        assert torch.equal(tensorfile.load(tmp_path / "tree.safetensors")["a"][2]["b"], values)
+        assert torch.equal(safetensors_tree.load(tmp_path / "tree.safetensors")["a"][2]["b"], values)
 
     assert child(work) == 0

@@ -10,9 +10,10 @@ from collections import Counter
 import pytest
 
 from course_lib.config import DataConfig
-from course_lib.data import DataConnector, bundled, make_tweets
+from course_lib.data import DataConnector, bundled
 from course_lib.data.cleaning import clean
 from course_lib.errors import DataError
+from tools import make_tweets
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,6 @@ def test_the_script_refuses_another_raw_file(tmp_path):
 
 @pytest.mark.slow
 def test_the_script_is_a_module_and_fails_in_one_line(tmp_path):
-    said = subprocess.run([sys.executable, "-m", "course_lib.data.make_tweets", tmp_path], capture_output=True,
+    said = subprocess.run([sys.executable, "-m", "tools.make_tweets", tmp_path], capture_output=True,
                           text=True, timeout=60)
     assert said.returncode == 1 and said.stderr.count("\n") == 1 and "does not exist" in said.stderr

@@ -27,8 +27,9 @@ from course_lib.commands.options import config_from
 from course_lib.config import Config, options
 from course_lib.data import DataConnector
 from course_lib.errors import CheckpointError, CourseError
-from course_lib.training import checkpoint, manifest, resuming
+from course_lib.training.checkpoints import checkpoint, manifest, resuming
 from course_lib.training.run import build_trainer
+from course_lib.writing import write_text
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +101,7 @@ def test_config_files(tmp_path):
             one_line(error)
             ends["refused"] += 1
             return
-        config_files.write_text(path, config_files.to_yaml(config))
+        write_text(path, config_files.to_yaml(config))
         assert config_files.load([path]) == config, "what it writes, it reads"
         ends["read"] += 1
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from course_lib.runtime import backends, captures, tap, watchdog
-from course_lib.runtime.liveness import Activity
-from course_lib.runtime.page import CALLS, ENDED, ISSUED, KEPT, WAITED_FOR, Call, Page, Sighting, digest, read_page
-from course_lib.runtime.pending import AHEAD, Pending
-from course_lib.runtime.traffic import Traffic
-from course_lib.runtime.verdicts import judge
-from course_lib.runtime.watchdog import Watchdog, read_reports
+from course_lib.hangs import backend_records, watchdog
+from course_lib.hangs.diagnosis import judge
+from course_lib.hangs.liveness import Activity
+from course_lib.hangs.pending_calls import AHEAD, Pending
+from course_lib.hangs.rank_state import CALLS, ENDED, ISSUED, KEPT, WAITED_FOR, Call, Page, Sighting, digest, read_page
+from course_lib.hangs.watchdog import Watchdog, read_reports
+from course_lib.metering import collective_hooks, graph_captures
+from course_lib.metering.collective_log import Traffic
 
 GPU = torch.device("cuda", 0)
 
@@ -157,7 +158,7 @@ class Event:
         self.reached = False
 
     def query(self):
-        assert not captures._under_way, "a capture would be spoilt"
+        assert not graph_captures._under_way, "a capture would be spoilt"
         if self.fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.reached
@@ -238,12 +239,13 @@ def test_in_a_capture_nothing_is_recorded_and_nobody_asks(gpu):
         def fails(self):
             raise RuntimeError("no capture")
 
-    Graph.capture_begin, Graph.capture_end = captures.beginning(Graph.capture_begin), captures.ending(Graph.capture_end)
-    Graph.fails = captures.beginning(Graph.fails)
+    Graph.capture_begin = graph_captures.beginning(Graph.capture_begin)
+    Graph.capture_end = graph_captures.ending(Graph.capture_end)
+    Graph.fails = graph_captures.beginning(Graph.fails)
     calls.add(1, None, GPU)
     next(iter(calls._on_gpu.values()))[0].reached = True
     graph = Graph()
-    with captures.may_ask() as may:  # whoever asks is waited for
+    with graph_captures.may_ask() as may:  # whoever asks is waited for
         assert may
         thread = threading.Thread(target=lambda: (graph.capture_begin(), go_on.wait(10)))
         thread.start()
@@ -258,7 +260,7 @@ def test_in_a_capture_nothing_is_recorded_and_nobody_asks(gpu):
     assert calls.ended(4) == [1]
     with pytest.raises(RuntimeError, match="no capture"):
         graph.fails()
-    with captures.may_ask() as may:
+    with graph_captures.may_ask() as may:
         assert may
 
 
@@ -269,24 +271,24 @@ def test_the_tap_tells_captures_and_batches_and_leaves_nothing_behind(monkeypatc
     monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", lambda group, device: works["closed"])
     monkeypatch.setattr(dist.Work, "unbox", staticmethod(lambda boxed: works[boxed]))
     before = torch.cuda.CUDAGraph.capture_begin, dist.ProcessGroup._start_coalescing, dist.Work.wait
-    listener = SimpleNamespace(issuing=lambda operator, args: (args[0], tap.batch()),
+    listener = SimpleNamespace(issuing=lambda operator, args: (args[0], collective_hooks.batch()),
                                issued=lambda note, work: told.append((*note, work)))
-    tap.listen(listener)
+    collective_hooks.listen(listener)
     try:
         monkeypatch.setattr(torch.ops.c10d.send.default, "redispatch", lambda keyset, *args: args[1], raising=False)
-        passing = tap._passing("send")
+        passing = collective_hooks._passing("send")
         everything = torch._C._dispatch_keyset_full()
         passing(everything, "first", "single")
         group = dist.ProcessGroup.__new__(dist.ProcessGroup)
         dist.ProcessGroup._start_coalescing(group, None)
         passing(everything, "second", None)
         passing(everything, "third", "single")  # a Work of its own in a batch would pass for ended
-        assert len(told) == 1 and tap.batch() > 0
+        assert len(told) == 1 and collective_hooks.batch() > 0
         assert dist.ProcessGroup._end_coalescing(group, None) == works["closed"]
         passing(everything, "fourth", None)
         assert torch.cuda.CUDAGraph.capture_begin is not before[0]
     finally:
-        tap.leave(listener)
+        collective_hooks.leave(listener)
     number = told[1][1]
     assert told == [("first", 0, "a Work"), ("second", number, "the batch's Work"),
                     ("third", number, "the batch's Work"), ("fourth", 0, None)]
@@ -317,11 +319,11 @@ class OnGPU(torch.Tensor):
 
 
 def dumping(monkeypatch, **found):
-    for name in backends.RECORDERS:
+    for name in backend_records.RECORDERS:
         monkeypatch.delattr(_distributed_c10d, name, raising=False)
     for name, records in found.items():
         monkeypatch.setattr(_distributed_c10d, name, lambda *_, records=records: json.dumps(records), raising=False)
-    return backends.backend_records()
+    return backend_records.backend_records()
 
 
 def test_the_records_are_nccls_where_the_build_has_them(monkeypatch):
@@ -344,8 +346,8 @@ def group_that_says(error):
 
 def test_nccls_error_is_read_and_groups_that_have_none_to_tell_are_passed_over():
     fine, silent = group_that_says("SUCCESS"), SimpleNamespace(_device_types=[torch.device("cpu")])
-    assert backends.backend_error([fine, silent]) is None
-    assert backends.backend_error([fine, group_that_says("COMM_ERROR")]) == "COMM_ERROR"
+    assert backend_records.backend_error([fine, silent]) is None
+    assert backend_records.backend_error([fine, group_that_says("COMM_ERROR")]) == "COMM_ERROR"
 
 
 def test_the_watchdog_reports_as_soon_as_nccl_has_noted_an_error(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ import torch
 from course_lib.errors import DataError
 from course_lib.grading import masters
 from course_lib.grading.hidden import hidden_cases
-from course_lib.grading.plain import pack, unpack
 from course_lib.grading.selftest import planted
+from course_lib.grading.serialize import pack, unpack
 from course_lib.grading.task import Finding, earned, plain
 from course_lib.grading.tasks import TASKS
 

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from course_lib.runtime import joining
+from course_lib.training.engines import process_group
 
 TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -38,9 +38,9 @@ def network(monkeypatch):
             raise OSError(f"no {name}")
         return [(2, type, 0, "", (name, port))]
 
-    monkeypatch.setattr(joining.socket, "socket", Probe)
-    monkeypatch.setattr(joining.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(joining.psutil, "net_if_addrs", lambda: {
+    monkeypatch.setattr(process_group.socket, "socket", Probe)
+    monkeypatch.setattr(process_group.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(process_group.psutil, "net_if_addrs", lambda: {
         name: [types.SimpleNamespace(address=address)]
         for name, address in (("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("ens5", "10.1.2.3"))})
     return ways
@@ -56,7 +56,7 @@ def ranks(monkeypatch):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", ""))  # to be put back
         if "GLOO_SOCKET_IFNAME" not in environment:
             del os.environ["GLOO_SOCKET_IFNAME"]
-        joining.choose_interface()
+        process_group.choose_interface()
         return os.environ.get("GLOO_SOCKET_IFNAME")
 
     return of
@@ -79,15 +79,15 @@ def test_on_one_machine_and_where_somebody_has_chosen_nothing_is_changed(network
 
 
 def test_a_backend_waits_longer_than_the_watchdog_lets_a_rank_work():
-    assert joining.patience(0) == joining.patience(60) == TIMEOUT
-    assert joining.patience(300) == datetime.timedelta(minutes=55)
+    assert process_group.patience(0) == process_group.patience(60) == TIMEOUT
+    assert process_group.patience(300) == datetime.timedelta(minutes=55)
 
 
 def test_without_a_launcher_no_backend_is_named(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert joining.process_group(torch.device("cuda"), 0).to_kwargs() == {"backend": None, "timeout": TIMEOUT}
+    assert process_group.process_group(torch.device("cuda"), 0).to_kwargs() == {"backend": None, "timeout": TIMEOUT}
     monkeypatch.setenv("LOCAL_RANK", "0")
-    named = {kind: joining.process_group(torch.device(kind), 0).backend for kind in ("cpu", "cuda", "mps")}
+    named = {kind: process_group.process_group(torch.device(kind), 0).backend for kind in ("cpu", "cuda", "mps")}
     assert named == {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "mps": None}
 
 
@@ -95,9 +95,9 @@ def test_a_group_of_one_leaves_the_environment_as_it_was(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     before = dict(os.environ)
-    with joining.group_of_one():
+    with process_group.group_of_one():
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
     assert dict(os.environ) == before
     monkeypatch.setenv("RANK", "3")
-    with joining.group_of_one():
+    with process_group.group_of_one():
         assert os.environ["RANK"] == "3" and os.environ["MASTER_ADDR"] == "elsewhere"

@@ -16,7 +16,7 @@ def in_a_new_process(program, **environment):
 def test_torch_asks_the_management_library_once_the_course_is_imported():
     asks = "import torch; print(torch.cuda._nvml_based_avail())"
     assert in_a_new_process(asks) == "False"
-    assert in_a_new_process("import course_lib.runtime.launch; " + asks) == "True"
+    assert in_a_new_process("import course_lib.launching.launch; " + asks) == "True"
 
 
 def test_who_says_otherwise_is_left_alone():

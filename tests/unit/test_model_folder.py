@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from course_lib.config import Config
 from course_lib.modeling import presets
 from course_lib.training.engines.base import Engine
-from course_lib.training.model_folder import write_model
+from course_lib.training.checkpoints.model_folder import write_model
 
 config, tokenizer = presets.build("tiny-gpt2", ["some words to make a vocabulary of"], 16)
 model = AutoModelForCausalLM.from_config(config)

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from course_lib.figures import pipeline
 from course_lib.figures.style import COLOURS
 from course_lib.parallel.pipeline.schedules import make
-from course_lib.parallel.pipeline.simulate import Costs, Span, simulate
+from course_lib.parallel.pipeline.simulation import Costs, Span, simulate
 
 
 def rectangles(axes):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.parallel.pipeline import zero_bubble
 from course_lib.parallel.pipeline.actions import COMMUNICATION, F, Schedule
+from course_lib.parallel.pipeline.fitted import zero_bubble
+from course_lib.parallel.pipeline.fitted.search import stage_costs
 from course_lib.parallel.pipeline.passes import lower
 from course_lib.parallel.pipeline.schedules import make
-from course_lib.parallel.pipeline.search import stage_costs
-from course_lib.parallel.pipeline.simulate import Costs, Timeline, exact, simulate
-from course_lib.parallel.pipeline.validate import in_flight
+from course_lib.parallel.pipeline.simulation import Costs, Timeline, exact, simulate
+from course_lib.parallel.pipeline.validation import in_flight
 
 PUBLISHED = json.loads((Path(__file__).parent / "golden" / "published_bubbles.json").read_text())
 LENGTHS = [(1, 1, 1), (3, 2, 1), (2, 3, 1), (10, 10, 7), (5, 6, 4)]

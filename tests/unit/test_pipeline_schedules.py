@@ -13,11 +13,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from course_lib.errors import ConfigError
 from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.actions import COMMUNICATION, COMPUTE, Action, B, F, I, Schedule, W, loop, v_shape
+from course_lib.parallel.pipeline.fitted.search import NAMES, build, stage_costs, stages_for
 from course_lib.parallel.pipeline.passes import lower, merge_backward, split_backward, without_communication
 from course_lib.parallel.pipeline.schedules import KINDS, make
-from course_lib.parallel.pipeline.search import NAMES, build, stage_costs, stages_for
-from course_lib.parallel.pipeline.simulate import Costs
-from course_lib.parallel.pipeline.validate import check, in_flight
+from course_lib.parallel.pipeline.simulation import Costs
+from course_lib.parallel.pipeline.validation import check, in_flight
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = list(product(range(1, 6), range(1, 13), (1, 2, 3)))
@@ -248,7 +248,7 @@ def test_peaks_are_those_that_the_papers_state():
 
 
 def test_the_modules_need_no_torch():
-    code = ("import sys, course_lib.parallel.pipeline.search, course_lib.parallel.pipeline.validate, "
+    code = ("import sys, course_lib.parallel.pipeline.fitted.search, course_lib.parallel.pipeline.validation, "
             "course_lib.parallel.pipeline.csv_form, course_lib.parallel.pipeline.formulas\n"
             "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"[]\n"

@@ -5,10 +5,10 @@ from fractions import Fraction
 import pytest
 
 from course_lib.errors import ConfigError
+from course_lib.parallel.pipeline.fitted.search import FITTED, NAMES, build, search, stage_costs, stages_for
 from course_lib.parallel.pipeline.schedules import KINDS, make
-from course_lib.parallel.pipeline.search import FITTED, NAMES, build, search, stage_costs, stages_for
-from course_lib.parallel.pipeline.simulate import Costs, simulate
-from course_lib.parallel.pipeline.validate import check
+from course_lib.parallel.pipeline.simulation import Costs, simulate
+from course_lib.parallel.pipeline.validation import check
 
 
 def test_every_schedule_is_looked_at_and_the_fastest_comes_first():

@@ -7,14 +7,14 @@ from itertools import pairwise, product
 import pytest
 
 from course_lib.errors import ConfigError
-from course_lib.parallel.pipeline import zero_bubble
 from course_lib.parallel.pipeline.actions import B, F, Schedule
+from course_lib.parallel.pipeline.fitted import zero_bubble
+from course_lib.parallel.pipeline.fitted.search import stage_costs
 from course_lib.parallel.pipeline.formulas import bubble_time
 from course_lib.parallel.pipeline.passes import lower
 from course_lib.parallel.pipeline.schedules import KINDS, make
-from course_lib.parallel.pipeline.search import stage_costs
-from course_lib.parallel.pipeline.simulate import Costs, Number, Timeline, exact, simulate
-from course_lib.parallel.pipeline.validate import check, in_flight
+from course_lib.parallel.pipeline.simulation import Costs, Number, Timeline, exact, simulate
+from course_lib.parallel.pipeline.validation import check, in_flight
 
 LENGTHS: list[tuple[Number, Number, Number]] = [
     (1, 1, 1), (3, 2, 1), (2, 3, 1), (10, 10, 7), (5, 6, 4), (Fraction(1, 3), Fraction(2, 7), Fraction(1, 5)),

@@ -9,7 +9,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.pipeline.actions import RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, Schedule
 from course_lib.parallel.pipeline.passes import lower, messages, partner
 from course_lib.parallel.pipeline.schedules import KINDS, make
-from course_lib.parallel.pipeline.validate import check
+from course_lib.parallel.pipeline.validation import check
 
 
 def edit(schedule, rank, change):

@@ -3,12 +3,12 @@
 import pytest
 
 from course_lib.figures import planning as figures
-from course_lib.planning import atlas, hardware, strategy
+from course_lib.planning import hardware, strategy, strategy_map
 
 
 @pytest.fixture(scope="module")
 def places():
-    return atlas.survey("A10G")
+    return strategy_map.survey("A10G")
 
 
 def test_every_place_holds_the_best_or_says_why_not(places):
@@ -31,13 +31,14 @@ def test_small_models_need_nothing_and_large_ones_offload(places):
 
 
 def test_the_rule_of_thumb_and_where_the_search_differs(places):
-    assert atlas.rule_of_thumb(124e6, 2) == ("DDP",) and atlas.rule_of_thumb(6.7e9, 4) == ("FSDP",)
-    assert atlas.rule_of_thumb(70e9, 4) == ("FSDP + offload",) and "ZeRO-3" in atlas.rule_of_thumb(70e9, 8)
-    found = atlas.disagreements(places, "A10G")
+    assert strategy_map.rule_of_thumb(124e6, 2) == ("DDP",) and strategy_map.rule_of_thumb(6.7e9, 4) == ("FSDP",)
+    assert strategy_map.rule_of_thumb(70e9, 4) == ("FSDP + offload",)
+    assert "ZeRO-3" in strategy_map.rule_of_thumb(70e9, 8)
+    found = strategy_map.disagreements(places, "A10G")
     assert 10 < len(found) < 45
     assert {(each.place.model.name, each.place.gpus) for each in found}.isdisjoint(
         {(place.model.name, place.gpus) for row in places for place in row
-         if place.family in atlas.rule_of_thumb(place.model.parameters, place.gpus)})
+         if place.family in strategy_map.rule_of_thumb(place.model.parameters, place.gpus)})
     slower = [each for each in found if each.fits]
     assert slower and all(each.fits.cost.tokens_per_second <= 1.0011 * each.place.best.cost.tokens_per_second
                           for each in slower)

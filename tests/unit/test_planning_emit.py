@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from course_lib import cli, config_files
 from course_lib.errors import ConfigError
-from course_lib.planning import emit, hardware, models, strategy
+from course_lib.planning import hardware, models, strategy, to_launchers
 
 CASES = {  # by family: the options of `course plan`, and what lies beside the files that every plan has
     "DDP": ("--model gpt2 --gpu ml.p4d.24xlarge --families DDP --sequence-length 512",
@@ -97,9 +97,9 @@ def test_what_no_trainer_of_ours_runs_is_refused():
     found = strategy.search(models.load("llama-70b"), hardware.cluster("H100", 64), 2048)
     split = next(each.plan for each in found.candidates if each.plan.tensor > 1)
     with pytest.raises(ConfigError, match="Megatron-LM or torchtitan"):
-        emit.options(split, found.model)
+        to_launchers.options(split, found.model)
     with pytest.raises(ConfigError, match="Hugging Face Trainer does not run"):
-        emit.training_arguments(split)
+        to_launchers.training_arguments(split)
 
 
 @pytest.mark.parametrize(("options", "line"), [

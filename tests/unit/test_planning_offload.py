@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from course_lib.errors import ConfigError
-from course_lib.planning import atlas, cost, hardware, memory, models, strategy
+from course_lib.planning import cost, hardware, memory, models, strategy, strategy_map
 from course_lib.planning.plan import Plan
 
 FSDP = Plan(1024, "fsdp", 3, data=8, offload="parameters", checkpointing="full", compiled=True)
@@ -28,7 +28,7 @@ def test_it_is_found_where_nothing_else_of_fsdp_fits():
     found = strategy.search(models.load("facebook/opt-6.7b"), cluster, 2048, families=("FSDP",))
     assert {each.plan.offload for each in found.candidates} == {"parameters"}
     assert found.best.plan.strategy == "FSDP + CPU offload + full checkpointing"
-    assert atlas.Place(found.model, 8, found.best).family == "FSDP + offload"
+    assert strategy_map.Place(found.model, 8, found.best).family == "FSDP + offload"
     with pytest.raises(strategy.NothingFits, match="host memory"):
         strategy.search(found.model, replace(cluster, host_memory=8 * 2**30), 2048, families=("FSDP",))
 
@@ -103,7 +103,7 @@ def test_what_fsdp2_cannot_do_is_refused():
 
 def test_the_rule_of_thumb_is_told_which_of_the_two_the_search_takes():
     """13 billion parameters on 4 GPUs: FSDP with offload by the rule, which A100 have no need of."""
-    (found,) = atlas.disagreements(atlas.survey("A100-80", ("facebook/opt-13b",), (4,)), "A100-80")
+    (found,) = strategy_map.disagreements(strategy_map.survey("A100-80", ("facebook/opt-13b",), (4,)), "A100-80")
     assert (found.place.family, found.rule, found.because) == (
         "FSDP", ("FSDP + offload",), "FSDP fits without offload")
 

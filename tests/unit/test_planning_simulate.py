@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from course_lib import cli
 from course_lib.errors import ConfigError
-from course_lib.parallel.fsdp_torch import shard_with_torch
+from course_lib.launching.launch import launch
+from course_lib.metering.allocation_log import KINDS, Ledger
+from course_lib.metering.meter import Meter
+from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.planning import memory, models
 from course_lib.planning import simulate as simulated
 from course_lib.planning.formula_check import compare
 from course_lib.planning.simulate import STRATEGIES, Setting, simulate
-from course_lib.runtime.launch import launch
-from course_lib.runtime.ledger import KINDS, Ledger
-from course_lib.runtime.meter import Meter
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 TOKENS = 32

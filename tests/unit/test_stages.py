@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AlbertConfig, AlbertForSequenceClassification, BertConfig, BertModel
 
 from course_lib.errors import ConfigError
+from course_lib.metering.meter import Meter
 from course_lib.modeling.balance import deal_out
 from course_lib.modeling.stages import EMBEDDINGS, HEAD, cut, shared_weights, split_at, split_evenly
-from course_lib.runtime.meter import Meter
 from tests.unit.stage_cases import LENGTH, MODELS, SIZES, batch, build, loss_sum
 
 TIED = {"bert masked", "roberta causal", "distilbert masked", "gpt2 causal", "opt causal", "llama causal"}

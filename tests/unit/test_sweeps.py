@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from course_lib.errors import ConfigError
-from course_lib.training import sweeps
+from course_lib.tracking import sweeps
 
 GRID = """
 method: grid

@@ -9,9 +9,9 @@ import torch
 from transformers import BertConfig, ViTConfig
 
 from course_lib.data.ordering import lengths_at
+from course_lib.metering.phases import Phases, Stopwatch
+from course_lib.parallel.clock import Clock
 from course_lib.planning import hardware
-from course_lib.runtime.clock import Clock
-from course_lib.runtime.phases import Phases, Stopwatch
 from course_lib.training.state import TrainState
 from course_lib.training.throughput import Throughput, peak_of
 from course_lib.training.votes import Votes

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from course_lib.errors import ConfigError
-from course_lib.runtime.topology import AXES, Coordinates, RankGrid
+from course_lib.parallel.topology import AXES, Coordinates, RankGrid
 
 CUBE = RankGrid(dp=2, pp=2, tp=2)
 

@@ -21,7 +21,7 @@ from course_lib.errors import ConfigError
 from course_lib.tracking.base import Guarded, RunInfo, Tracker
 from course_lib.tracking.collect import read_runs
 from course_lib.tracking.trackio_tracker import TrackioTracker, trackio_in
-from course_lib.training.watching import BINS, histograms
+from course_lib.training.callbacks.histograms import BINS, histograms
 
 
 @pytest.fixture

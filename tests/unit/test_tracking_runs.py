@@ -14,9 +14,9 @@ from course_lib.tracking.base import Guarded, RunInfo, Tracker
 from course_lib.tracking.collect import METRIC_COLUMNS, differing_options, distinct, metrics_frame, read_runs
 from course_lib.tracking.jsonl import JsonLinesTracker
 from course_lib.training import run as runs
-from course_lib.training.callbacks import Callback
+from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.run import build_trainer
-from course_lib.training.tracking_callback import TrackingCallback
 
 pytestmark = pytest.mark.slow
 
@@ -212,7 +212,7 @@ def test_a_failing_tracker_is_said_once_and_the_training_goes_on(tmp_path, monke
 
     with pytest.raises(OSError, match="No space"):
         Breaks(RunInfo("id", "name", "project", None, tmp_path), method)._maybe(method)
-    monkeypatch.setattr("course_lib.training.tracking_callback.make_trackers", make)
+    monkeypatch.setattr("course_lib.training.callbacks.tracking.make_trackers", make)
     summary = runs.train(config_of(tmp_path / "run", max_steps=6))
     assert summary["train"]["steps"] == 6 and broken[0].calls.count(method) == 1
     said = [line for line in capsys.readouterr().out.splitlines() if "tracker breaks" in line]

@@ -12,8 +12,8 @@ import torch
 from course_lib.config import OptimConfig, build
 from course_lib.errors import ConfigError
 from course_lib.modeling import presets
-from course_lib.training import checkpoint, manifest, resuming, tensorfile
-from course_lib.training.callbacks import Callback, FunctionCallback
+from course_lib.training.callbacks.base import Callback, FunctionCallback
+from course_lib.training.checkpoints import checkpoint, manifest, resuming, safetensors_tree
 from course_lib.training.optimization import learning_rate_factor, make_optimizer
 from course_lib.training.run import build_trainer
 
@@ -204,7 +204,7 @@ def test_the_best_weights_are_kept_and_early_stopping_ends_the_run(trainer_of):
                          max_grad_norm=0, lr_scheduler="constant")
     state = trainer.train()
     assert state.step == state.best_step + 3 < 30
-    best = tensorfile.load(trainer.best_file)
+    best = safetensors_tree.load(trainer.best_file)
     assert all(torch.equal(best[name], value) for name, value in trainer.model.state_dict().items())
     assert trainer.evaluate("validation")["loss"] == pytest.approx(state.best_value, abs=1e-6)
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.runtime.board import Board, Identity
-from course_lib.runtime.flight import FlightRecorder
-from course_lib.runtime.liveness import Activity, process_state, start_ticks
-from course_lib.runtime.page import (
+from course_lib.hangs.diagnosis import is_hang, judge
+from course_lib.hangs.flight_recorder import FlightRecorder
+from course_lib.hangs.liveness import Activity, process_state, start_ticks
+from course_lib.hangs.rank_state import (
     CALLS,
     ENDED,
     FAILED,
@@ -33,7 +33,7 @@ from course_lib.runtime.page import (
     read_page,
     spans,
 )
-from course_lib.runtime.verdicts import is_hang, judge
+from course_lib.hangs.rank_state_exchange import Board, Identity
 
 SECONDS = 5.0
 
@@ -302,7 +302,7 @@ def test_who_left_or_was_ended_by_its_watchdog_did_not_die_in_training(state, de
 @pytest.mark.parametrize("machine", ["one", "two"])
 def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
     store, own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), Identity.own
-    monkeypatch.setattr("course_lib.runtime.board.POST_SECONDS", 0.05)
+    monkeypatch.setattr("course_lib.hangs.rank_state_exchange.POST_SECONDS", 0.05)
     boards = []
     for number in range(2):
         def named(page, number=number):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, f1_score
 
-from course_lib.training import wrong_metrics as wm
+from course_lib.lessons import wrong_metrics as wm
 
 SPLITS = [(10, 4, 2), (8, 4, 3), (3, 4, 3), (1, 4, 4), (455, 64, 3), (16, 4, 2), (5, 8, 1)]
 

@@ -12,8 +12,8 @@ from course_lib.grading.tasks.drawing import alone
 from course_lib.modeling.balance import deal_out
 from course_lib.parallel.pipeline.actions import Action, Schedule, loop
 from course_lib.parallel.pipeline.schedules import make
-from course_lib.parallel.pipeline.simulate import Costs, simulate
-from course_lib.parallel.pipeline.validate import check, in_flight
+from course_lib.parallel.pipeline.simulation import Costs, simulate
+from course_lib.parallel.pipeline.validation import check, in_flight
 
 LESSON = "07_pipeline_schedules"
 COSTS = Costs()

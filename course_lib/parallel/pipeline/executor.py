@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from course_lib.errors import ConfigError
+from course_lib.parallel.clock import Clock, Stamp
 from course_lib.parallel.pipeline.actions import COMPUTE, SEND_B, SEND_F, Action, B, F, I, Schedule
 from course_lib.parallel.pipeline.backward import SplitBackward
-from course_lib.parallel.pipeline.mail import Forms, Mail, Tensors
+from course_lib.parallel.pipeline.p2p import Forms, Mail, Tensors
 from course_lib.parallel.pipeline.passes import lower, without_communication
-from course_lib.parallel.pipeline.simulate import Span
-from course_lib.parallel.pipeline.validate import check
-from course_lib.runtime.clock import Clock, Stamp
+from course_lib.parallel.pipeline.simulation import Span
+from course_lib.parallel.pipeline.validation import check
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """From the last stage's output and the targets of a micro-batch to a scalar."""

@@ -9,7 +9,7 @@ whole backward, here I + W. So (p - 1)(F + I - W) is ZB-H1's bubble in both.
 
 from fractions import Fraction
 
-from course_lib.parallel.pipeline.simulate import Costs, exact
+from course_lib.parallel.pipeline.simulation import Costs, exact
 
 
 def bubble_time(name: str, ranks: int, microbatches: int, costs: Costs) -> Fraction | None:

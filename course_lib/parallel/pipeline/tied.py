@@ -19,7 +19,7 @@ def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[in
         stages: of this rank, by number.
         stage_ranks: the rank of each stage; the table has it.
         group: whose ranks these are. Over NCCL all of them have used it before, as those of
-            :class:`~course_lib.runtime.topology.RankGrid` have: here its holders alone send.
+            :class:`~course_lib.parallel.topology.RankGrid` have: here its holders alone send.
     """
     rank = dist.get_rank(group)
     for names in shared:

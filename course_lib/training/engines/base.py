@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError
-from course_lib.parallel.shards import Piece
-from course_lib.runtime import joining
+from course_lib.parallel.sharding import Piece
+from course_lib.training.engines import process_group
 from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import autocast, pick_device, pick_precision
 from course_lib.training.unwrapping import deepspeed_left_alone, take_back_forward
@@ -53,12 +53,12 @@ class Engine:
         """
         device = pick_device(self.config.run.device)
         if device.type == "cuda":
-            joining.use_own_gpu()
+            process_group.use_own_gpu()
         precision = pick_precision(self.config.run.mixed_precision, device)
         self.refuse(device, precision)
-        with self.environment(), joining.group_of_one() if self.needs_group else contextlib.nullcontext():
+        with self.environment(), process_group.group_of_one() if self.needs_group else contextlib.nullcontext():
             options = {"cpu": device.type == "cpu"} | self.plugins(device, precision)
-            options["kwargs_handlers"] = [joining.process_group(device, self.config.guard.watchdog),
+            options["kwargs_handlers"] = [process_group.process_group(device, self.config.guard.watchdog),
                                           *options.get("kwargs_handlers", ())]
             self.accelerator = Accelerator(mixed_precision=precision, **options,
                                            dataloader_config=DataLoaderConfiguration(non_blocking=True))

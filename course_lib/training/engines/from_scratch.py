@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from course_lib.errors import ConfigError
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.shards import Piece
+from course_lib.parallel.sharding import Piece
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.training.engines.base import Engine
-from course_lib.training.engines.pieces import PieceEngine
+from course_lib.training.engines.sharded import PieceEngine
 
 
 class ScratchDDP(Engine):

@@ -19,13 +19,13 @@ from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
 from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
 from course_lib.parallel.pipeline.schedules import make
-from course_lib.parallel.pipeline.simulate import Costs, simulate
+from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
-from course_lib.parallel.pipeline.torch_engine import TorchPipeline
-from course_lib.parallel.shards import Piece, gather_whole
+from course_lib.parallel.sharding import Piece, gather_whole
+from course_lib.parallel.topology import RankGrid
+from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from course_lib.parallel.zero import Zero1
-from course_lib.runtime.topology import RankGrid
-from course_lib.training.engines.pieces import PieceEngine
+from course_lib.training.engines.sharded import PieceEngine
 from course_lib.training.loss import summed_loss
 from course_lib.training.optimization import parameter_groups
 from course_lib.training.precision import autocast

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
-from course_lib.parallel.shards import Piece
-from course_lib.training.engines.pieces import PieceEngine
-from course_lib.training.stored import device_of_step
+from course_lib.parallel.sharding import Piece
+from course_lib.training.checkpoints.formats import device_of_step
+from course_lib.training.engines.sharded import PieceEngine
 
 DEFAULT_BUCKET = 500_000_000
 """Elements that DeepSpeed reduces and gathers together, by its own default."""

@@ -15,11 +15,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
-from course_lib.parallel.fsdp_torch import hybrid_mesh, shard_with_torch
-from course_lib.parallel.shards import Piece
-from course_lib.parallel.units import blocks
+from course_lib.parallel.blocks import blocks
+from course_lib.parallel.sharding import Piece
+from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
 from course_lib.training.engines.base import Engine
-from course_lib.training.engines.pieces import PieceEngine
+from course_lib.training.engines.sharded import PieceEngine
 from course_lib.training.unwrapping import take_back_forward
 
 

@@ -1,0 +1,277 @@
+"""Who is to blame for a hang, from what is known of each rank: a function of the sightings, and nothing else.
+
+A rank waits for another where it has issued a call that the other has not come to. Who is waited for and waits for
+nobody is the one. Where all of them wait in a circle, each is named; and where ranks came to different calls at the
+same place in a group's order, those that differ from the others, or from what followed there before. On a GPU a rank
+has come to a call when its GPU has (:mod:`~course_lib.hangs.gpu_queues`).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from course_lib.hangs.gpu_queues import POINT_TO_POINT, Queue
+from course_lib.hangs.rank_state import WAITED_FOR, Call, Sighting
+
+What = Literal["dead", "stopped", "behind", "mismatched", "elsewhere"]
+
+BUSY_FACTOR = 10
+"""How many times the watchdog's seconds a rank may work without a collective or a beat: a loop without end is work."""
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # end when all have come
+UNEVEN = ("all_to_all", "gather", "scatter", "barrier")  # whose ranks may hand in different shapes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One rank that the others wait for.
+
+    Attributes:
+        what: ``dead``: its process has ended, or it has left the training by an error, or its machine is silent;
+            ``stopped``: by SIGSTOP or a debugger; ``mismatched``: it issued another collective than the others, or
+            another shape or dtype; ``elsewhere``: it is busy with something else in Python; ``behind``: it has left
+            the training before the others, or it waits itself, in a circle.
+        sentence: all of it in words.
+        collective: which one the others wait in; for ``mismatched`` the one that this rank issued.
+        sequence: the collective's number in its group, from 1.
+        file: where the user's code on this rank was last seen, relative to the working directory.
+        line: in that file.
+    """
+
+    rank: int
+    what: What
+    sentence: str
+    collective: str | None
+    sequence: int | None
+    file: str | None
+    line: int | None
+
+
+Edges = list[tuple[Sighting, Call, int]]
+"""Who waits, in what, for whom."""
+
+
+def judge(sightings: Sequence[Sighting]) -> tuple[Verdict, ...]:
+    """The ranks to blame; none where all have come to the same calls, so that only the backend can be at fault.
+
+    Args:
+        sightings: every rank's, by rank.
+    """
+    if found := _mismatched(sightings):
+        return found
+    edges = _edges(sightings)
+    for lives in (("dead", "silent"), ("failed",), ("stopped",)):
+        if gone := [each for each in sightings if each.life in lives]:
+            return tuple(_verdict(each, "stopped" if each.life == "stopped" else "dead", edges) for each in gone)
+    if not edges:
+        idle = [each for each in sightings if each.life == "running" and all(call.ended for call in each.calls)]
+        return tuple(_verdict(each, "elsewhere", edges) for each in idle)
+    waiting = {who.rank for who, _, _ in edges}
+    roots, tells = {whom for _, _, whom in edges} - waiting, False
+    if not roots:
+        circle = _circle(edges)
+        free = circle - {who.rank for who, call, _ in edges if _holds_up(who, call)}
+        roots, tells = free or circle, bool(free) and free != circle
+    return tuple(_verdict(sightings[rank], "elsewhere" if _is_elsewhere(sightings[rank], tells) else "behind", edges)
+                 for rank in sorted(roots))
+
+
+def is_hang(sightings: Sequence[Sighting], rank: int, seconds: float) -> bool:
+    """Whether those to blame have had their time, and not only those who wait for them.
+
+    Args:
+        rank: who asks; it has made no progress for ``seconds`` itself.
+    """
+    blamed = [sightings[verdict.rank] for verdict in judge(sightings)]
+    blamed = blamed or [each for each in sightings if each.life == "running"]
+    if any(each.life == "late" for each in blamed):
+        return False
+    if any(each.life == "unseen" for each in blamed):  # nobody can tell whether it works
+        return sightings[rank].stalled >= BUSY_FACTOR * seconds
+    return all(each.life != "running" or each.stalled >= seconds for each in blamed)
+
+
+def _edges(sightings: Sequence[Sighting]) -> Edges:
+    """Every call that waits for ranks, with these ranks."""
+    edges: Edges = []
+    gone = {each.rank for each in sightings if each.life in ("dead", "stopped", "silent")}
+    queues = [Queue(each) for each in sightings]
+    for who, queue in zip(sightings, queues, strict=True):
+        if who.life not in ("running", "late"):
+            continue
+        for call in queue.waiting():
+            edges += [(who, call, rank) for rank in _partners(call, who.rank)
+                      if rank in gone or not _has_come(sightings[rank], queues[rank], call)]
+        for call in who.calls:
+            if call.ended and call.name in TOGETHER:  # a backend may end it with an error when it loses a peer
+                edges += [(who, call, rank) for rank in call.ranks
+                          if rank in gone and not sightings[rank].has_issued(call.stream, call.sequence)]
+    return edges
+
+
+def _partners(call: Call, rank: int) -> list[int]:
+    if call.name in POINT_TO_POINT:
+        return [] if call.peer is None else [call.peer]
+    return [each for each in call.ranks if each != rank]
+
+
+def _has_come(partner: Sighting, queue: Queue, call: Call) -> bool:
+    """Whether a partner has come to its part of a call."""
+    stream = call.stream
+    if call.name in POINT_TO_POINT:
+        stream = f"{stream.rpartition(':')[0]}:{POINT_TO_POINT[call.name]}"
+    return partner.has_issued(stream, call.sequence) and queue.has_come(stream, call.sequence)
+
+
+def _circle(edges: Edges) -> set[int]:
+    """The ranks that wait for each other."""
+    waited_for = {whom for _, _, whom in edges}
+    ranks = {who.rank for who, _, _ in edges} & waited_for
+    while outside := {rank for rank in ranks
+                      if not any(who.rank in ranks and whom == rank for who, _, whom in edges)
+                      or not any(who.rank == rank and whom in ranks for who, _, whom in edges)}:
+        ranks -= outside
+    return ranks
+
+
+def _holds_up(who: Sighting, call: Call) -> bool:
+    """Whether a rank's main thread waits in a call; for its GPU's it waits where it spins."""
+    return who.spins if call.on_gpu else call.state == WAITED_FOR
+
+
+def _is_elsewhere(sighting: Sighting, tells: bool) -> bool:
+    """Whether a rank to blame is busy with something else.
+
+    Args:
+        tells: for its GPU's calls others of its circle spin, and it does not.
+    """
+    return sighting.life in ("running", "late") and not any(
+        call.state == WAITED_FOR and not (tells and call.on_gpu) for call in sighting.calls)
+
+
+def _mismatched(sightings: Sequence[Sighting]) -> tuple[Verdict, ...]:
+    """Those that issued something else at the earliest place at which ranks differ and one still waits, or died."""
+    histories = [{(call.stream, call.sequence): call for call in each.calls} for each in sightings]
+    suspects: dict[tuple[str, int], float] = {}  # a place, and when the first rank came there
+    for each in sightings:
+        for call in each.calls:
+            if call.name not in POINT_TO_POINT and (
+                    not call.ended or (each.life in ("dead", "failed") and call is each.calls[-1])):
+                key = call.stream, call.sequence
+                suspects[key] = min(call.at, suspects.get(key, math.inf))
+    for key in sorted(suspects, key=lambda each: (suspects[each], each)):
+        there = {rank: history[key] for rank, history in enumerate(histories) if key in history}
+        kinds = Counter(_kind(call) for call in there.values())
+        if len(kinds) > 1:
+            right = _majority(kinds) or _precedent(histories, there)
+            wrong = {rank: call for rank, call in there.items() if _kind(call) != right}
+            return tuple(_mismatch(sightings[rank], call, there) for rank, call in wrong.items())
+    return ()
+
+
+def _kind(call: Call) -> tuple:
+    """What the ranks of a group have to agree on."""
+    size = None if call.name in UNEVEN else math.prod(call.shape) * call.tensors
+    return call.name, size, None if call.name == "barrier" else call.dtype, call.root
+
+
+def _majority(kinds: Counter) -> tuple | None:
+    (most, count), (_, next_most) = kinds.most_common(2)
+    return most if count > next_most else None
+
+
+def _precedent(histories: list[dict[tuple, Call]], there: dict[int, Call]) -> tuple | None:
+    """What followed before, at the last time that the ranks issued what came just before this place."""
+    any_call = next(iter(there.values()))
+    stream, sequence = any_call.stream, any_call.sequence
+    here = {_at(call): _kind(call) for call in there.values()}
+    for rank in there:
+        before = histories[rank].get((stream, sequence - 1))
+        if before is None:
+            continue
+        for earlier in range(sequence - 2, 0, -1):
+            found, following = histories[rank].get((stream, earlier)), histories[rank].get((stream, earlier + 1))
+            if found and following and _at(found) == _at(before) and _kind(found) == _kind(before):
+                if _at(following) in here and here[_at(following)] == _kind(following):
+                    return _kind(following)
+                break
+    return None
+
+
+def _at(call: Call) -> tuple:
+    return call.file, call.line
+
+
+def _mismatch(sighting: Sighting, call: Call, there: dict[int, Call]) -> Verdict:
+    others: dict[str, list[int]] = {}
+    for rank, theirs in there.items():
+        if _kind(theirs) != _kind(call):
+            others.setdefault(f"{describe(theirs)} at {theirs.file}:{theirs.line}", []).append(rank)
+    differ = ", and ".join(f"{_ranks(ranks)} {text}" for text, ranks in others.items())
+    sentence = (f"rank {sighting.rank} issued {describe(call)} at {call.file}:{call.line} where {differ}"
+                + (f"; rank {sighting.rank} has died of it" if sighting.life == "dead" else ""))
+    return Verdict(sighting.rank, "mismatched", sentence, call.name, call.sequence, call.file, call.line)
+
+
+def _verdict(sighting: Sighting, what: What, edges: Edges) -> Verdict:
+    rank = sighting.rank
+    own = [(who, call) for who, call, whom in edges if whom == rank]
+    last = sighting.calls[-1] if sighting.calls else None
+    call = min((call for _, call in own), key=lambda each: each.at, default=last)
+    file, line = place(sighting)
+    held_up_by = [(call, whom) for who, call, whom in edges if who.rank == rank]
+    if what == "behind" and held_up_by:
+        held, whom = held_up_by[0]
+        sentence = f"rank {rank} waits for rank {whom} in {describe(held)} at {held.file}:{held.line}"
+        return Verdict(rank, what, sentence, held.name, held.sequence, held.file, held.line)
+    sentence = f"rank {rank} {_how(sighting, what)}"
+    if file:
+        seen = "is" if what in ("elsewhere", "behind") and sighting.life == "running" else "was last seen"
+        sentence += f"; it {seen} at {file}:{line}" + (f" in step {sighting.step + 1}" if sighting.step >= 0 else "")
+    if own and call:
+        waiting = sorted({who.rank for who, each in own if each.stream == call.stream})
+        sentence += (f"; {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for it in {describe(call)}"
+                     f" at {call.file}:{call.line}")
+    elif last:
+        sentence += f"; its last call was {describe(last)} at {last.file}:{last.line}"
+    return Verdict(rank, what, sentence, call.name if call else None, call.sequence if call else None, file, line)
+
+
+def _how(sighting: Sighting, what: What) -> str:
+    """What is the matter with it, to follow its number."""
+    where = f"process {sighting.pid} on {sighting.host}"
+    if error := sighting.words.get("error"):
+        return f"has left the training with {error}"
+    if sighting.life == "dead":
+        return f"is gone: {where} has ended"
+    if sighting.life == "silent":
+        return f"gives no sign: {where} has been silent for {sighting.silent:.0f} s"
+    if sighting.life == "stopped":
+        return f"is stopped, by SIGSTOP or a debugger: {where}"
+    if sighting.life == "left":
+        return "has ended its training before the others"
+    if sighting.life == "unseen":
+        return "has not begun its training"
+    return "is not in a collective" if what == "elsewhere" else "is behind"
+
+
+def place(sighting: Sighting) -> tuple[str | None, int | None]:
+    """File and line of the user's code that a rank was last seen in: its main thread's, or its last call's."""
+    last = sighting.calls[-1] if sighting.calls else None
+    if sighting.words.get("file") and (last is None or sighting.placed_at >= last.at):
+        return sighting.words["file"], sighting.words["line"]
+    return (last.file, last.line) if last else (None, None)
+
+
+def describe(call: Call) -> str:
+    """A call in words, such as ``all_reduce #8 of float32 (4, 2)``."""
+    kind = f" of {call.tensors} x" if call.tensors > 1 else " of"
+    size = f"{kind} {call.dtype} {call.shape}" if call.dtype else ""
+    peer = "" if call.peer is None else f" {'to' if call.name == 'send' else 'from'} rank {call.peer}"
+    return f"{call.name} #{call.sequence}{peer}{size}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    found = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"

@@ -1,0 +1,199 @@
+"""How ranks see each other's state, also that of a rank that is stopped or dead.
+
+Each rank writes a page: numbers, its last calls, its stacks. On one Linux machine the page is memory that the others
+map (a file without a name: nothing is left to remove when ranks are killed), written in place. To ranks on other
+machines the watchdog's thread posts a copy through the process group's store.
+"""
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from course_lib.hangs.liveness import process_state, start_ticks
+from course_lib.hangs.rank_state import RUNNING, SIZE, Life, Page, Sighting, read_flags, read_page
+
+POST_SECONDS = 1.0  # between two posts to ranks on other machines; more where there are more than 16 ranks
+SILENT_SECONDS = 3.0  # longer than three posts take, and a rank on another machine counts as gone
+NOTICE_SECONDS = 1.0  # after a connection has broken, for the kernel to say that its process is dead
+MEET_SECONDS = 10.0  # for ranks that enter one after the other
+_NOW = struct.Struct("=d")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the others need to know to find a rank's page and to see whether it lives."""
+
+    pid: int
+    started: int
+    host: str
+    machine: str
+    descriptor: int
+
+    @classmethod
+    def own(cls, page: Page) -> "Identity":
+        boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+        machine = boot.read_text().strip() + os.readlink(namespace) if boot.exists() and namespace.is_symlink() else ""
+        return cls(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine, page.descriptor)
+
+    def map(self) -> mmap.mmap:
+        """Its page.
+
+        Raises:
+            OSError: the process has gone, or is another user's.
+        """
+        found = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDONLY)
+        try:
+            return mmap.mmap(found, SIZE, access=mmap.ACCESS_READ)
+        finally:
+            os.close(found)
+
+
+@dataclass
+class _Copy:
+    """What a rank on another machine has posted last."""
+
+    content: bytes
+    posted_at: float
+    """By the other machine's clock."""
+    ahead: float
+    """Seconds by which this machine's clock is ahead of the other's."""
+
+
+class Board:
+    """All ranks' pages, as one rank sees them.
+
+    The store is used by a thread of its own, which may have to wait for it: rank 0 keeps it, and may be stopped.
+
+    Args:
+        rank: this rank.
+        world_size: ranks.
+        store: where they meet.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store):
+        self.rank, self.world_size, self.page = rank, world_size, Page()
+        self._identity = Identity.own(self.page)
+        self._identities: dict[int, Identity] = {rank: self._identity}
+        self._maps: dict[int, mmap.mmap] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._store, self._closed = store, threading.Event()
+        self._met, self._lost_peer = threading.Event(), False
+        self.thread = threading.Thread(target=self._meet, name="watchdog-board", daemon=True)
+        self._post_seconds = max(POST_SECONDS, world_size / 16)
+
+    def open(self) -> None:
+        """Wait for the others, for MEET_SECONDS at most: the page of a rank that dies can't be found any more."""
+        if self.world_size > 1:
+            self.thread.start()
+            self._met.wait(MEET_SECONDS)
+
+    def close(self) -> None:
+        """Stop; the page stays where others have mapped it."""
+        self._closed.set()
+        if self.thread.is_alive():
+            self.thread.join(2 * POST_SECONDS)
+        self.page.close()
+
+    def is_local(self, rank: int) -> bool:
+        """Whether a rank's page is mapped here."""
+        return rank == self.rank or rank in self._maps
+
+    def notice_seconds(self) -> float:
+        """Called when a connection to a rank has broken: seconds until all know whose."""
+        self._lost_peer = True
+        return NOTICE_SECONDS + (4 * self._post_seconds if self._elsewhere() else 0)
+
+    def is_alarming(self) -> bool:
+        """Whether a rank of this machine died during its training, or any rank has declared a hang. Cheap."""
+        copies = [copy.content for copy in list(self._copies.values())]  # the board's thread adds to them
+        pages: list[mmap.mmap | bytes] = [*self._maps.values(), *copies]
+        return bool(self.dead()) or any(read_flags(page)[1] for page in pages)
+
+    def sightings(self) -> list[Sighting]:
+        """All ranks', by rank."""
+        found = [self._sighting(rank) for rank in range(self.world_size)]
+        dead = {rank for each in found for rank in each.words.get("dead", ())}  # as those on their machines know
+        return [dataclasses.replace(each, life="dead") if each.rank in dead else each for each in found]
+
+    def dead(self) -> list[int]:
+        """Ranks of this machine that died during their training, and not because their watchdog ended them."""
+        # The kernel is asked before the flags: a rank says that it leaves, and then ends.
+        return [rank for rank, page in list(self._maps.items())
+                if self._life(rank) == "dead" and read_flags(page)[:2] == (RUNNING, False)]
+
+    def _life(self, rank: int) -> Life:
+        """What the kernel says, where it can be asked."""
+        if rank not in self._maps:
+            return "running"
+        return process_state(self._identities[rank].pid, self._identities[rank].started)
+
+    def _meet(self) -> None:
+        """Find the others' pages, and exchange copies with those on other machines, until closed."""
+        try:
+            store: Any = self._store.clone()  # type: ignore[attr-defined]
+            store.set(f"identity/{self.rank}", json.dumps(dataclasses.asdict(self._identity)))
+            pause = self.world_size / 500
+            while len(self._identities) < self.world_size and not self._closed.wait(pause):
+                self._find(store)
+            store.add("found all", 1)
+            while store.add("found all", 0) < self.world_size and not self._closed.wait(pause):
+                pass
+            self._met.set()
+            is_last = False
+            while others := self._elsewhere():
+                self._exchange(store, others)
+                if is_last:
+                    return
+                is_last = self._closed.wait(self._post_seconds)  # once more then: the others see how this rank left
+        except (RuntimeError, OSError):  # the store has gone, with the rank or machine that kept it: copies grow old
+            self._met.set()
+
+    def _elsewhere(self) -> list[int]:
+        """Ranks on other machines."""
+        return [rank for rank in range(self.world_size) if not self.is_local(rank)]
+
+    def _find(self, store: Any) -> None:
+        for rank in set(range(self.world_size)) - set(self._identities):
+            if store.check([f"identity/{rank}"]):
+                found = Identity(**json.loads(store.get(f"identity/{rank}")))
+                self._identities[rank] = found  # before its page, by which the watchdog's thread comes here
+                if found.machine and found.machine == self._identity.machine:
+                    with contextlib.suppress(OSError):  # it has gone already, or is another user's: by its copy, then
+                        self._maps[rank] = found.map()
+
+    def _exchange(self, store: Any, others: list[int]) -> None:
+        store.set(f"page/{self.rank}", _NOW.pack(time.monotonic()) + zlib.compress(self.page.memory[:], 1))
+        for rank in others:
+            if store.check([f"page/{rank}"]):
+                posted = store.get(f"page/{rank}")
+                at = _NOW.unpack_from(posted)[0]
+                if rank not in self._copies or self._copies[rank].posted_at != at:
+                    content = zlib.decompress(posted[_NOW.size :])
+                    self._copies[rank] = _Copy(content, at, time.monotonic() - at)
+
+    def _sighting(self, rank: int) -> Sighting:
+        identity = self._identities.get(rank)
+        if identity is None:
+            return Sighting(rank)
+        known, life = (rank, identity.pid, identity.host), self._life(rank)
+        if self.is_local(rank):
+            return read_page(self._maps.get(rank, self.page.memory)[:], *known, life, time.monotonic())
+        if copy := self._copies.get(rank):
+            seen = read_page(copy.content, *known, life, time.monotonic() - copy.ahead)
+            if seen.life == "running" and seen.silent > 3 * self._post_seconds:
+                is_silent = self._lost_peer or seen.silent > SILENT_SECONDS + 3 * self._post_seconds
+                return dataclasses.replace(seen, life="silent" if is_silent else "late")
+            return seen
+        return Sighting(rank, "unseen", identity.pid, identity.host)

@@ -1,0 +1,183 @@
+"""Run a function on N ranks of this machine, from a notebook or a script.
+
+``accelerate.notebook_launcher`` forks the ranks (a second or so: nothing is imported anew); where there are GPUs they
+are forked from a clean process that has imported everything (`course_lib.launching.forks`), and where fork does not
+serve, as on macOS, they are spawned. A thread of the caller watches them: it labels what they print, takes their return
+values, finds the first cause of a failure, and ends them all.
+"""
+
+import contextlib
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import launchers, notebook_launcher
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+from course_lib.errors import LaunchError
+from course_lib.launching import forks
+from course_lib.launching.launch_environment import free_port
+from course_lib.launching.output import LabelledOutput
+from course_lib.launching.rank_process import Job, RankEnds
+from course_lib.launching.supervisor import RankError, RanksHung, Watch
+
+__all__ = ["RankError", "RanksHung", "launch"]
+
+START_METHODS = ("fork", "forkserver", "spawn")
+MOST_SERVED = 80
+"""Ranks that one fork server can start: three pipes each, and one message carries 253 descriptors."""
+
+
+def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, timeout: float = 600.0,
+           device: str = "auto", start_method: str | None = None, stream: bool = True, **kwargs: Any) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on every one of N ranks, and return what each returned, by rank.
+
+    Each rank has the environment of a process group, so that ``Accelerator()`` and
+    ``torch.distributed.init_process_group()`` find the N ranks: over gloo on the CPU, or one GPU each.
+
+    Args:
+        function: also one defined in a notebook cell.
+        num_processes: ranks; one rank runs in a process of its own too.
+        timeout: seconds until ranks that still run are ended.
+        device: ``cpu``, ``cuda``, or ``auto``: the GPUs where there are enough, else the CPU.
+        start_method: ``fork``: the ranks inherit the caller's memory. ``forkserver``: they are forked from a clean
+            process, made at the first launch, and ``spawn``: each is a new Python; the function goes to them by
+            cloudpickle, with the caller's environment, working directory, number of threads and torch's random state
+            of this moment, and of modules that the caller has changed they see nothing. Default: fork on Linux, where
+            there are GPUs forkserver, on macOS spawn.
+        stream: show what the ranks print, line by line, each labelled with its rank.
+    Raises:
+        CourseError: a rank raised it; it is raised here as it was.
+        RankError: a rank raised something else, or died.
+        RanksHung: the time was over.
+        LaunchError: so many ranks cannot be started here.
+    """
+    device, start_method = _check(num_processes, device, start_method)
+    call = functools.partial(function, *args, **kwargs)
+    sent = call if start_method == "fork" else forks.Parcel.of(call)
+    if start_method == "forkserver":
+        forks.serve()
+    own, theirs = _pipes(num_processes)
+    # As the elastic launcher does for forked ranks, so that all of them are guests of their store, and none its host.
+    store = None if start_method == "fork" else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = Job(sent, theirs, store.port if store else free_port(), device, os.getpid())
+    watch = Watch(own, theirs, timeout, LabelledOutput(num_processes, stream))
+    watch.start()
+    try:
+        with _environment_kept(), _without_accelerate_state():
+            _start(job, num_processes, start_method)
+    except (ChildFailedError, ProcessExitedException, ProcessRaisedException) as error:
+        watch.launcher_says(error)
+    except SignalException as stopped:
+        raise KeyboardInterrupt if stopped.sigval == signal.SIGINT else SystemExit(128 + stopped.sigval) from None
+    finally:
+        watch.end()
+        store = None  # a traceback would keep it, and its port
+    return watch.results(timeout)
+
+
+def _check(num_processes: int, device: str, start_method: str | None) -> tuple[str, str]:
+    """Device and start method, or the reason why it cannot be done."""
+    if sys.platform == "win32":
+        raise LaunchError("ranks cannot be started on Windows itself", "work in WSL 2")
+    if num_processes < 1:
+        raise LaunchError(f"num_processes is {num_processes}", "ask for at least 1")
+    if "RANK" in os.environ:
+        raise LaunchError(f"this process is rank {os.environ['RANK']} of a launch already", "call launch() outside it")
+    accelerator, there = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    kind = accelerator.type if accelerator and there else "none"
+    gpus = there if kind == "cuda" else 0  # ROCm's are called so too
+    if device == "auto":
+        device = "cuda" if gpus >= num_processes else "cpu"
+        if gpus and device == "cpu":
+            print(f"{num_processes} ranks on {gpus} GPUs: they run on the CPU")
+        elif kind not in ("none", "cuda", "mps"):
+            print(f"the course does not know devices of type {kind}: the ranks run on the CPU")
+    if device not in ("cpu", "cuda"):
+        raise LaunchError(f"unknown device {device!r}", "use auto, cpu or cuda")
+    if device == "cuda" and gpus < num_processes:
+        raise LaunchError(f"asked for {num_processes} ranks on GPUs, and there are {gpus}", 'use device="cpu"')
+    if start_method not in (None, *START_METHODS):
+        raise LaunchError(f"unknown start_method {start_method!r}", "leave it out, or use fork, forkserver or spawn")
+    if start_method == "fork" and (reason := forks.why_not_fork(device)):
+        raise LaunchError(f"ranks that are forked from this process could not train ({reason})",
+                          "leave start_method out, or fork before the first backward, optimizer step or use of a GPU")
+    start_method = start_method or forks.default_start_method()
+    if start_method == "forkserver" and num_processes > MOST_SERVED:
+        raise LaunchError(f"asked for {num_processes} ranks, and a fork server starts {MOST_SERVED} at most",
+                          'use start_method="spawn"')
+    return device, start_method
+
+
+def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
+    """The caller's and the ranks' ends of a control, an output and a stacks pipe each."""
+    pairs = [(multiprocessing.Pipe(duplex=True), multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False))
+             for _ in range(num_processes)]
+    return [RankEnds(*(p[0] for p in each)) for each in pairs], tuple(RankEnds(*(p[1] for p in each)) for each in pairs)
+
+
+def _start(job: Job, num_processes: int, start_method: str) -> None:
+    """Start the ranks and wait until they have ended."""
+    if start_method == "fork":
+        forks.end_openmp_threads()
+    # torch would report every failure once more, without its cause.
+    with _quiet("torch.distributed.elastic"), _quiet("torch.multiprocessing.spawn"):
+        if start_method == "fork" and num_processes > 1:
+            with mock.patch.object(launchers, "print", create=True):  # "Launching training on 2 CUDAs", on a CPU
+                # It tells a process its rank by the environment.
+                notebook_launcher(lambda: job(int(os.environ["RANK"])), num_processes=num_processes,
+                                  use_port=str(job.port))
+        else:
+            with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():
+                ranks = start_processes(job, nprocs=num_processes, join=False, start_method=start_method)
+            while not ranks.join():
+                pass
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Let a logger say nothing but what is critical."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Leave the caller's environment as it was."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _without_accelerate_state() -> Iterator[None]:
+    """Hide an Accelerator that the notebook made for itself: the ranks are to make their own."""
+    shared = [state._shared_state for state in (AcceleratorState, PartialState, GradientState)]
+    before = [dict(state) for state in shared]
+    for state in shared:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, content in zip(shared, before, strict=True):
+            state.update(content)

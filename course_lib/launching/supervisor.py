@@ -1,0 +1,285 @@
+"""What watches over ranks from outside: reads their pipes, finds the first cause of a failure, and ends them all."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import struct
+import threading
+import time
+import warnings
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from course_lib.errors import CourseError, LaunchError
+from course_lib.launching.output import LabelledOutput
+from course_lib.launching.rank_process import STACK_SIGNAL, Failure, RankEnds, Returned, Started
+
+GRACE_SECONDS = 0.5  # after a failure, for the others' to arrive: the first cause is the earliest
+DEATH_GRACE_SECONDS = 2.5  # after a death without a word, for the others' watchdogs to say what they saw
+ENDED_BY_LAUNCHER = ("died", "was killed by SIGTERM")  # what becomes of the others once it has seen one fail
+STACK_SECONDS = 2.0  # for the ranks to write their stacks
+EXIT_SECONDS = 60.0  # for the ranks to end, once all have returned
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; printed with that rank's traceback.
+
+    Attributes:
+        rank: the first to fail.
+        cause: its exception, or None where it died or its exception cannot be pickled.
+        consequences: what the other ranks reported after it, by rank.
+    """
+
+    def __init__(self, rank: int, failure: Failure, consequences: dict[int, str]):
+        self.rank, self.failure, self.consequences = rank, failure, consequences
+        self.cause: BaseException | None = pickle.loads(failure.cause) if failure.cause else None
+        others = "".join(f"\n(then rank {other} {said})" for other, said in sorted(consequences.items()))
+        super().__init__(f"rank {rank} {failure.summary}\n{failure.traceback.rstrip()}{others}".rstrip())
+
+
+class RanksHung(TimeoutError):
+    """The ranks did not finish in time; printed with the Python stacks of those that were still running.
+
+    Attributes:
+        stacks: stacks of all threads, by rank.
+    """
+
+    def __init__(self, timeout: float, stacks: dict[int, str]):
+        self.stacks = stacks
+        text = "".join(f"\n\n--- rank {rank} was here ---\n{stack.rstrip()}" for rank, stack in sorted(stacks.items()))
+        were = "1 rank was" if len(stacks) == 1 else f"{len(stacks)} ranks were"
+        ended = "has been ended" if len(stacks) == 1 else "have been ended"
+        super().__init__(f"{were} still running after {timeout:g} s and {ended}{text}")
+
+
+class Watch(threading.Thread):
+    """Reads the ranks' pipes until all have ended, and ends them when one fails or the time is over."""
+
+    def __init__(self, own: list[RankEnds], theirs: tuple[RankEnds, ...], timeout: float, shown: LabelledOutput):
+        super().__init__(daemon=True, name="course-launch")
+        self.own, self.theirs, self.shown = own, theirs, shown
+        self.deadline = time.monotonic() + timeout
+        self.buffers = [bytearray() for _ in own]
+        self.stacks: dict[int, bytearray] = {}
+        self.pids: dict[int, int] = {}
+        self.log_folders: set[Path] = set()
+        self.outcomes: dict[int, Returned | Failure] = {}
+        self.told: dict[int, Failure] = {}  # by the launcher
+        self.grace: float | None = None  # when the ranks are ended after a failure
+        self.children_before = set(multiprocessing.active_children())
+        self.returned = self.hung = self.ended = False
+        self.error: BaseException | None = None
+        self.selector = selectors.DefaultSelector()
+        self.wake, self.waker = multiprocessing.Pipe(duplex=False)
+
+    def run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:  # for the caller: the reader of our output may have gone, as `head` does
+            self.error = error
+            self.kill()
+
+    def _watch(self) -> None:
+        """Until every pipe has ended, or the caller says so."""
+        self.selector.register(self.wake, selectors.EVENT_READ, None)
+        for rank, ends in enumerate(self.own):
+            for kind, end in zip(RankEnds._fields, ends, strict=True):
+                self.selector.register(end, selectors.EVENT_READ, (rank, kind))
+        while len(self.selector.get_map()) > 1:
+            limits = [self.deadline, *([] if self.grace is None else [self.grace])]
+            for key, _ in self.selector.select(max(0.0, min(*limits, time.monotonic() + 3600) - time.monotonic())):
+                if key.data is None:
+                    self.selector.unregister(self.wake)
+                    return
+                self._read(*key.data)
+            self._decide()
+
+    def _read(self, rank: int, kind: str) -> None:
+        """Take what a pipe holds; at its end, notice a rank that died without a word."""
+        end: Connection = getattr(self.own[rank], kind)
+        try:
+            data = os.read(end.fileno(), 65536)
+        except OSError:
+            data = b""
+        if not data:
+            self.selector.unregister(end)
+            if kind == "control" and rank not in self.outcomes and not self.ended:
+                how = self._how_it_died(rank)
+                if self.grace is None or how not in ENDED_BY_LAUNCHER:
+                    self._take(rank, Failure(how, time.monotonic(), consequence=False))
+        elif kind == "output":
+            self.shown.feed(rank, data)
+        elif kind == "stacks":
+            self.stacks.setdefault(rank, bytearray()).extend(data)
+        else:
+            buffer = self.buffers[rank]
+            buffer += data
+            while len(buffer) >= 8 and len(buffer) >= 8 + (size := struct.unpack("!Q", buffer[:8])[0]):
+                message = pickle.loads(bytes(buffer[8 : 8 + size]))
+                del buffer[: 8 + size]
+                self._take(rank, message)
+
+    def _take(self, rank: int, message: Started | Returned | Failure) -> None:
+        if isinstance(message, Started):
+            self.pids[rank] = message.pid
+            if message.log_file:
+                self.log_folders |= {p for p in Path(message.log_file).parents if p.name.startswith("torchelastic_")}
+            if len(self.pids) == len(self.own):
+                self._close(self.theirs)  # now the pipes end when their ranks do
+                self._tell_all()
+            return
+        self.outcomes[rank] = message
+        if isinstance(message, Failure) and self.grace is None:
+            self.grace = time.monotonic() + (GRACE_SECONDS if message.traceback else DEATH_GRACE_SECONDS)
+        if len(self.outcomes) == len(self.own):
+            if self.grace is None:
+                if not self.hung:
+                    self.returned, self.deadline = True, time.monotonic() + EXIT_SECONDS
+                self._tell_all()
+            else:
+                self.grace = time.monotonic()
+
+    def _decide(self) -> None:
+        """End the ranks where a failure has had its grace, or the time is over."""
+        now = time.monotonic()
+        if self.grace is not None and now >= self.grace:
+            self.kill()
+            self.grace = None if not self.pids else float("inf")
+        elif now >= self.deadline:
+            self.hung, self.deadline = not self.returned, float("inf")
+            self._collect_stacks()
+            self.kill()
+
+    def _collect_stacks(self) -> None:
+        """Ask every rank that has not reported, or has and does not end, for its stacks, and read them."""
+        there = {key.data for key in self.selector.get_map().values()}
+        waiting = [rank for rank in self.pids
+                   if (rank, "stacks") in there and (self.returned or rank not in self.outcomes)]
+        for rank in waiting:
+            self.stacks[rank] = bytearray()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], STACK_SIGNAL)
+        end = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < end and not all(self.stacks[rank] for rank in waiting):
+            for key, _ in self.selector.select(0.1):
+                if key.data is not None:
+                    self._read(*key.data)
+        time.sleep(0.1)  # the rest of a stack that has begun
+        for key, _ in self.selector.select(0):
+            if key.data is not None:
+                self._read(*key.data)
+
+    def _tell_all(self) -> None:
+        """Send each rank the byte that it waits for."""
+        for ends in self.own:
+            with contextlib.suppress(OSError):
+                os.write(ends.control.fileno(), b"\0")
+
+    def kill(self) -> None:
+        """End every rank with the processes that it started: each leads a session of its own once it has started."""
+        self.ended = True
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        if len(self.pids) < len(self.own):  # one that hangs before it has started has not told its process either
+            for child in set(multiprocessing.active_children()) - self.children_before:
+                child.kill()
+
+    def _how_it_died(self, rank: int) -> str:
+        """Exit code or signal of a rank, looked at without taking it from whoever waits for it."""
+        if rank not in self.pids:
+            return "died before it could start"
+        try:
+            found = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            return "died"  # launcher_says() knows how
+        if found and found.si_code == os.CLD_EXITED:
+            return f"exited with code {found.si_status} before the function returned"
+        return f"was killed by {signal.Signals(found.si_status).name}" if found else "died"
+
+    def launcher_says(self, error: Exception) -> None:
+        """Take the exit codes that the launcher collected, for ranks that died before we could look."""
+        if isinstance(error, ChildFailedError):
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        else:
+            codes = {error.error_index: getattr(error, "exit_code", 1)}  # type: ignore[attr-defined]
+        ended, at = self.ended, time.monotonic()
+        for rank, code in codes.items():
+            if ended and rank not in self.outcomes:
+                continue  # not by itself: it was ended here
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
+                f"exited with code {code} before the function returned"
+            self.told[rank] = Failure(how, at, consequence=False)
+
+    def end(self) -> None:
+        """Called when the launcher is done, for better or worse: read what is left and clear up."""
+        if len(self.outcomes) < len(self.own) and not self.hung:
+            self.kill()
+        self._close(self.theirs)
+        self.join(timeout=5.0)
+        if self.is_alive():
+            self.waker.send_bytes(b"end")
+            self.join()
+        self.kill()  # what a rank left running
+        for rank, failure in self.told.items():  # only now: the thread, too, may have found out that it died
+            outcome = self.outcomes.setdefault(rank, failure)
+            if isinstance(outcome, Failure) and outcome.summary == "died":
+                self.outcomes[rank] = replace(outcome, summary=failure.summary)
+        if self.error is None:
+            self.shown.finish()
+        self.selector.close()
+        self._close(self.own)
+        self.wake.close()
+        self.waker.close()
+        for folder in self.log_folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @staticmethod
+    def _close(ends: Any) -> None:
+        for each in ends:
+            for end in each:
+                if not end.closed:
+                    end.close()
+
+    def results(self, timeout: float) -> list[Any]:
+        """The return values, or the error that tells what happened first."""
+        if self.error:
+            raise self.error
+        failures = {rank: o for rank, o in self.outcomes.items() if isinstance(o, Failure)}
+        if self.hung:
+            absent = {rank: "nowhere yet: it had not started" for rank in range(len(self.own)) if rank not in self.pids}
+            stacks = {rank: _own_frames(stack) for rank, stack in self.stacks.items()}
+            raise RanksHung(timeout, stacks | absent)
+        if failures:
+            rank = min(failures, key=lambda r: (failures[r].consequence, failures[r].at))
+            said = {other: failure.summary for other, failure in failures.items() if other != rank}
+            error = RankError(rank, failures[rank], said)
+            if isinstance(error.cause, CourseError):
+                raise error.cause
+            raise error from error.cause
+        if len(self.outcomes) < len(self.own):
+            raise LaunchError("the ranks ended before they started", "look at what they printed")
+        still_here = {rank: stack for rank, stack in self.stacks.items() if b"launching/rank_process.py" in stack}
+        for rank, stack in (still_here or self.stacks).items():  # the launcher's other ranks wait for those
+            warnings.warn(f"rank {rank} returned, did not end within {EXIT_SECONDS:g} s of that, and was ended here; "
+                          f"it was at\n{_own_frames(stack, ending=True)}", RuntimeWarning, stacklevel=3)
+        return [pickle.loads(self.outcomes[rank].value) for rank in range(len(self.own))]  # type: ignore[union-attr]
+
+
+def _own_frames(stack: bytearray, ending: bool = False) -> str:
+    """A stack as faulthandler writes it, less the frames below the function that was launched or, at the rank's end,
+    below what ends it."""
+    threads = []
+    for thread in stack.decode(errors="replace").split("\n\n"):
+        lines = thread.splitlines()
+        below = next((i for i, line in enumerate(lines) if "launching/rank_process.py" in line), len(lines))
+        threads.append("\n".join(lines[:below + ending]))
+    return "\n\n".join(threads)

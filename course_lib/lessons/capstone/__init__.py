@@ -1,0 +1,1 @@
+"""The project of lesson 13: its decisions, its rehearsal on this machine, its rubric."""

@@ -1,0 +1,275 @@
+"""The capstone's rubric: what was asked, whether the recorded evidence meets it, and the report to hand in."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from course_lib.lessons.capstone.decisions import Here, Project, Rented, planner_error
+from course_lib.lessons.capstone.rehearsal import Broken, Resumed, Tracked, gap_and_luck, table
+from course_lib.tracking.sweeps import shown
+from course_lib.writing import write_text
+
+CLOSE = 0.15
+"""Largest relative error of a prediction by formula: FSDP gathers what lies outside its blocks once, not twice."""
+AT_RISK = 0.1
+"""Share of the budget that one interruption may cost."""
+REPORT, EVIDENCE = "report.md", "evidence.json"
+GIB, MIB, MB = 2**30, 2**20, 1e6
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The job for the rented machines, ready to be sent.
+
+    Attributes:
+        launcher: that it is for.
+        file: in the project's folder with its script or its request.
+        dollars: that it can cost at most, at list price.
+        save_steps: optimizer steps between two of its checkpoints; 0: none.
+    """
+
+    launcher: str
+    file: str
+    dollars: float
+    save_steps: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a project left.
+
+    Attributes:
+        rented: the plan for the rented machines.
+        here: the plan for the ranks of this machine.
+        runs: the compared ones, the undisturbed one among them.
+        differing: fields of the config in which those differ.
+        broken: the run that was killed.
+        resumed: the same, gone on.
+        submitted: None where no plan fits.
+    """
+
+    rented: Rented
+    here: Here
+    runs: Sequence[Tracked]
+    differing: Sequence[str]
+    broken: Broken
+    resumed: Resumed
+    submitted: Submission | None
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One line of the rubric.
+
+    Attributes:
+        asked: what the project has to show.
+        passed: whether the evidence shows it.
+        number: what decided.
+        why: what was found; where it was not passed, what to change.
+    """
+
+    asked: str
+    passed: bool
+    number: str
+    why: str
+
+
+def fits(project: Project, found: Evidence) -> Criterion:
+    """Some layout of the project's strategy fits."""
+    asked, plan = "The plan fits the rented machines", found.rented
+    if plan.needed is None or plan.capacity is None:
+        return Criterion(asked, False, "no layout", plan.why)
+    return Criterion(asked, True, f"{plan.needed / GIB:.1f} of {plan.capacity / GIB:.1f} GiB", plan.why.rstrip("."))
+
+
+def ends_in_time(project: Project, found: Evidence) -> Criterion:
+    """The planned hours, with the planner's known error, are within those after which the job is stopped."""
+    asked, plan = "The run ends within its hours", found.rented
+    if plan.hours is None or plan.late is None:
+        return Criterion(asked, False, "no plan", "nothing fits, so there is no time to plan")
+    return Criterion(asked, plan.late <= project.hours,
+                     f"{plan.hours:.2g} h planned, {plan.late:.2g} h at worst, of {project.hours:g} h",
+                     f"the planner is off by up to {planner_error():.1%} in nine of ten published runs; "
+                     + ("there is room for that" if plan.late <= project.hours else
+                        "give it more hours, fewer epochs, or faster machines"))
+
+
+def states_predicted(project: Project, found: Evidence) -> Criterion:
+    """The formula for model states came within :data:`CLOSE` of the meter."""
+    measured = chosen(found)[0].states
+    return _predicted("Model states of a rank were predicted", measured, found.here.states, MIB, "MiB")
+
+
+def bytes_predicted(project: Project, found: Evidence) -> Criterion:
+    """The formula for bytes sent came within :data:`CLOSE` of the meter."""
+    measured = chosen(found)[0].sent
+    return _predicted("Bytes that a rank sends were predicted", measured, found.here.sent, MB, "MB a step")
+
+
+def _predicted(asked: str, measured: float, planned: float, unit: float, name: str) -> Criterion:
+    error = planned / measured - 1 if measured else math.inf
+    return Criterion(asked, abs(error) <= CLOSE,
+                     f"{planned / unit:.4g} {name} predicted, {measured / unit:.4g} measured",
+                     f"off by {error:+z.1%}, and {CLOSE:.0%} is close"
+                     + ("" if abs(error) <= CLOSE else ": what does this engine do that the formula does not know?"))
+
+
+def learned(project: Project, found: Evidence) -> Criterion:
+    """Every chosen run's loss lies below that of a model which knows nothing."""
+    losses = [run.loss for run in chosen(found)]
+    worst = max(losses)
+    return Criterion("Every run of your choice learned something", worst < found.here.guessing,
+                     f"test loss {worst:.3f} at most, {found.here.guessing:.3f} nats by guessing",
+                     "better than knowing nothing" if worst < found.here.guessing else
+                     "train for more steps, or change the learning rate")
+
+
+def survived(project: Project, found: Evidence) -> Criterion:
+    """A rank died by SIGKILL in the middle of the run, after a whole checkpoint."""
+    broken = found.broken
+    if not broken.killed:
+        why = f"{broken.how}; choose one that the run has"
+    elif broken.checkpoint is None:
+        why = (f"{broken.how} at step {broken.step}, before the first checkpoint at step {project.save_steps}; "
+               "save more often")
+    else:
+        why = f"{broken.how}, and {broken.checkpoint} was left whole"
+    return Criterion("A rank was killed, and a whole checkpoint was left", broken.killed and bool(broken.checkpoint),
+                     f"{broken.lost} of {broken.step} steps lost", why)
+
+
+def exact(project: Project, found: Evidence) -> Criterion:
+    """The resumed run has each step once, and ends with the undisturbed run's bytes."""
+    asked, resumed = "The resumed run ends with the undisturbed run's weights", found.resumed
+    if resumed.problem:
+        return Criterion(asked, False, "not resumed", resumed.problem)
+    if not found.broken.killed:
+        return Criterion(asked, False, "not interrupted", "nothing was killed, so nothing was resumed")
+    complete = [step for step, _ in resumed.record] == list(range(1, project.steps + 1))
+    return Criterion(asked, complete and resumed.differing == 0,
+                     f"{resumed.differing:,} of {resumed.bytes:,} bytes differ",
+                     ("each step was done once" if complete else "its record misses steps, or has one twice")
+                     + ("" if not resumed.differing else "; something is not in the checkpoint, or not deterministic"))
+
+
+def fair(project: Project, found: Evidence) -> Criterion:
+    """Both arms have the same seeds and rows, and differ in what was declared alone."""
+    seeds, samples = _by_arm(found.runs, "seed"), _by_arm(found.runs, "samples")
+    declared = {*project.other, "seed", "max_steps"}
+    problems = []
+    if sorted(seeds["chosen"]) != sorted(seeds["other"]):
+        problems.append(f"the arms have other seeds: {seeds['chosen']} and {seeds['other']}")
+    if abs(sum(samples["chosen"]) - sum(samples["other"])) > len(seeds["chosen"]) * project.global_batch:
+        problems.append(f"they saw {samples['chosen']} and {samples['other']} rows")
+    if undeclared := [name for name in found.differing if name not in declared]:
+        problems.append(f"they differ in {', '.join(undeclared)} too")
+    return Criterion("The comparison is fair", not problems,
+                     f"seeds {seeds['chosen']} and {seeds['other']}",
+                     "; ".join(problems) or f"same seeds, same rows; only {', '.join(project.other)} differs")
+
+
+def luck_known(project: Project, found: Evidence) -> Criterion:
+    """Each arm has two different seeds, so that its spread is known."""
+    fewest = min(len(set(seeds)) for seeds in _by_arm(found.runs, "seed").values())
+    return Criterion("You know how much of the difference is luck", fewest >= 2, f"different seeds an arm: {fewest}",
+                     conclusion(found.runs) if fewest >= 2 else "run each arm with two different seeds or more")
+
+
+def bounded(project: Project, found: Evidence) -> Criterion:
+    """The job's limit of hours bounds its bill within the budget."""
+    asked, job = "The job cannot cost more than the budget", found.submitted
+    if job is None:
+        return Criterion(asked, False, "no job", "nothing fits, so nothing is sent")
+    return Criterion(asked, job.dollars <= project.budget, f"${job.dollars:,.2f} at most, of ${project.budget:,.2f}",
+                     f"{project.instance_count} x {project.instance_type} for {project.hours:g} hours"
+                     + ("" if job.dollars <= project.budget else
+                        ": lower the hours, the instances, or the expectations"))
+
+
+def interruption_is_cheap(project: Project, found: Evidence) -> Criterion:
+    """What lies between two checkpoints costs no more than :data:`AT_RISK` of the budget."""
+    asked, job = f"An interruption costs no more than {AT_RISK:.0%} of the budget", found.submitted
+    if job is None or found.rented.step_seconds is None:
+        return Criterion(asked, False, "no job", "nothing fits, so nothing is sent")
+    if not job.save_steps:
+        return Criterion(asked, False, "no checkpoints", 'save_steps is 0: give `rented` a "save_steps"')
+    hours = job.save_steps * found.rented.step_seconds * (1 + planner_error()) / 3600
+    dollars = hours * job.dollars / project.hours
+    return Criterion(asked, dollars <= AT_RISK * project.budget, f"${dollars:,.2f} at most",
+                     f"{job.save_steps} steps lie between two checkpoints"
+                     + ("" if dollars <= AT_RISK * project.budget else ": save more often"))
+
+
+CRITERIA: tuple[Callable[[Project, Evidence], Criterion], ...] = (
+    fits, ends_in_time, states_predicted, bytes_predicted, learned, survived, exact, fair, luck_known, bounded,
+    interruption_is_cheap)
+"""Every criterion, in the order of the project."""
+
+
+def rubric(project: Project, found: Evidence) -> list[Criterion]:
+    """Judge a project by the evidence that it left."""
+    return [check(project, found) for check in CRITERIA]
+
+
+def chosen(found: Evidence) -> list[Tracked]:
+    """The runs of the arm that the project chose."""
+    return [run for run in found.runs if run.arm == "chosen"]
+
+
+def _by_arm(runs: Sequence[Tracked], name: str) -> dict[str, list[int]]:
+    return {arm: [getattr(run, name) for run in runs if run.arm == arm] for arm in ("chosen", "other")}
+
+
+def conclusion(runs: Sequence[Tracked]) -> str:
+    """What the compared runs allow to say, in a sentence or two."""
+    arms, (gap, luck) = table(runs), gap_and_luck(runs)
+    ratio = arms.loc["other"] / arms.loc["chosen"]
+    if math.isnan(luck):
+        said = f"the losses are {gap:.2g} nats apart, and nobody knows how much of that is luck"
+    elif gap <= 2 * luck:
+        said = f"the losses are {gap:.2g} nats apart, which luck ({luck:.2g}) explains"
+    else:
+        said = f"the {arms['loss'].idxmin()} arm's loss is {gap:.2g} nats lower, beyond luck ({luck:.2g})"
+    return (f"{said}; the other arm holds {ratio['states_MiB']:.2f} times the model states, sends "
+            f"{ratio['sent_MB']:.2f} times the bytes a step, and is {ratio['samples_per_second']:.2f} times as fast "
+            "here")
+
+
+def write_report(folder: Path, project: Project, found: Evidence) -> Path:
+    """Write the page to hand in, and the evidence beside it as JSON."""
+    write_text(folder / EVIDENCE, json.dumps({"project": asdict(project), **asdict(found)}, indent=1) + "\n")
+    write_text(folder / REPORT, report(project, found))
+    return folder / REPORT
+
+
+def report(project: Project, found: Evidence) -> str:
+    """The page, as Markdown."""
+    lines = rubric(project, found)
+    run, here, broken, job = chosen(found)[0], found.here, found.broken, found.submitted
+    ended = found.resumed.problem or f"{found.resumed.differing:,} bytes of the final weights differ"
+    sections = {
+        "Decisions": _listed(asdict(project)),
+        "Planned and measured here": [
+            f"- model states of a rank: {here.states / MIB:.2f} MiB planned, {run.states / MIB:.2f} measured",
+            f"- sent by a rank in a step: {here.sent / MB:.2f} MB planned, {run.sent / MB:.2f} measured",
+            f"- rows a second: {here.samples_per_second:.0f} planned for a CPU that nobody measured, "
+            f"{run.samples_per_second:.0f} measured"],
+        "Broken and resumed": [f"{broken.how}. Newest whole checkpoint: {broken.checkpoint or 'none'}; "
+                               f"{broken.lost} of {broken.step} steps lost. {ended}."],
+        "Compared": [f"The other arm is {shown(project.other)}: {conclusion(found.runs)}."],
+        "Submitted": [f"{found.rented.layout} by {job.launcher}, in {job.file}." if job else "Nothing: no plan fits."],
+        "In my own words": ["What surprised me:", "", "What I would do with twice the budget:", "",
+                            "Which number here I trust least, and why:"]}
+    met = sum(line.passed for line in lines)
+    page = [f"# {project.model} on {project.dataset}, for {project.rented['model']} on {project.instance_count} x "
+            f"{project.instance_type}", "", f"{met} of {len(lines)} criteria are met.", ""]
+    page += [f"- [{'x' if line.passed else ' '}] **{line.asked}**: {line.number}; {line.why}." for line in lines]
+    for heading, body in sections.items():
+        page += ["", f"## {heading}", "", *body]
+    return "\n".join(page) + "\n"
+
+
+def _listed(values: Mapping[str, object]) -> list[str]:
+    return [f"- {name}: {shown(value) if isinstance(value, Mapping) else value}" for name, value in values.items()]

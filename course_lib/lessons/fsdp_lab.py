@@ -1,0 +1,283 @@
+"""Small trainings under full sharding, watched: what is resident when, what moves, what rounding costs.
+
+The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+from transformers import GPT2LMHeadModel
+
+from course_lib.lessons.lab_gpt2 import gpt2
+from course_lib.lessons.slow_link import Waits, slow_gathers
+from course_lib.metering.meter import Meter
+from course_lib.metering.phases import between
+from course_lib.parallel import blocks
+from course_lib.parallel.clock import Clock, Stamp
+from course_lib.parallel.ddp import DataParallel
+from course_lib.parallel.fsdp import FullyShardedDataParallel
+from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
+from course_lib.training.checkpoints import sharded
+
+VOCABULARY, LENGTH, HEADS = 256, 32, 4
+GLOBAL_BATCH = 12  # rows; divides by 1, 2, 3, 4 and 6 ranks
+
+Build = Callable[[], nn.Module]
+
+
+def small_gpt2(layers: int, width: int, checkpointing: bool = False) -> GPT2LMHeadModel:
+    """A GPT-2 without dropout, the same weights on every call; its token embedding is its output head too."""
+    model = gpt2(layers, width, LENGTH, VOCABULARY, heads=HEADS, use_cache=False)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model's parameters by FSDP unit.
+
+    Attributes:
+        root: what lies outside the blocks, or is tied across them.
+        block: one block; all are alike.
+        blocks: how many.
+    """
+
+    root: int
+    block: int
+    blocks: int
+
+    @property
+    def total(self) -> int:
+        return self.root + self.blocks * self.block
+
+
+def sizes(model: nn.Module) -> Sizes:
+    """What the formulas need to know of a model."""
+    listed = list(blocks.blocks(model).values())
+    owner = blocks.owners(model, listed)
+    root = sum(parameter.nbytes for parameter, unit in owner.items() if unit is model)
+    return Sizes(root, sum(parameter.nbytes for parameter in listed[0].parameters()), len(listed))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One training, as the first rank saw it.
+
+    Attributes:
+        losses: of each step, averaged over the ranks.
+        steady: bytes of parameters before a step.
+        trace: in the last step, bytes of parameters after each gather or free, with ``forward`` or ``backward``.
+        peak: of the last step, bytes by kind.
+        traffic: of the last step's forward and backward, rows of `Meter.table`.
+        sent: bytes that this rank sent in them, under the ring model.
+    """
+
+    losses: list[float]
+    steady: int
+    trace: list[tuple[str, int]]
+    peak: dict[str, int]
+    traffic: list[dict[str, Any]]
+    sent: int
+
+    def moved(self, name: str) -> int:
+        """Payload bytes of one kind of collective."""
+        return sum(row["bytes"] for row in self.traffic if row["name"] == name)
+
+    def calls(self, name: str) -> int:
+        """How often one kind of collective was called."""
+        return sum(row["calls"] for row in self.traffic if row["name"] == name)
+
+
+def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int = 1, **options: Any) -> Watched:
+    """Train for some steps, and watch the last.
+
+    Args:
+        build: makes the whole model.
+        engine: ``scratch`` or ``torch`` for FSDP, ``ddp`` for the course's data parallelism.
+        steps: at least 2: in the first one FSDP2 still makes its buffers.
+        replicas: with ``torch``, how many copies of the model there are (HSDP); the rest of the ranks share a copy.
+        **options: of the engine.
+    """
+    if replicas > 1:
+        device = PartialState().device.type
+        options["mesh"] = hybrid_mesh(device, replicas, dist.get_world_size() // replicas)
+    model = _engine(engine, build, **options)
+    resident = getattr(model, "resident", None)
+    account = resident if engine == "scratch" else None  # FSDP2's buffers are in no list: the meter looks for itself
+    losses = _train(model, steps - 1)
+    steady = held(resident) if resident else 0
+    with changes(resident) as trace, Meter(model.module, model.optimizer, account) as meter:
+        loss = batch_loss(model, steps - 1)
+        forward = len(trace)
+        loss.backward()
+    losses.append(averaged(loss))
+    phases = [("forward" if i < forward else "backward", size) for i, size in enumerate(trace)]
+    return Watched(losses, steady, phases, meter.peak, meter.table(), meter.bytes_sent)
+
+
+def held(resident: Callable[[], Mapping[str, list[Tensor]]]) -> int:
+    """Bytes of the parameters that an engine holds, each storage once."""
+    storages = (tensor.untyped_storage() for tensor in resident()["parameters"])
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+@contextlib.contextmanager
+def changes(resident: Callable[[], Mapping[str, list[Tensor]]] | None) -> Iterator[list[Any]]:
+    """Collects the bytes of parameters each time that the memory of gathered ones is taken or given back.
+
+    Both engines do that by resizing a storage, so one pair of eyes serves for both.
+    """
+    seen: list[Any] = []
+    resize = torch.UntypedStorage.resize_
+
+    def note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        if resident and (now := held(resident)) != (seen[-1] if seen else None):
+            seen.append(now)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", note):
+        yield seen
+
+
+def apart(some: Watched, others: Watched) -> float:
+    """The largest difference of two runs' losses."""
+    return max(abs(a - b) for a, b in zip(some.losses, others.losses, strict=True))
+
+
+def block_seconds(build: Build, rows: int) -> float:
+    """The shortest forward of a block, on any rank, in two steps with so many rows a rank."""
+    engine, clock = _engine("scratch", build), Clock(PartialState().device)
+    begun: list[Stamp] = []
+    ended: list[Stamp] = []
+    for block in blocks.blocks(engine.module).values():
+        block.register_forward_pre_hook(lambda *_: begun.append(clock.stamp()))
+        block.register_forward_hook(lambda *_: ended.append(clock.stamp()))
+    for step in range(2):
+        batch_loss(engine, step, rows * dist.get_world_size()).backward()
+    clock.settle()
+    shortest = torch.tensor(min(map(between, begun, ended)), device=clock.device)
+    dist.all_reduce(shortest, dist.ReduceOp.MIN)
+    return shortest.item()
+
+
+def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: int = 5) -> Waits:
+    """A step in which every all-gather takes at least ``link`` seconds; on the CPU.
+
+    The link is simulated: the data arrive as fast as they do here, and ``wait`` returns no earlier than the link
+    would have let it. What is slow about it costs no computation, as on a GPU's own network card.
+
+    Args:
+        rows: of this rank in a step.
+        tries: steps, of which the one that waited longest counts. Other programs disturb it least: they lengthen what
+            lies between a gather and its wait, and so shorten the wait, which is ``link`` at most.
+    """
+    engine, clock = _engine("scratch", build, prefetch=prefetch), Clock(PartialState().device)
+    steps = []
+    for step in range(tries):
+        with slow_gathers(link) as spans:
+            dist.barrier()
+            begin = clock.stamp()
+            batch_loss(engine, step, rows * dist.get_world_size()).backward()
+            finish = clock.stamp()
+            clock.settle()
+        start, end = clock.seconds(begin), clock.seconds(finish)
+        steps.append(Waits(link, end - start, [(since - start, until - start) for since, until in spans]))
+    return max(steps, key=lambda waits: waits.waited)
+
+
+def gradient_after(build: Build, micro_batches: int, reduce_dtype: torch.dtype) -> Tensor:
+    """This rank's part of the gradient under bf16 parameters, summed in ``reduce_dtype``; 1-D, float32."""
+    engine = _engine("scratch", build, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    for i in range(micro_batches):
+        with contextlib.nullcontext() if i == micro_batches - 1 else engine.no_sync():
+            batch_loss(engine, i).backward()
+    return torch.cat([piece.data.grad.float() for piece in engine.pieces().values() if piece.data.grad is not None])
+
+
+def rounding_error(build: Build, micro_batches: int) -> float:
+    """How far a gradient that is summed in bf16 is from the one summed in float32, as a share of its length."""
+    low, high = (gradient_after(build, micro_batches, dtype) for dtype in (torch.bfloat16, torch.float32))
+    squares = torch.stack([(low - high).square().sum(), high.square().sum()])
+    dist.all_reduce(squares)
+    return (squares[0] / squares[1]).sqrt().item()
+
+
+def flat_and_rows(build: Build) -> dict[str, tuple[int, list[int]]]:
+    """What this rank has of each parameter: elements of a flat piece, and the shape of FSDP2's ``DTensor`` piece."""
+    flat = _engine("scratch", build).pieces()
+    module = _engine("torch", build).module
+    return {name: (flat[name].data.numel(), list(parameter.to_local().shape))
+            for name, parameter in module.named_parameters()}
+
+
+def train_and_save(build: Build, folder: Path, steps: int) -> float:
+    """Train, write the pieces of all ranks below ``folder``, and return the loss of a batch that was not trained on."""
+    engine = _engine("scratch", build)
+    _train(engine, steps)
+    sharded.save(engine.pieces(), folder)
+    with torch.no_grad():
+        return averaged(batch_loss(engine, steps))
+
+
+def read_and_evaluate(build: Build, folder: Path, step: int) -> tuple[float, float]:
+    """The loss of a batch with the model's own weights, and with those that any number of ranks has saved."""
+    engine = _engine("scratch", build)
+    with torch.no_grad():
+        before = averaged(batch_loss(engine, step))
+        sharded.load(engine.pieces(), folder)
+        engine.refresh()
+        return before, averaged(batch_loss(engine, step))
+
+
+def batch_loss(engine: nn.Module, step: int, rows: int = GLOBAL_BATCH) -> Tensor:
+    """Mean cross-entropy of this rank's rows of a step's batch: chains that an affine map continues."""
+    generator = torch.Generator().manual_seed(step)
+    ids = [torch.randint(VOCABULARY, (rows,), generator=generator)]
+    for _ in range(LENGTH - 1):
+        ids.append((5 * ids[-1] + 3) % VOCABULARY)
+    mine = torch.stack(ids, dim=1)[dist.get_rank() :: dist.get_world_size()].to(PartialState().device)
+    logits = engine(input_ids=mine).logits.float()
+    return cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
+
+
+def _train(engine: Any, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = batch_loss(engine, step)
+        loss.backward()
+        engine.step()
+        engine.zero_grad()
+        losses.append(averaged(loss))
+    return losses
+
+
+def averaged(loss: Tensor) -> float:
+    """Mean over the ranks, which have equal numbers of rows."""
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def _engine(name: str, build: Build, **options: Any) -> Any:
+    """The model behind an engine with ``module``, ``optimizer``, ``step`` and ``zero_grad``; joins the ranks first."""
+    module = build().to(PartialState().device)
+    optimizer = AdamW(module.parameters(), lr=3e-3, eps=1e-5)  # eps: Adam would blow up the noise of tiny gradients
+    if name == "scratch":
+        return FullyShardedDataParallel(module, optimizer, **options)
+    if name == "torch":
+        return shard_with_torch(module, optimizer, **options)
+    engine: Any = DataParallel(module, **options)
+    engine.optimizer, engine.step = optimizer, optimizer.step
+    return engine

@@ -1,0 +1,169 @@
+"""The parity matrix: every strategy by every engine on N ranks against one process, step by step.
+
+The task holds what goes wrong most often: a tied embedding and head, a frozen parameter, two
+parameter groups, accumulation over micro-batches of different lengths, clipping that is always
+active, and a last batch that divides by nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+
+from course_lib import modeling
+from course_lib.config import ENGINES, Config, build
+from course_lib.config_sections.learning import DataConfig, ModelConfig
+from course_lib.data import DataConnector, DataProcessor
+from course_lib.data.processing import ProcessedData
+from course_lib.launching import launch_environment
+from course_lib.launching.launch import launch
+from course_lib.launching.seeding import seed_everything
+from course_lib.modeling.loading import LoadedModel
+from course_lib.training.basic import BasicTrainer
+from course_lib.training.callbacks.base import Callback
+
+GLOBAL_ROWS = 8
+STEPS = 8
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 2e-6, 2e-6
+"""Largest difference allowed in any step's loss (nats) and in any final weight, in fp32."""
+
+WORLD_SIZES = (1, 2, 4)
+PAIRS = [(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines if engine != "accelerate"]
+"""What runs on CPU processes; Accelerate's FSDP plugin takes GPUs alone."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one run left: the loss of every step (nats a token), the gradient norms, the final weights."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of the matrix: the largest differences from the single process."""
+
+    strategy: str
+    engine: str
+    world_size: int
+    loss: float
+    norm: float
+    weight: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether losses and weights are within the tolerances."""
+        return self.loss <= LOSS_TOLERANCE and self.weight <= WEIGHT_TOLERANCE
+
+
+class _Keep(Callback):
+    """Keeps every logged loss and norm."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_log(self, trainer: Any, values: dict[str, Any]) -> None:
+        if "loss" in values:
+            self.losses.append(values["loss"])
+            self.norms.append(values["gradient_norm"])
+
+
+def task(folder: Path, world_size: int, **options: Any) -> Config:
+    """The run's configuration: the same global batches for every world size that divides them.
+
+    Adam's epsilon is large, so that a gradient that is all rounding does not become a whole step.
+    """
+    return build({
+        "dataset": "tweets", "task": "causal_lm", "max_length": 24, "max_train_samples": 60, "max_eval_samples": 8,
+        "model": "tiny-gpt2", "learning_rate": 1e-3, "adam_epsilon": 1e-3, "max_grad_norm": 0.5,
+        "warmup_steps": 2, "batch_size": max(1, GLOBAL_ROWS // 2 // world_size), "gradient_accumulation_steps": 2,
+        "max_steps": STEPS, "logging_steps": 1, "save_steps": 0, "eval_steps": 3, "keep_best": False,
+        "progress_bar": False, "device": "cpu", "mixed_precision": "no", "cpu_kernels": "torch",
+        "output_dir": str(folder)} | options)
+
+
+@functools.lru_cache(maxsize=4)
+def prepared(data: DataConfig, model: ModelConfig, seed: int) -> tuple[LoadedModel, ProcessedData, DataProcessor]:
+    """Data and the untrained model, made once for all runs of a process and of those that it forks."""
+    text = DataConnector(data, seed).load()
+    seed_everything(seed)
+    loaded = modeling.load(model, data.task, label_names=None, texts=text.splits["train"]["text"], seed=seed,
+                           max_length=data.max_length)
+    for module in loaded.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # each rank draws its own masks, as it should
+    loaded.model.transformer.wpe.weight.requires_grad_(False)
+    processor = DataProcessor(data, loaded.tokenizer, max_positions=loaded.max_positions)
+    return loaded, processor.process(text), processor
+
+
+def trace(config: Config) -> Trace:
+    """Train as the config says on the ranks that are here; the weights are whole on the main rank."""
+    from course_lib.training.run import TRAINERS
+
+    loaded, data, processor = prepared(config.data, config.model, config.run.seed)
+    kept = _Keep()
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    trainer: BasicTrainer = TRAINERS[config.run.training_type](
+        config, replace(loaded, model=copy.deepcopy(loaded.model)), data, processor, [kept])
+    trainer.train()
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.whole_weights().items()}
+    return Trace(kept.losses, kept.norms, weights)
+
+
+def traces(folder: Path, world_size: int, pairs: list[tuple[str, str]], **options: Any) -> list[Trace] | None:
+    """Several pairs one after the other on the ranks that are here."""
+    found = []
+    for strategy, engine in pairs:
+        AcceleratorState._reset_state()  # the process group stays
+        GradientState._reset_state()
+        found.append(trace(task(folder / f"{strategy}-{engine}", world_size, strategy=strategy, engine=engine,
+                                **options)))
+        gc.collect()
+    return found if launch_environment.discover().rank == 0 else None
+
+
+def compare(found: Trace, wanted: Trace, strategy: str, engine: str, world_size: int) -> Cell:
+    """The largest differences between a run and the single process's."""
+    assert len(found.losses) == len(wanted.losses) > 0 and set(found.weights) == set(wanted.weights)
+    largest = [max(abs(a - b) for a, b in zip(x, y, strict=True))
+               for x, y in ((found.losses, wanted.losses), (found.norms, wanted.norms))]
+    weight = max((found.weights[name] - wanted.weights[name]).abs().max().item() for name in wanted.weights)
+    return Cell(strategy, engine, world_size, largest[0], largest[1], weight)
+
+
+def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list[tuple[str, str]] | None = None,
+           *, steps: int = STEPS, model: str = "tiny-gpt2", timeout: float = 300.0) -> list[Cell]:
+    """Every pair at every world size, each against the plain loop on one process.
+
+    Args:
+        folder: for what the runs leave behind.
+        world_sizes: numbers of ranks; each divides half of the global batch, or the batches would differ.
+        pairs: strategies with their engines; all of them by default.
+        steps: optimizer steps.
+        model: a causal preset with learned positions, which are frozen.
+        timeout: seconds for the pairs of one world size.
+    """
+    options: dict[str, Any] = {"max_steps": steps, "model": model}
+    wanted = trace(task(folder / "one", 1, training_type="basic", **options))
+    cells = []
+    for world_size in world_sizes:
+        # DeepSpeed takes the whole process to itself, so its pairs have ranks of their own.
+        for deepspeed in (False, True):
+            chosen = [pair for pair in pairs or PAIRS if (pair[1] == "deepspeed") == deepspeed]
+            if chosen:
+                found = launch(traces, folder / f"{world_size}", world_size, chosen, **options,
+                               num_processes=world_size, timeout=timeout, device="cpu")[0]
+                cells += [compare(run, wanted, *pair, world_size) for run, pair in zip(found, chosen, strict=True)]
+    return cells

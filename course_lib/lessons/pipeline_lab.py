@@ -1,0 +1,247 @@
+"""Real ranks run a table: on stages that only sleep, to measure bubbles; on a real model, to compare gradients.
+
+A sleeping stage needs no core: what is measured is the schedule and the messages, not how many ranks share a core.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from course_lib.launching.launch import launch
+from course_lib.modeling.stages import cut, shared_weights, split_evenly
+from course_lib.parallel.pipeline.actions import Schedule
+from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
+from course_lib.parallel.pipeline.simulation import Costs, Span, Timeline, simulate
+from course_lib.parallel.pipeline.tied import sum_shared_gradients
+
+DISTURBED = 0.02
+"""A table whose bubble is larger than foreseen by more than this share of all ranks' time is tried again."""
+
+
+class _Sleep(torch.autograd.Function):
+    """Hands its input on; takes its time in the forward, and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradients[0], None, None
+
+
+class SleepingStage(nn.Module):
+    """A stage of given cost: the gradient of its input and that of its one weight take their time apart.
+
+    Args:
+        forward: seconds of F.
+        input: seconds of I.
+        weight: seconds of W; B takes both.
+    """
+
+    def __init__(self, forward: float, input: float, weight: float):
+        super().__init__()
+        self.seconds = forward, input, weight
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape; the same comes out."""
+        forward, of_input, of_weight = self.seconds
+        return _Sleep.apply(x, forward, of_input) + _Sleep.apply(self.bias, 0.0, of_weight)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A table as it was foreseen and as it ran.
+
+    Attributes:
+        predicted: by the simulator, in ms.
+        rows: for each rank what ran from when to when, in ms; time 0 is the first start.
+        peaks: for each rank the most micro-batches that it held at once, counted for each of its stages.
+    """
+
+    predicted: Timeline
+    rows: tuple[tuple[Span, ...], ...]
+    peaks: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(float(row[-1].end) for row in self.rows)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time, from first start to last end, in which they did not compute."""
+        busy = sum(float(span.end - span.start) for row in self.rows for span in row)
+        return 1 - busy / (self.makespan * len(self.rows))
+
+
+def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 10, timeout: float = 300.0,
+            ) -> dict[str, Measured]:
+    """Run tables, all for the same number of ranks, and keep the least disturbed try of each.
+
+    Whatever else a machine does makes a pass longer and never shorter. So a table is tried again while its bubble is
+    more than 2 points larger than foreseen: on a quiet machine once or twice, on a busy one more often. If each try is
+    so, the shortest is kept: a table that really waits for more than its messages does so in each, and is shown as it
+    is.
+
+    Args:
+        costs: in ms; messages take what they take.
+        tries: of each table, at most.
+        timeout: seconds for all of them.
+    """
+    ranks = {schedule.ranks for schedule in schedules.values()}
+    by_rank = launch(_on_rank, schedules, costs, tries, num_processes=ranks.pop(), timeout=timeout, device="cpu")
+    measured = {}
+    for name, schedule in schedules.items():
+        passes = [found[name] for found in by_rank]
+        foreseen = simulate(schedule, costs)
+        peaks = tuple(tried[0].peak for tried in passes)
+        measured[name] = least_disturbed([Measured(foreseen, _rows(each), peaks) for each in zip(*passes, strict=True)])
+    return measured
+
+
+def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dict[str, list[Pass]]:
+    """Each table's passes on this rank; their times are on the clock that the ranks of one machine share."""
+    dist.init_process_group("gloo")
+    executors = {}
+    batches = {size: torch.zeros(size, 1, requires_grad=True)  # so that the first stage has an I too
+               for size in {schedule.microbatches for schedule in schedules.values()}}
+    for name, schedule in schedules.items():
+        seconds = [[float(cost) / 1000 for cost in costs.of(kind, schedule.stages)]
+                   for kind in ("forward", "input", "weight")]
+        stages = {stage: SleepingStage(0.0, 0.0, 0.0) for stage in schedule.stages_of(dist.get_rank())}
+        executors[name] = PipelineExecutor(schedule, stages, lambda output, target: output.sum())
+        batch = batches[schedule.microbatches]
+        executors[name].step(batch, targets=batch)  # shapes are told, connections made
+        for stage, module in stages.items():
+            module.seconds = (seconds[0][stage], seconds[1][stage], seconds[2][stage])
+    foreseen = {name: float(simulate(schedule, costs).bubble) for name, schedule in schedules.items()}
+    found: dict[str, list[Pass]] = {name: [] for name in schedules}
+    left = list(schedules)
+    for _ in range(tries):
+        # By turns, so that what disturbs the machine for seconds spoils one try of several tables and not all of one.
+        for name in tuple(left):
+            batch = batches[schedules[name].microbatches]
+            dist.barrier()
+            tried = executors[name].step(batch, targets=batch)
+            found[name].append(tried)
+            if _bubble(tried) <= foreseen[name] + DISTURBED:
+                left.remove(name)
+    dist.destroy_process_group()
+    return found
+
+
+def _bubble(tried: Pass) -> float:
+    """The bubble of a pass of all ranks; each of them gets the same answer."""
+    ends = torch.tensor([-tried.spans[0].start, tried.spans[-1].end], dtype=torch.float64)
+    busy = torch.tensor(sum(span.end - span.start for span in tried.spans), dtype=torch.float64)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    dist.all_reduce(busy)
+    return 1 - float(busy) / (float(ends.sum()) * dist.get_world_size())
+
+
+def _rows(passes: Sequence[Pass]) -> tuple[tuple[Span, ...], ...]:
+    """What each rank ran in one try, in ms from the first start."""
+    start = min(each.spans[0].start for each in passes)
+    return tuple(tuple(Span(action, 1000 * (begin - start), 1000 * (end - start)) for action, begin, end in each.spans)
+                 for each in passes)
+
+
+def least_disturbed(tries: Sequence[Measured]) -> Measured:
+    """The shortest of a table's tries whose bubble is no more than 2 points larger than foreseen, or of all tries.
+
+    The shortest of all would not do: a machine that halts every rank while all compute makes a pass longer and leaves
+    its bubble right; one that halts a single rank makes it a little shorter than that, with a bubble that is wrong.
+    """
+    return min(tries, key=lambda each: (each.bubble > float(each.predicted.bubble) + DISTURBED, each.makespan))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one step left.
+
+    Attributes:
+        loss: of the batch, nats a token.
+        by_name: of the model's parameters.
+        elements: parameters that each rank holds.
+    """
+
+    loss: float
+    by_name: dict[str, Tensor]
+    elements: list[int]
+
+    def apart(self, other: "Gradients") -> float:
+        """The largest difference of two gradients, which are of the same parameters."""
+        assert self.by_name.keys() == other.by_name.keys()
+        return max((gradient - other.by_name[name]).abs().max().item() for name, gradient in self.by_name.items())
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Mean over the tokens [B, L] that have one before them, in nats; logits [B, L, V]."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def unsplit(build: Callable[[], nn.Module], ids: Tensor) -> Gradients:
+    """One process, one batch."""
+    model = build()
+    loss = next_token_loss(model(input_ids=ids).logits, ids)
+    loss.backward()
+    return Gradients(loss.item(), _gradients(model), [sum(each.numel() for each in model.parameters())])
+
+
+def split(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor,
+          engine: type = PipelineExecutor, tied: bool = True, timeout: float = 120.0) -> dict[str, Gradients]:
+    """The same, cut into stages that real ranks run as each of some tables says, all for the same number of ranks.
+
+    Args:
+        schedules: the tables.
+        build: makes the whole model, alike on every rank.
+        ids: [B, L], of which each micro-batch gets as many rows.
+        engine: ``PipelineExecutor`` or ``TorchPipeline``.
+        tied: add up the gradients of weights that several stages share.
+    """
+    ranks = {schedule.ranks for schedule in schedules.values()}
+    by_rank = launch(_split_on_rank, schedules, build, ids, engine, tied, num_processes=ranks.pop(), timeout=timeout,
+                     device="cpu")
+    return {name: _joined([found[name] for found in by_rank]) for name in schedules}
+
+
+Part = tuple[list[float], dict[str, Tensor], int]
+"""Losses on the rank of the last stage, gradients by name, parameters held."""
+
+
+def _joined(parts: list[Part]) -> Gradients:
+    (losses,) = [losses for losses, _, _ in parts if losses]
+    return Gradients(sum(losses) / len(losses), {name: each for _, found, _ in parts for name, each in found.items()},
+                     [elements for _, _, elements in parts])
+
+
+def _split_on_rank(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor, engine: type,
+                   tied: bool) -> dict[str, Part]:
+    dist.init_process_group("gloo")
+    found: dict[str, Part] = {}
+    for name, schedule in schedules.items():
+        model = build()
+        where = split_evenly(model, schedule.stages, length=ids.shape[1])
+        stages = cut(model, where, schedule.stages_of(dist.get_rank()))
+        done = engine(schedule, stages, next_token_loss).step(targets=ids, input_ids=ids)
+        if tied:
+            sum_shared_gradients(shared_weights(model, where), stages, schedule.stage_ranks)
+        held = {parameter for stage in stages.values() for parameter in stage.parameters()}
+        found[name] = ([loss.item() for loss in done.losses], _gradients(model), sum(each.numel() for each in held))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}

@@ -1,0 +1,51 @@
+"""A link that is slow, simulated: the ranks' all-gathers take longer, and computation goes on meanwhile."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+from course_lib.parallel.flat_parameter import FlatUnit
+
+
+@dataclass(frozen=True)
+class Waits:
+    """One step over a slow link.
+
+    Attributes:
+        link: seconds that an all-gather takes.
+        step: seconds of the forward and backward.
+        spans: when this rank stood still for the link, in seconds from the beginning of the step.
+    """
+
+    link: float
+    step: float
+    spans: list[tuple[float, float]]
+
+    @property
+    def waited(self) -> float:
+        return sum(end - start for start, end in self.spans)
+
+
+@contextlib.contextmanager
+def slow_gathers(seconds: float) -> Iterator[list[tuple[float, float]]]:
+    """Lets no all-gather end earlier than so many seconds after its beginning; yields when a rank waited for that."""
+    spans: list[tuple[float, float]] = []
+    ready: dict[FlatUnit, float] = {}
+    gather, wait = FlatUnit.gather, FlatUnit.wait
+
+    def slow_gather(unit: FlatUnit) -> None:
+        gather(unit)
+        if unit.work is not None:
+            ready.setdefault(unit, time.perf_counter() + seconds)
+
+    def slow_wait(unit: FlatUnit) -> None:
+        begin, until = time.perf_counter(), ready.pop(unit, 0.0)
+        if until > begin:
+            time.sleep(until - begin)
+            spans.append((begin, until))
+        wait(unit)
+
+    with mock.patch.object(FlatUnit, "gather", slow_gather), mock.patch.object(FlatUnit, "wait", slow_wait):
+        yield spans

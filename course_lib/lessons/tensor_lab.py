@@ -1,0 +1,206 @@
+"""Tensor and sequence parallelism, watched: what is exact, what moves, what is held.
+
+The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.optim import AdamW
+from transformers import GPT2LMHeadModel
+
+from course_lib.lessons.lab_gpt2 import gpt2
+from course_lib.metering.meter import Meter
+from course_lib.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, vocab_parallel_cross_entropy
+from course_lib.parallel.tensor_plans import TensorParallel
+from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
+from course_lib.parallel.tp_collectives import gather, gathered, scatter
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a small GPT-2 and its batch; tokens, vocabulary and heads divide by 2 and 4."""
+
+    layers: int = 4
+    width: int = 64
+    rows: int = 4
+    tokens: int = 32
+    heads: int = 4
+    vocabulary: int = 256
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of one hidden state, (rows, tokens, width) in float32."""
+        return 4 * self.rows * self.tokens * self.width
+
+    def model(self, dropout: float = 0.0) -> GPT2LMHeadModel:
+        """The same weights on every call, on the CPU."""
+        return gpt2(self.layers, self.width, self.tokens, self.vocabulary, heads=self.heads, dropout=dropout,
+                    use_cache=False)
+
+    def loss(self, model: nn.Module, step: int = 0) -> Tensor:
+        """Mean cross-entropy of chains of tokens that an affine map continues, the same rows on every rank."""
+        generator = torch.Generator().manual_seed(step)
+        ids = [torch.randint(self.vocabulary, (self.rows,), generator=generator)]
+        for _ in range(self.tokens - 1):
+            ids.append((5 * ids[-1] + 3) % self.vocabulary)
+        tokens = torch.stack(ids, dim=1).to(PartialState().device)
+        return F.cross_entropy(model(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def pair_apart(width: int = 16) -> dict[str, float]:
+    """How far a column- and a row-parallel linear layer are from the whole two, relative to the largest number."""
+    device = PartialState().device
+    torch.manual_seed(0)
+    first, second = nn.Linear(width, 4 * width).to(device), nn.Linear(4 * width, width).to(device)
+    whole_in = torch.randn(2, 3, width, device=device, requires_grad=True)
+    split_in = whole_in.detach().clone().requires_grad_()
+    column, row = ColumnParallelLinear(first), RowParallelLinear(deepcopy(second))
+    whole, split = second(F.gelu(first(whole_in))), row(F.gelu(column(split_in)))
+    for each in (whole, split):
+        each.square().sum().backward()
+    pairs: dict[str, Any] = {"output": (split, whole), "gradient of X": (split_in.grad, whole_in.grad)}
+    layers: Any = {"A": (column, first), "B": (row, second)}
+    for name, (mine, theirs) in layers.items():
+        pairs[f"gradient of {name}"] = mine.splits["weight"].whole(mine.weight.grad), theirs.weight.grad
+    return {name: ((mine - theirs).abs().max() / theirs.abs().max()).item() for name, (mine, theirs) in pairs.items()}
+
+
+def train(shape: Shape, steps: int, split: bool = True, seed_by_rank: bool = False, dropout: float = 0.0,
+          ) -> tuple[list[float], float]:
+    """Train on some batches; the losses on this rank, and how far the ranks' final norms have drifted apart.
+
+    Args:
+        split: over all ranks; otherwise each rank has the whole model, on the same rows.
+        seed_by_rank: give each rank its own dropout masks.
+    """
+    model: Any = _engine("scratch" if split else "whole", shape.model(dropout))
+    torch.manual_seed(1 + seed_by_rank * dist.get_rank())
+    optimizer = AdamW(model.parameters(), lr=3e-3, eps=1e-5)  # eps: Adam would blow up the noise of tiny gradients
+    losses = []
+    for step in range(steps):
+        loss = shape.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    norm = next(p for name, p in model.named_parameters() if name.endswith("ln_f.weight")).detach()
+    everyones = gathered(norm[None], None, 0)
+    return losses, (everyones - everyones[0]).abs().max().item()
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One forward and backward, as this rank saw it.
+
+    Attributes:
+        loss: of the batch.
+        apart: the largest distance of a gradient from one process's, as a share of the largest gradient.
+        forward: collectives, as (name, payload bytes).
+        backward: likewise.
+        sent: bytes that this rank sent, under the ring model.
+        activations: the most bytes of them at one time.
+        parameters: bytes that this rank holds.
+    """
+
+    loss: float
+    apart: float
+    forward: list[tuple[str, int]]
+    backward: list[tuple[str, int]]
+    sent: int
+    activations: int
+    parameters: int
+
+    def count(self, name: str, size: int) -> tuple[int, int]:
+        """How many collectives of one name and size there were, forward and backward."""
+        return self.forward.count((name, size)), self.backward.count((name, size))
+
+
+def watch(shape: Shape, engine: str = "scratch", **options: Any) -> Watched:
+    """One forward and backward under the meter.
+
+    Args:
+        engine: ``whole``, ``scratch`` or ``torch``.
+        **options: of :class:`TensorParallel` or :class:`TorchTensorParallel`.
+    """
+    whole = shape.model().to(PartialState().device)
+    shape.loss(whole).backward()
+    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    model: Any = _engine(engine, shape.model(), **options)
+    with Meter(model) as meter:
+        loss = shape.loss(model)
+        stamp = meter.clock.stamp()
+        loss.backward()
+    turn = meter.clock.seconds(stamp)
+    gradients = model.whole_gradients() if engine != "whole" else {n: p.grad for n, p in model.named_parameters()}
+    apart = max((gradients[name] - each).abs().max().item() for name, each in wanted.items())
+    largest = max(each.abs().max().item() for each in wanted.values())
+    forward, backward = ([(each.name, each.bytes) for each in meter.collectives if (each.start < turn) is before]
+                         for before in (True, False))
+    held = sum(_local(p).nbytes for p in model.parameters())
+    return Watched(loss.item(), apart / largest, forward, backward, meter.bytes_sent, meter.peak["activations"], held)
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """Cross-entropy of split logits in one way.
+
+    Attributes:
+        loss: the mean.
+        sent: bytes that this rank sent, forward and backward.
+        apart: largest distance of the logits' gradient from one process's, as a share of its largest.
+    """
+
+    loss: float
+    sent: int
+    apart: float
+
+
+def cross_entropies(vocabulary: int, tokens: int) -> dict[str, Crossed]:
+    """Cross-entropy of logits that the ranks share: gathered first, and in parallel."""
+    device = PartialState().device
+    torch.manual_seed(0)
+    logits = torch.randn(1, tokens, vocabulary, device=device, requires_grad=True)
+    targets = torch.randint(vocabulary, (1, tokens), device=device)
+
+    def gathering(mine: Tensor) -> Tensor:
+        return F.cross_entropy(gather(mine).flatten(0, 1), targets.flatten())
+
+    def parallel(mine: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(mine, targets).mean()
+
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    wanted = logits.grad
+    assert wanted is not None
+    found = {}
+    for name, way in (("gathered", gathering), ("parallel", parallel)):
+        mine = scatter(logits.detach()).detach().requires_grad_()
+        with Meter() as meter:
+            loss = way(mine)
+            loss.backward()
+        assert mine.grad is not None
+        apart = (gathered(mine.grad, None, -1) - wanted).abs().max() / wanted.abs().max()
+        found[name] = Crossed(loss.item(), meter.bytes_sent, apart.item())
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _engine(name: str, model: nn.Module, **options: Any) -> nn.Module:
+    """The model on this rank's device, split over all ranks; joins the ranks first."""
+    model = model.to(PartialState().device)
+    if name == "scratch":
+        return TensorParallel(model, **options)
+    if name == "torch":
+        mesh = DeviceMesh(PartialState().device.type, torch.arange(dist.get_world_size()))
+        return TorchTensorParallel(model, mesh, **options)
+    return model

@@ -1,0 +1,291 @@
+"""Every storage that a stretch of code allocates, on real or fake tensors: when, how large, and what for.
+
+Where :mod:`course_lib.metering.resident_memory` looks at a running training now and then, the log sees each
+allocation and each release, and decides at the end what each storage was for: one that a gradient was computed in
+counts as a gradient from its first byte. It costs some microseconds an operator.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from course_lib.metering.collective_log import Traffic, Transfer, ring_bytes
+from course_lib.parallel.clock import Clock
+
+KINDS = ("parameters", "parameter copies", "gradients", "optimizer states", "communication buffers", "inputs",
+         "logits", "activations", "temporaries")
+"""A storage that serves as several of these counts as the first.
+
+Parameter copies are gathered from other ranks, or cast to 16 bits. Logits are all storages with a row for each token
+and a column for each word, the loss's own too. Activations are what autograd saves for the backward pass; what
+checkpointing computes again within it is temporary, as is all the rest.
+"""
+ORDER = {kind: place for place, kind in enumerate(KINDS)}
+FUNCTIONAL = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather",
+              "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "broadcast": "broadcast"}
+"""Collectives that DTensor issues; on fake tensors they never reach a process group."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective as this rank issued it.
+
+    Attributes:
+        name: as :class:`course_lib.metering.collective_log.Collective` has it.
+        bytes: the whole payload, as there.
+        dtype: of the payload.
+        ranks: that take part.
+        sent: bytes that this rank sends under the ring model.
+        phase: in which it was issued.
+        module: that was computing.
+    """
+
+    name: str
+    bytes: int
+    dtype: str
+    ranks: int
+    sent: int
+    phase: str
+    module: str
+
+
+class Change(NamedTuple):
+    """A storage came, went or was resized."""
+
+    phase: str
+    kind: str
+    module: str
+    bytes: int
+    counted: bool
+    """It was between start and stop."""
+
+
+@dataclass(eq=False)
+class _Storage:
+    alive: weakref.ref
+    kind: str
+    module: str
+    bytes: int = 0
+
+
+class Ledger(TorchDispatchMode):
+    """Notes storages and collectives while it is entered; entered above a ``FakeTensorMode`` it sees that one's.
+
+    Args:
+        vocabulary: width of the logits; None counts them as what else they are.
+    Attributes:
+        phase: name of what runs now, to be set by the caller.
+        module: name of what computes now; :meth:`watch` sets it.
+    """
+
+    def __init__(self, vocabulary: int | None = None):
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.phase, self.module = "set-up", ""
+        self._storages: dict[int, _Storage] = {}
+        self._events: list[tuple[_Storage, int, str]] = []
+        self._hooked = WeakIdKeyDictionary()
+        self._outer: list[str] = []
+        self._looking = True
+        self._issued: list[Exchange | tuple[str, str]] = []  # of those that Traffic notes only the place
+
+    def __enter__(self) -> "Ledger":
+        self._traffic = Traffic(Clock(torch.device("cpu")), self._handed_over, lambda begin, end: None)
+        with contextlib.ExitStack() as stack:
+            self._traffic.start()
+            stack.callback(self._traffic.stop)
+            original = torch.UntypedStorage.resize_
+
+            def resize(storage: torch.UntypedStorage, size: int) -> Any:
+                result = original(storage, size)
+                known = self._storages.get(storage._cdata)
+                if known is not None:
+                    self._resize(known, storage.nbytes())
+                return result
+
+            derive = ShardingPropagator._propagate_tensor_meta_non_cached
+
+            def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
+                """DTensor works out shapes on fake tensors of global size."""
+                self._looking = False
+                try:
+                    return derive(propagator, schema)
+                finally:
+                    self._looking = True
+
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+            stack.enter_context(mock.patch.object(ShardingPropagator, derive.__name__, unseen))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor))
+            super().__enter__()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it takes itself apart first
+        result = func(*args, **(kwargs or {}))
+        namespace = func.namespace
+        if namespace in ("prim", "profiler") or not self._looking:
+            return result
+        if namespace == "_c10d_functional" and isinstance(result, FakeTensor):
+            self._functional(func, args, result)
+        kind = "temporaries"
+        if func is torch.ops.aten._to_copy.default and self._kind(args[0]) == "parameters":
+            kind = "parameter copies"
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                logits = tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary
+                self.hold(tensor, "logits" if logits else kind)
+        return result
+
+    def hold(self, tensor: torch.Tensor, kind: str, module: str | None = None) -> None:
+        """Count a tensor's storage as ``kind``, or as what it is already if that comes first, and as ``module``'s."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._storages.get(key)
+        if known is None:
+            freed = functools.partial(self._free, key)
+            known = self._storages[key] = _Storage(weakref.ref(storage, freed), kind, module or self.module)
+            self._resize(known, storage.nbytes())
+        elif ORDER[kind] < ORDER[known.kind]:
+            known.kind = kind
+            known.module = module or known.module
+
+    def watch(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
+        """Follow which of some modules computes, forward and backward, and find gathered parameters and gradients."""
+        self._parts = set(names.values())
+        self.find(model)
+        for module in model.modules():
+            if module in names:
+                module.register_forward_pre_hook(functools.partial(self._enter, names[module]), prepend=True)
+                module.register_forward_hook(functools.partial(self._leave, names[module]), always_call=True)
+            if module._parameters:
+                module.register_forward_pre_hook(self._uses)
+
+    def find(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Look through parameters, their gradients and the optimizer's states."""
+        for name, parameter in model.named_parameters():
+            self.hold(parameter, "parameters", self._part(name))
+            if parameter.grad is not None:
+                self.hold(parameter.grad, "gradients", self._part(name))
+            for tensor in tree_leaves(optimizer.state.get(parameter, {}) if optimizer else {}):
+                if isinstance(tensor, torch.Tensor):
+                    self.hold(tensor, "optimizer states", self._part(name))
+        for name, buffer in model.named_buffers():
+            self.hold(buffer, "inputs", self._part(name))
+
+    def _part(self, name: str) -> str:
+        """The watched part of the model that a tensor of this name belongs to."""
+        owner = name.rpartition(".")[0]
+        while owner and owner not in self._parts:
+            owner = owner.rpartition(".")[0]
+        return owner
+
+    def start(self) -> None:
+        """From here on peaks and collectives are counted."""
+        self._from = len(self._events), len(self._issued)
+
+    def stop(self) -> None:
+        """What comes later is not noted."""
+        self._to = len(self._events), len(self._issued)
+
+    def exchanges(self) -> list[Exchange]:
+        """The collectives between start and stop, in the order of issue."""
+        noted = iter(self._traffic.transfers)
+        every = [each if isinstance(each, Exchange) else _exchange(next(noted), *each) for each in self._issued]
+        return every[self._from[1]:self._to[1]]
+
+    def changes(self) -> Iterator[Change]:
+        """Every change of a storage up to stop, in order."""
+        for place, (storage, size, phase) in enumerate(self._events[:self._to[0]]):
+            yield Change(phase, storage.kind, storage.module, size, place >= self._from[0])
+
+    def _kind(self, tensor: Any) -> str:
+        known = self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+        return known.kind if known else ""
+
+    def _resize(self, known: _Storage, size: int) -> None:
+        if size != known.bytes:
+            self._events.append((known, size - known.bytes, self.phase))
+            known.bytes = size
+
+    def _free(self, key: int, _: Any = None) -> None:
+        known = self._storages.pop(key, None)
+        if known is not None:
+            self._resize(known, 0)
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd's pack hook: an output is saved without its graph, which would keep itself alive."""
+        self.hold(tensor, "activations")
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def _handed_over(self, tensors: list[torch.Tensor]) -> None:
+        """What a collective of a process group is given."""
+        for tensor in tensors:
+            self.hold(tensor, "communication buffers")
+        self._issued.append((self.phase, self.module))
+
+    def _functional(self, func: Any, args: Any, result: torch.Tensor) -> None:
+        """Note a collective of DTensor's."""
+        name = FUNCTIONAL.get(func._schema.name.partition("::")[2])
+        if name is None:  # it waits for one
+            return
+        group = _resolve_process_group(next(GroupName(each) for each in reversed(args) if isinstance(each, str)))
+        payload = result if name == "all_gather" else args[0]
+        for tensor in (args[0], result):
+            self.hold(tensor, "communication buffers")
+        size, ranks = payload.numel() * payload.element_size(), dist.get_world_size(group)
+        self._issued.append(Exchange(name, size, str(payload.dtype).removeprefix("torch."), ranks,
+                                     ring_bytes(name, size, ranks, group.rank()), self.phase, self.module))
+
+    def _uses(self, module: nn.Module, _: Any) -> None:
+        """A module's own parameters, just before it computes: FSDP2 has put the gathered ones in their place."""
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self.hold(parameter, "parameter copies")
+                if parameter not in self._hooked and parameter.requires_grad:
+                    self._hooked[parameter] = True
+                    parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.hold(parameter.grad, "gradients")
+
+    def _enter(self, name: str, module: nn.Module, _: Any) -> None:
+        self._outer.append(self.module)
+        self.module = name
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.module = self._outer.pop()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._backward, name))
+
+    def _backward(self, name: str, gradient: torch.Tensor) -> None:
+        self.module = name
+
+
+def _exchange(transfer: Transfer, phase: str, module: str) -> Exchange:
+    return Exchange(transfer.name, transfer.bytes, str(transfer.dtype).removeprefix("torch."), len(transfer.ranks),
+                    transfer.sent, phase, module)

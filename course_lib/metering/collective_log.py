@@ -1,0 +1,226 @@
+"""Every collective that this process issues, whoever issues it, and what the ring model says that it sends."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_lib.metering import collective_hooks
+from course_lib.metering.collective_hooks import ARGUMENTS, INPUTS, OPERATORS
+from course_lib.parallel.clock import Clock, Stamp
+
+PAYLOAD = INPUTS | {
+    "_allgather_base_": "output_tensor", "allgather_": "output_tensors", "allgather_coalesced_": "output_lists",
+    "allgather_into_tensor_coalesced_": "outputs", "barrier": "", "monitored_barrier_": ""}
+"""Which argument of an operator is its whole payload: what is reduced, scattered or broadcast, or the gathered result.
+For gather and scatter it is one rank's share of it."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, as one rank saw it.
+
+    Attributes:
+        name: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast``, ``reduce``,
+            ``gather``, ``scatter``, ``send``, ``recv`` or ``barrier``.
+        bytes: the whole payload: for all_gather and gather what has been gathered, for reduce_scatter and
+            scatter what is to be scattered, for all_to_all what this rank hands in.
+        dtype: of the payload; for a barrier uint8 of no elements.
+        ranks: global ranks that take part, this rank and its peer for send and recv.
+        start: seconds on ``time.perf_counter``'s clock, when it was issued.
+        end: when the transfer had ended; where the backend doesn't tell (gloo's send, recv and reduce-scatter),
+            when this rank had waited for it; NaN where neither was before the end of the measured stretch.
+        sent: bytes that this rank sends under the ring model, see `ring_bytes`.
+    """
+
+    name: str
+    bytes: int
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+    sent: int
+
+
+def ring_bytes(name: str, size: int, ranks: int, position: int = 0, root: int = 0) -> int:
+    """Bytes that one rank sends when a collective is done over a ring, or straight to the peer.
+
+    all_reduce 2(N-1)/N x size; reduce_scatter, all_gather and all_to_all (N-1)/N x size; broadcast: everyone
+    passes it on but the last in the ring; reduce: everyone but the root; gather: everyone but the root sends
+    1/N of it; scatter: the root sends (N-1)/N of it; send its size; recv and barrier nothing.
+    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009, section 3.
+
+    Args:
+        size: payload in bytes, as in `Collective.bytes`.
+        ranks: N.
+        position: of this rank in the group, for those with a root.
+        root: the root's position in the group.
+    """
+    others = ranks - 1
+    shares = {
+        "all_reduce": 2 * others / ranks,
+        "reduce_scatter": others / ranks,
+        "all_gather": others / ranks,
+        "all_to_all": others / ranks,
+        "broadcast": (position - root) % ranks != others,
+        "reduce": position != root,
+        "gather": (position != root) / ranks,
+        "scatter": (position == root) * others / ranks,
+        "send": 1,
+        "recv": 0,
+        "barrier": 0,
+    }
+    return round(shares[name] * size)
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A collective under way."""
+
+    name: str
+    bytes: int
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+    sent: int
+    blocking: bool
+    start: Stamp
+    end: Stamp | None = None
+
+
+class Traffic:
+    """Notes every collective between `start` and `stop`.
+
+    Args:
+        clock: stamps the beginnings and ends.
+        issued: called with a collective's tensors before it is passed on.
+        waited: called with the stamps between which a thread stood still for a collective.
+    """
+
+    def __init__(self, clock: Clock, issued: Callable[[list[torch.Tensor]], None],
+                 waited: Callable[[Stamp, Stamp], None]):
+        self.clock, self._handed_over, self._stood_still = clock, issued, waited
+        self.transfers: list[Transfer] = []
+        self._pending: dict[int, tuple[list[Transfer], dist.Work, set[int]]] = {}  # and the storages of their tensors
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        collective_hooks.listen(self)
+
+    def stop(self) -> None:
+        collective_hooks.leave(self)
+
+    def collectives(self) -> list[Collective]:
+        """Those noted, in the order of issue."""
+        seconds = self.clock.seconds
+        return [Collective(t.name, t.bytes, t.dtype, t.ranks, seconds(t.start),
+                           math.nan if t.end is None else seconds(t.end), t.sent) for t in self.transfers]
+
+    def issuing(self, operator: str, args: Sequence[Any]) -> tuple[Transfer, dict[str, Any]]:
+        named = dict(zip(ARGUMENTS[operator], args, strict=False))
+        self._handed_over(list(_tensors(args)) if PAYLOAD[operator] else [])  # a barrier's is a dummy
+        transfer = self._describe(operator, named)
+        self.transfers.append(transfer)
+        return transfer, named
+
+    def issued(self, note: tuple[Transfer, dict[str, Any]], work: dist.Work | None) -> None:
+        self._follow(*note, work)
+
+    def _describe(self, operator: str, named: dict[str, Any]) -> Transfer:
+        name, payload = OPERATORS[operator], PAYLOAD[operator]
+        group = dist.ProcessGroup.unbox(named["process_group"])
+        members = dist.get_process_group_ranks(group)
+        position = group.rank()
+        tensors = list(_tensors(named[payload])) if payload else []
+        size = sum(_size(tensor) for tensor in tensors) * (len(members) if name in ("gather", "scatter") else 1)
+        sent = ring_bytes(name, size, len(members), position, named.get("root_rank", 0))
+        if name == "all_to_all":
+            sent = size - _own_part(operator, named, tensors, position, len(members))
+        ranks = tuple(members)
+        if name in ("send", "recv"):
+            ends = [position, *(named[key] for key in ("dst", "src") if key in named)]
+            ranks = tuple(members[end] for end in ends)
+        dtype = tensors[0].dtype if tensors else torch.uint8
+        blocking = named.get("async_op", True) is False
+        return Transfer(name, size, dtype, ranks, sent, blocking, self.clock.stamp(_device(named)))
+
+    def _follow(self, transfer: Transfer, named: dict[str, Any], work: dist.Work | None) -> None:
+        """Learn when a collective has ended."""
+        device = _device(named)
+        if work is None:  # it is in the current stream, which waits for it; or, as monitored_barrier_, has ended
+            self._end(transfer, device)
+            if transfer.end is not None and device.type == "cuda":
+                self._stood_still(transfer.start, transfer.end)
+            return
+        key, storages = id(work), {_storage(tensor) for tensor in _tensors(list(named.values()))}
+        if known := self._pending.get(key):  # the others of a batch
+            known[0].append(transfer)
+            known[2].update(storages)
+            return
+        self._pending[key] = transfers, *_ = [transfer], work, storages
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's sends, receives and reduce-scatters have none: they end when waited for
+            return
+
+        def ended(_: Any) -> None:
+            for each in list(transfers):
+                self._end(each, device)
+            if not transfer.blocking:  # a blocking one is waited for at once
+                self._pending.pop(key, None)  # its work holds the tensors, which are to be freed
+
+        future.add_done_callback(ended)
+
+    def _end(self, transfer: Transfer, device: torch.device | None = None) -> None:
+        with self._lock:  # the backend's thread and the one that waits both come here: the first is right
+            if transfer.end is None:
+                transfer.end = self.clock.stamp(device)
+
+    def waiting(self, waited_for: dist.Work | torch.Tensor) -> Stamp:
+        (transfer, *_), *_ = self._pending.get(id(waited_for), ([None],))
+        return transfer.start if transfer and transfer.blocking else self.clock.stamp()
+
+    def waited(self, note: Stamp, waited_for: dist.Work | torch.Tensor) -> None:
+        if isinstance(waited_for, torch.Tensor):
+            storage = _storage(waited_for)
+            ended = [key for key, (_, _, storages) in list(self._pending.items()) if storage in storages]
+        else:
+            ended = [id(waited_for)]
+        for key in ended:
+            if pending := self._pending.pop(key, None):
+                for transfer in pending[0]:
+                    self._end(transfer)
+        self._stood_still(note, self.clock.stamp())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors of nested lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _device(named: dict[str, Any]) -> torch.device:
+    return next(_tensors(list(named.values()))).device
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _own_part(operator: str, named: dict[str, Any], tensors: list[torch.Tensor], position: int, ranks: int) -> int:
+    """Bytes of an all_to_all that stay on this rank."""
+    if operator == "alltoall_":
+        return _size(tensors[position])
+    splits = named.get("input_split_sizes")
+    rows = tensors[0].shape[0]
+    return _size(tensors[0]) * splits[position] // rows if splits and rows else _size(tensors[0]) // ranks

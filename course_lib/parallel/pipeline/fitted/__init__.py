@@ -1,0 +1,1 @@
+"""Tables fitted to measured costs: the schedule builder, zero bubble, the search."""

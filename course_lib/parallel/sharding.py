@@ -1,0 +1,185 @@
+"""Pieces of flattened tensors: what ZeRO and FSDP leave on one rank, and how the whole comes back.
+
+A split parameter is flattened, and a rank holds one run of its elements. That is all that a
+checkpoint or another number of ranks has to know.
+"""
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from course_lib.errors import ConfigError
+from course_lib.parallel.groups import device_of
+
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta,
+               torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+               torch.optim.ASGD)
+"""Optimizers whose update of an element looks at that element alone, so that a piece is updated as the whole is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What one rank holds of a tensor that is split over a group.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        start: first of its flattened elements held here.
+        data: 1-D, the elements held here, in order; may be empty.
+    """
+
+    shape: torch.Size
+    start: int
+    data: torch.Tensor
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same run of elements of a whole tensor, 1-D."""
+        return whole.reshape(-1)[self.start : self.start + self.data.numel()]
+
+
+def padded(numel: int, parts: int) -> int:
+    """The least multiple of ``parts`` that holds ``numel`` elements."""
+    return -(-numel // parts) * parts
+
+
+def overlap(start: int, numel: int, first: int, length: int) -> tuple[int, int]:
+    """Where a parameter lies in one rank's run of a flat buffer.
+
+    Args:
+        start: first element of the parameter in the buffer.
+        numel: elements of the parameter.
+        first: first element of the rank's run in the buffer.
+        length: elements of the run.
+    Returns:
+        The first element within the parameter, and how many; ``(0, 0)`` where they don't meet.
+    """
+    low, high = max(start, first), min(start + numel, first + length)
+    return (low - start, high - low) if high > low else (0, 0)
+
+
+def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
+    """Refuse an optimizer that has to see whole matrices.
+
+    Raises:
+        ConfigError: with the optimizer's name and those that can be sharded.
+    """
+    if not isinstance(optimizer, ELEMENTWISE):
+        raise ConfigError(f"{strategy} cannot shard {type(optimizer).__name__}: its update of an element needs others",
+                          f"use one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or strategy ddp")
+
+
+def repoint(optimizer: Optimizer, replacement: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+    """Let an optimizer update other tensors, with the same groups, options and order; in place.
+
+    Schedulers that hold the optimizer keep working.
+
+    Args:
+        optimizer: has made no step yet.
+        replacement: for each of its parameters the tensor to update in its place; None to drop it.
+    """
+    assert not optimizer.state, "repoint an optimizer before its first step"
+    for group in optimizer.param_groups:
+        chosen = [replacement[parameter] for parameter in group["params"]]
+        group["params"] = [tensor for tensor in chosen if tensor is not None]
+
+
+def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
+    """First name of each parameter; a tied one has the name under which it comes first."""
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+class _Place(NamedTuple):
+    """What a rank holds of a tensor, without the data."""
+
+    start: int
+    numel: int
+    dtype: torch.dtype
+
+
+class _Run(NamedTuple):
+    """A piece in the stream of bytes that a rank sends."""
+
+    name: str
+    at: int
+    """First byte in the stream."""
+    first: int
+    """First byte in the whole tensor."""
+    length: int
+
+
+def gather_whole(pieces: Mapping[str, Piece], group: dist.ProcessGroup | None = None, *,
+                 room: int = 2**26) -> dict[str, torch.Tensor]:
+    """Whole tensors from the pieces of all ranks; a collective call.
+
+    The pieces of a rank are one stream of bytes, and the first rank gathers the streams chunk by chunk. So it needs
+    ``room`` beside the result, however large the model is and whether its pieces are on GPUs or on the host, and only
+    the group's own communicator: for messages from rank to rank NCCL would open one more for each pair, and keep it.
+
+    Args:
+        pieces: this rank's, the same names in the same order on every rank.
+        room: bytes that the first rank gathers at once, the chunks of all ranks together.
+    Returns:
+        On the group's first rank, tensors on the CPU by name; elsewhere nothing.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    places: list[list[_Place]] = [[] for _ in range(world)]
+    dist.all_gather_object(places, [_Place(piece.start, piece.data.numel(), piece.data.dtype)
+                                    for piece in pieces.values()], group=group)
+    whole: dict[str, torch.Tensor] = {}
+    if rank == 0:
+        for (name, piece), held in zip(pieces.items(), zip(*places, strict=True), strict=True):
+            dtype = next((place.dtype for place in held if place.numel), piece.data.dtype)
+            whole[name] = torch.empty(piece.shape, dtype=dtype)
+            piece.of(whole[name]).copy_(piece.data.detach())
+    streams = _streams(list(pieces), places)
+    chunk = max(1, room // world)
+    sent = torch.empty(chunk, dtype=torch.uint8, device=device_of(group))
+    received = [torch.empty_like(sent) for _ in range(world)] if rank == 0 else None
+    for start in range(0, max(sum(run.length for run in stream) for stream in streams), chunk):
+        for run, skipped, at, length in _parts(streams[rank], start, chunk):
+            piece_bytes = pieces[run.name].data.detach().contiguous().view(torch.uint8)
+            sent[at : at + length].copy_(piece_bytes[skipped : skipped + length])
+        dist.gather(sent, received, group=group, group_dst=0)
+        for source, gathered in enumerate(received or ()):
+            arrived = gathered.cpu() if streams[source] else gathered
+            for run, skipped, at, length in _parts(streams[source], start, chunk):
+                target = whole[run.name].view(-1).view(torch.uint8)[run.first + skipped :]
+                target[:length].copy_(arrived[at : at + length])
+    return whole
+
+
+def _streams(names: Sequence[str], places: Sequence[Sequence[_Place]]) -> list[list[_Run]]:
+    """What each rank has to send: of its pieces those that no rank before it has, the first rank's included."""
+    streams: list[list[_Run]] = [[] for _ in places]
+    ends = [0] * len(places)
+    for name, held in zip(names, zip(*places, strict=True), strict=True):
+        for rank, place in enumerate(held):
+            if rank and place.numel and place not in held[:rank]:
+                size = place.dtype.itemsize
+                streams[rank].append(_Run(name, ends[rank], place.start * size, place.numel * size))
+                ends[rank] += place.numel * size
+    return streams
+
+
+def _parts(stream: Sequence[_Run], start: int, length: int) -> Iterator[tuple[_Run, int, int, int]]:
+    """The runs within ``length`` bytes of a stream from ``start``: run, bytes of it before, place from start, bytes."""
+    first = bisect.bisect_right(stream, start, key=lambda run: run.at) - 1
+    for run in stream[max(0, first) :]:
+        skipped = max(0, start - run.at)
+        at = run.at + skipped - start
+        if at >= length:
+            return
+        if skipped < run.length:
+            yield run, skipped, at, min(run.length - skipped, length - at)
+
+
+def scatter_whole(whole: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:
+    """Copy each rank's run of whole tensors into its pieces; no communication."""
+    with torch.no_grad():
+        for name, piece in pieces.items():
+            piece.data.copy_(piece.of(whole[name]))

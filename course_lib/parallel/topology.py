@@ -1,0 +1,142 @@
+"""The rank grid: which ranks share a batch, a pipeline and a layer, as one small value that is handed around.
+
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
+(arXiv 2104.04473), section 3: tensor parallelism within a machine, pipelines between machines, data parallelism around.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_lib.errors import ConfigError
+from course_lib.parallel.groups import meet
+
+AXES = ("dp", "pp", "tp")
+"""Data, pipeline, tensor parallelism: the grid's dimensions, from the outermost to the innermost."""
+
+
+class Coordinates(NamedTuple):
+    """Place of a rank along each axis of the grid, from 0."""
+
+    dp: int
+    pp: int
+    tp: int
+
+
+class AxisGroups(NamedTuple):
+    """This rank's process group along each axis: the ranks that differ from it in that coordinate alone."""
+
+    dp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    tp: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Ranks 0 to dp · pp · tp - 1 in a box, in the order of ``arange(world_size).view(dp, pp, tp)``.
+
+    The innermost axis has neighbouring ranks, which sit in one machine: tensor parallelism, which communicates twice
+    in each layer. The outermost has the farthest: data parallelism, which communicates once a step and can hide it.
+
+    Attributes:
+        dp: copies of the model, each on its own rows.
+        pp: stages that a copy is cut into.
+        tp: ranks that share the matrices of a stage.
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if (size := getattr(self, axis)) < 1:
+                raise ConfigError(f"the rank grid's {axis} size is {size}", "each of dp, pp and tp is at least 1")
+
+    @classmethod
+    def over(cls, world_size: int, pp: int = 1, tp: int = 1) -> "RankGrid":
+        """The grid that fills ``world_size`` ranks: what pipelines and layers leave over is data parallelism.
+
+        Raises:
+            ConfigError: pp · tp does not divide the number of ranks.
+        """
+        dp, left = divmod(world_size, max(1, pp * tp))
+        if left or not dp:
+            raise ConfigError(f"{pp} pipeline stages x {tp} tensor-parallel ranks do not divide {world_size} ranks",
+                              "choose pp and tp whose product divides the number of ranks")
+        return cls(dp, pp, tp)
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    @property
+    def ranks(self) -> Tensor:
+        """int64, shape (dp, pp, tp): the rank at each place."""
+        return torch.arange(self.world_size).view(self.dp, self.pp, self.tp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank is.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is not in a grid of {self.world_size}",
+                              f"ranks go from 0 to {self.world_size - 1}")
+        return Coordinates(*(int(place) for place in (self.ranks == rank).nonzero()[0]))
+
+    def rank_at(self, dp: int = 0, pp: int = 0, tp: int = 0) -> int:
+        """Which rank is at a place; the reverse of :meth:`coordinates`."""
+        return int(self.ranks[dp, pp, tp])
+
+    def lines(self, *axes: str) -> list[list[int]]:
+        """The ranks in sets whose members differ along the given axes alone, each set and the list in rising order.
+
+        ``lines("tp")`` are the tensor-parallel groups, ``lines("pp", "tp")`` the ranks that hold one copy of the model.
+
+        Raises:
+            ConfigError: an axis that is not dp, pp or tp.
+        """
+        for axis in axes:
+            if axis not in AXES:
+                raise ConfigError(f"the rank grid has no axis {axis!r}", "choose from dp, pp, tp")
+        kept = [place for place, axis in enumerate(AXES) if axis not in axes]
+        along = [place for place, axis in enumerate(AXES) if axis in axes]
+        return self.ranks.permute(*kept, *along).reshape(-1, self._length(axes)).tolist()
+
+    def _length(self, axes: tuple[str, ...]) -> int:
+        length = 1
+        for axis in set(axes):
+            length *= getattr(self, axis)
+        return length
+
+    def new_group(self, *axes: str) -> dist.ProcessGroup:
+        """This rank's group along the given axes; a collective call of all ranks.
+
+        ``dist.new_group`` wants to be called on every rank for every group, its own or not, in one order.
+
+        Raises:
+            ConfigError: the grid has another number of ranks than there are.
+        """
+        if self.world_size != dist.get_world_size():
+            raise ConfigError(f"a grid of {self.dp} x {self.pp} x {self.tp} is {self.world_size} ranks, "
+                              f"and there are {dist.get_world_size()}", "choose sizes whose product they are")
+        groups = {tuple(line): dist.new_group(line) for line in self.lines(*axes)}
+        own = next(group for line, group in groups.items() if dist.get_rank() in line)
+        meet(own)
+        return own
+
+    def groups(self) -> AxisGroups:
+        """This rank's group along each axis; a collective call of all ranks, once a run."""
+        return AxisGroups(*(self.new_group(axis) for axis in AXES))
+
+    def mesh(self, groups: AxisGroups, device_type: str = "cpu") -> DeviceMesh:
+        """The same grid and the same groups as torch's ``DeviceMesh``, with dimensions named dp, pp and tp."""
+        return DeviceMesh.from_group(list(groups), device_type, mesh=self.ranks, mesh_dim_names=AXES)

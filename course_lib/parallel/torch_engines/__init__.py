@@ -1,0 +1,1 @@
+"""The same parallelisms by torch's own engines."""

@@ -1,0 +1,165 @@
+"""FSDP with torch's own engine, ``fully_shard`` (FSDP2), behind the same face as the one from scratch.
+
+FSDP2 splits each parameter by itself along its first dimension (a ``DTensor``), where FSDP from scratch splits the
+flat buffer of a unit; what is communicated, and when, is the same.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from course_lib.errors import ConfigError
+from course_lib.parallel import blocks as partition
+from course_lib.parallel.sharding import check_elementwise, names_of, repoint
+
+
+def hybrid_mesh(device_type: str, replicas: int, shards: int) -> DeviceMesh:
+    """The 2-D mesh of hybrid sharding (HSDP): ``replicas`` copies of the model, each over ``shards`` ranks.
+
+    Neighbouring ranks share a copy: with ``shards`` the GPUs of a machine, what is gathered stays within it, and only
+    1/``shards`` of the gradients crosses between machines.
+
+    Raises:
+        ConfigError: the sizes don't multiply to the number of ranks.
+    """
+    world = dist.get_world_size()
+    if replicas * shards != world:
+        raise ConfigError(f"{replicas} replicas of {shards} shards are {replicas * shards} ranks, not {world}",
+                          "choose sizes whose product is the number of ranks")
+    return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+class TorchFullyShardedDataParallel(nn.Module):
+    """What :func:`shard_with_torch` returns: the sharded module, its optimizer, and what a trainer calls."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh):
+        super().__init__()
+        self.module, self.optimizer, self.mesh = module, optimizer, mesh
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without communication of gradients: each rank keeps its whole gradients meanwhile."""
+        sharded = cast(FSDPModule, self.module)
+        sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those too that ``no_sync`` keeps, which FSDP2 would add to the next step's."""
+        self.module.zero_grad(set_to_none)
+        for record in self._managed():
+            record.unsharded_accumulated_grad = None
+            if hasattr(record, "_unsharded_param"):
+                record._unsharded_param.grad = None
+
+    def whole_weights(self) -> dict[str, Any]:
+        """The whole model's tensors on the CPU, by name, on the first rank; elsewhere nothing. A collective call."""
+        return get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def resident(self) -> dict[str, list[Tensor]]:
+        """The tensors alive on this rank by kind; those of freed storage count 0 bytes.
+
+        Communication buffers are FSDP2's own and come and go within its hooks: they are not listed.
+        """
+        records = self._managed()
+        gathered = [record._unsharded_param for record in records if hasattr(record, "_unsharded_param")]
+        gradients = [record.sharded_param.grad for record in records] + [whole.grad for whole in gathered]
+        gradients += [record.unsharded_accumulated_grad for record in records]
+        states = [leaf for leaf in tree_leaves(dict(self.optimizer.state)) if isinstance(leaf, Tensor)]
+        return {"parameters": [_local(record.sharded_param) for record in records]
+                + [buffer for record in records for buffer in record.all_gather_outputs],
+                "gradients": [_local(gradient) for gradient in gradients if gradient is not None],
+                "optimizer states": [_local(tensor) for tensor in states],
+                "communication buffers": []}
+
+    def _managed(self) -> list[Any]:
+        """FSDP2's record of each parameter: its piece, the buffer to gather it in, its gradients.
+
+        It is in no public list; without it what a unit holds while it computes could not be measured.
+        """
+        states = [fully_shard.state(module) for module in self.module.modules()]  # type: ignore[attr-defined]
+        return [record for state in states if state for group in state._fsdp_param_groups
+                for record in group.fsdp_params]
+
+
+def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None = None,
+                     mesh: DeviceMesh | None = None, reshard_after_forward: bool = True,
+                     param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
+                     cpu_offload: bool = False) -> TorchFullyShardedDataParallel:
+    """Split a model over ranks with ``fully_shard``, on CPUs (gloo) and GPUs (NCCL) by the same code path.
+
+    Args:
+        module: changed in place; its parameters become ``DTensor``s. All ranks start from the first one's weights.
+        optimizer: over the module's parameters, before its first step; repointed to the ``DTensor``s.
+        units: modules that are gathered each by itself; by default the blocks that
+            :func:`course_lib.parallel.blocks.blocks` finds. The rest of the model is the root unit.
+        mesh: 1-D, or 2-D (replicate, shard) for HSDP, see :func:`hybrid_mesh`; all ranks by default.
+        reshard_after_forward: free a unit after its forward and gather it again for its backward, or keep it.
+        param_dtype: of the gathered parameters and of floating-point inputs; by default the parameters' own.
+        reduce_dtype: in which gradients are added up; ``param_dtype`` by default.
+        cpu_offload: keep pieces, gradients and optimizer states in the memory of the host, and step there. Clipping
+            then communicates on the host: start the process group with ``cpu:gloo,cuda:nccl``.
+    Raises:
+        ConfigError: an optimizer that is not elementwise; units that overlap; parameters tied between units; CPU
+            offload without a GPU.
+    """
+    check_elementwise(optimizer, "fsdp")
+    device = next(module.parameters()).device
+    if cpu_offload and device.type == "cpu":
+        raise ConfigError("cpu_offload moves pieces from a GPU to the host, and this model is on the CPU already",
+                          "leave it out, or run on a GPU")
+    chosen = list(partition.blocks(module).values() if units is None else units)
+    partition.check_disjoint(chosen)
+    _check_not_tied_between(module, chosen)
+    mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
+    for tensor in [*module.parameters(), *module.buffers()]:
+        for axis in range(mesh.ndim):
+            dist.broadcast(tensor.detach(), group=mesh.get_group(axis), group_src=0)
+    names = names_of(module)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for unit in chosen:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy,
+                    offload_policy=offload)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    sharded = dict(module.named_parameters())
+    repoint(optimizer, {parameter: sharded[name] for parameter, name in names.items()})
+    return TorchFullyShardedDataParallel(module, optimizer, mesh)
+
+
+def _check_not_tied_between(module: nn.Module, chosen: Collection[nn.Module]) -> None:
+    """FSDP2 has one owner for a parameter: a unit that another module reaches into cannot be split by itself."""
+    owner = partition.owners(module, chosen)
+    for unit in chosen:
+        for name, parameter in unit.named_parameters():
+            if owner[parameter] is not unit:
+                raise ConfigError(f"{names_of(module)[parameter]} is tied to {name} of a {type(unit).__name__}, "
+                                  "and fully_shard cannot split a parameter that units share",
+                                  "choose units= that keep tied parameters together, or the engine from scratch")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

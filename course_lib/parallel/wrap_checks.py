@@ -1,0 +1,93 @@
+"""What all ranks have to agree on before the first collective, and what must stay as it was when the model was wrapped.
+
+A collective over tensors that differ in shape hangs, or mixes one parameter's numbers into another's, without a word.
+"""
+
+import hashlib
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.errors import ModelError
+from course_lib.parallel.sharding import names_of
+
+
+def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Compare names, shapes, dtypes and requires_grad of parameters and buffers; a collective call.
+
+    One digest a rank travels; the descriptions themselves only where the digests differ.
+
+    Raises:
+        ModelError: on every rank, with the first rank that differs from the group's first, and where.
+    """
+    mine = _descriptions(module)
+    ranks = dist.get_world_size(group)
+    digests = [""] * ranks
+    dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest(), group=group)
+    if len(set(digests)) == 1:
+        return
+    every: list[dict[str, str]] = [{}] * ranks
+    dist.all_gather_object(every, mine, group=group)
+    odd = next(rank for rank in range(ranks) if digests[rank] != digests[0])
+    first, other = (dist.get_global_rank(group, rank) if group is not None else rank for rank in (0, odd))
+    raise ModelError(f"rank {other}'s model is not rank {first}'s: {_difference(every[0], every[odd])}",
+                     "build the same model on every rank")
+
+
+def _descriptions(module: nn.Module) -> dict[str, str]:
+    """Each parameter and buffer in words, by name, in module order."""
+    described = {name: f"parameter {tuple(each.shape)} {each.dtype}{'' if each.requires_grad else ' frozen'}"
+                 for name, each in module.named_parameters()}
+    return described | {name: f"buffer {tuple(each.shape)} {each.dtype}" for name, each in module.named_buffers()}
+
+
+def _difference(first: dict[str, str], other: dict[str, str]) -> str:
+    """The first of two models' differences."""
+    for name in [*first, *other]:
+        if first.get(name) != other.get(name):
+            return f"`{name}` is {other.get(name, 'missing')}, and was to be {first.get(name, 'absent')}"
+    return f"the order of the parameters: {', '.join(other)}, and was to be {', '.join(first)}"
+
+
+class Unchanged:
+    """Notices that a wrapped module is not the one that was wrapped: its gradients would not be reduced any more.
+
+    Args:
+        module: as it is wrapped.
+        wrapper: what wraps it, for the message.
+    """
+
+    def __init__(self, module: nn.Module, wrapper: str):
+        self._module, self._wrapper = module, wrapper
+        self._names = names_of(module)
+        self._states = self._state()
+
+    def check(self) -> None:
+        """Compare with what was wrapped; no communication.
+
+        Raises:
+            ModelError: a parameter added, removed, replaced, frozen or unfrozen, or of another shape, dtype or device.
+        """
+        states = self._state()
+        if states == self._states:
+            return
+        names = names_of(self._module)
+        for parameter, name in names.items():
+            if parameter not in self._names:
+                self._refuse(name, "was replaced" if name in self._names.values() else "was added")
+            before, now = self._states[id(parameter)], states[id(parameter)]
+            if before[0] != now[0]:
+                self._refuse(name, "was unfrozen" if now[0] else "was frozen")
+            if before != now:
+                self._refuse(name, "got another shape, dtype or device")
+        for parameter, name in self._names.items():
+            if parameter not in names:
+                self._refuse(name, "was removed")
+
+    def _state(self) -> dict[int, tuple]:
+        return {id(p): (p.requires_grad, p.dtype, p.device, p.shape) for p in self._module.parameters()}
+
+    def _refuse(self, name: str, what: str) -> NoReturn:
+        raise ModelError(f"parameter `{name}` {what} after the model was wrapped by {self._wrapper}",
+                         "change the model first, then wrap it")

@@ -1,1 +1,0 @@
-"""The machine and its ranks: launching, seeding, and what the hardware can do."""

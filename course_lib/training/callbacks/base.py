@@ -1,0 +1,111 @@
+"""Hooks into the training loop: the trainer's own logging, and users' code.
+
+A callback is called on every rank; ``trainer.is_main`` is True on one. It reads ``trainer.state``
+and may set ``trainer.state.stop``, on every rank alike.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from course_lib.training.checkpoints import checkpoint
+from course_lib.writing import write_text
+
+if TYPE_CHECKING:
+    from course_lib.training.basic import BasicTrainer
+
+
+class Callback:
+    """Subclass it and override what you need."""
+
+    def on_connect(self, trainer: "BasicTrainer") -> None:
+        """Once the ranks have joined and the model stands, before an engine wraps it."""
+
+    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+        """Before the first step; after a checkpoint has been read, if there was one."""
+
+    def on_step_end(self, trainer: "BasicTrainer") -> None:
+        """After each optimizer step."""
+
+    def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
+        """After every ``logging_steps`` steps and each evaluation, with the numbers."""
+
+    def on_evaluate(self, trainer: "BasicTrainer", metrics: dict[str, float]) -> None:
+        """After each evaluation on the validation split."""
+
+    def on_save(self, trainer: "BasicTrainer", checkpoint: Path) -> None:
+        """After each checkpoint."""
+
+    def on_train_end(self, trainer: "BasicTrainer") -> None:
+        """After the last step, also when the run was interrupted."""
+
+
+class FunctionCallback(Callback):
+    """A plain function, called after each step with the trainer."""
+
+    def __init__(self, function: Callable[["BasicTrainer"], None]):
+        self.function = function
+
+    def on_step_end(self, trainer: "BasicTrainer") -> None:
+        self.function(trainer)
+
+
+class ProgressBar(Callback):
+    """Steps done, loss, learning rate, samples and tokens a second, and MFU where it is known, on the main rank."""
+
+    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+        self.bar = tqdm(total=trainer.state.max_steps, initial=trainer.state.step, desc="train", unit="step",
+                        disable=not (trainer.is_main and trainer.config.run.progress_bar), mininterval=0.5)
+
+    def on_step_end(self, trainer: "BasicTrainer") -> None:
+        self.bar.update()
+
+    def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
+        if "loss" in line:
+            mfu = f", MFU {line['mfu']:.1%}" if "mfu" in line else ""
+            self.bar.set_postfix_str(f"loss {line['loss']:.4f}, lr {line['learning_rate']:.1e}, "
+                                     f"{line['samples_per_second']:.0f} samples/s, "
+                                     f"{line['tokens_per_second']:,.0f} tokens/s{mfu}", refresh=False)
+        elif not self.bar.disable:
+            shown = ", ".join(f"{name.removeprefix('eval.')} {value:.4f}" for name, value in line.items()
+                              if name.startswith("eval.") and isinstance(value, float))
+            self.bar.write(f"step {line['step']}: validation {shown}")
+
+    def on_train_end(self, trainer: "BasicTrainer") -> None:
+        self.bar.close()
+
+
+class JsonLinesLog(Callback):
+    """One JSON object a logged line, in ``metrics.jsonl``; a resumed run continues the file.
+
+    Lines beyond the checkpoint that is resumed from are dropped, so that no step stands twice.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+        if trainer.is_main and self.path.exists():
+            kept = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+                    if line.endswith("\n") and json.loads(line)["step"] <= trainer.state.step]
+            with checkpoint.saving(str(self.path)):
+                write_text(self.path, "".join(kept))
+
+    def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
+        if trainer.is_main:
+            with checkpoint.saving(f"a line of {self.path}"), self.path.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+
+
+class EarlyStopping(Callback):
+    """End the run after so many evaluations without a better one."""
+
+    def __init__(self, patience: int):
+        self.patience = patience
+
+    def on_evaluate(self, trainer: "BasicTrainer", metrics: dict[str, float]) -> None:
+        if trainer.state.evaluations_since_best >= self.patience:
+            trainer.state.stop = True

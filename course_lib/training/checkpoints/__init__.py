@@ -1,0 +1,1 @@
+"""Everything that a run writes, reads back and goes on from."""

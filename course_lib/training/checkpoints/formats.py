@@ -1,0 +1,83 @@
+"""The tensors of a checkpoint, in either of its forms, for a run of any strategy.
+
+A run that keeps everything on every rank stores ``model.safetensors`` and ``optimizer.safetensors``.
+One that shards stores pieces (see :mod:`sharded`) and ``buffers.safetensors``. Each reads both, so
+that a run may go on with another strategy, engine or number of ranks.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from course_lib.errors import CheckpointError
+from course_lib.training.checkpoints import safetensors_tree, sharded
+
+MODEL, OPTIMIZER, BUFFERS = "model.safetensors", "optimizer.safetensors", "buffers.safetensors"
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether the checkpoint is in pieces."""
+    return (folder / sharded.SHARDS).is_dir()
+
+
+def check_model(weights: dict[str, torch.Tensor], mine: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Refuse weights of other names or shapes.
+
+    Raises:
+        CheckpointError: with the first name that differs.
+    """
+    theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if mine != theirs:
+        name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
+        raise CheckpointError(f"checkpoint {folder} is from another model: {name} is {theirs.get(name, 'absent')} "
+                              f"there and {mine.get(name, 'absent')} here", "give the --model it was trained from")
+
+
+def check_optimizer(state: dict[str, Any], optimizer: Optimizer, folder: Path) -> None:
+    """Refuse the state of another algorithm."""
+    if set(optimizer.param_groups[0]) != set(state["param_groups"][0]):
+        raise CheckpointError(f"checkpoint {folder} holds the state of another optimizer",
+                              "give the --optimizer it was trained with")
+
+
+def read_into_whole(model: nn.Module, optimizer: Optimizer, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Fill a model and an optimizer that every rank holds whole, from either form."""
+    if not is_sharded(folder):
+        model.load_state_dict(safetensors_tree.load(folder / MODEL))
+        optimizer.load_state_dict(safetensors_tree.load(folder / OPTIMIZER))
+        return
+    weights = safetensors_tree.load(folder / BUFFERS)
+    weights |= {name: flat.view(shapes[name]) for name, flat in sharded.whole(folder, "model/").items()}
+    model.load_state_dict(weights, strict=False)  # a tied parameter is stored under its first name alone
+    parameters = dict(model.named_parameters())
+    for key, flat in sharded.whole(folder, "optimizer/").items():
+        name, state = key.rsplit("/", 1)
+        parameter = parameters[name]
+        optimizer.state[parameter][state] = (flat.view(()).to(device_of_step(optimizer, parameter)) if state == "step"
+                                             else flat.view(parameter.shape).to(parameter.device))
+
+
+def device_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> torch.device:
+    """Where an optimizer wants to find how many steps a parameter has made, a scalar of its state.
+
+    A fused or capturable kernel reads it where the parameter is; a loop on the host wants it there, or would wait for
+    the GPU at each parameter (torch.optim.Optimizer._process_value_according_to_param_policy).
+    """
+    groups = optimizer.param_groups  # DeepSpeed's stage 3 leaves them empty between two steps
+    group = next((group for group in groups if any(each is parameter for each in group["params"])), groups[0])
+    reads_there = group.get("fused") or group.get("capturable")
+    return parameter.device if reads_there else torch.device("cpu")
+
+
+def whole_optimizer_state(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    """State by ``parameter/state`` from ``optimizer.safetensors``.
+
+    Args:
+        names: of the trained parameters, in the order of the optimizer's groups.
+    """
+    saved = safetensors_tree.load(folder / OPTIMIZER)["state"]
+    return {f"{names[index]}/{state}": value for index, kept in saved.items() for state, value in kept.items()
+            if value is not None}

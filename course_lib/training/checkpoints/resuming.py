@@ -1,0 +1,191 @@
+"""What a checkpoint holds, and how a trainer goes on from one, to the bit on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from course_lib.config_files import to_yaml
+from course_lib.errors import CheckpointError
+from course_lib.launching.rank_process import is_consequence
+from course_lib.launching.seeding import rng_state, seed_everything, set_rng_state
+from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree
+from course_lib.training.state import TrainState
+from course_lib.writing import write_text
+
+if TYPE_CHECKING:
+    from course_lib.training.frame import TrainerFrame
+
+
+def write_files(trainer: TrainerFrame, folder: Path) -> None:
+    """Write this rank's share of a checkpoint but for sharded tensors: random streams everywhere, the rest once."""
+    safetensors_tree.save(rng_state(trainer.device), folder / f"random-{trainer.rank}.safetensors")
+    if not trainer.is_main:
+        return
+    trainer.write_whole_tensors(folder)
+    if trainer.config.run.keep_best and trainer.state.best_step is not None:
+        share(trainer.best_file, folder / trainer.best_file.name)
+    safetensors_tree.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state()},
+                          folder / "engine.safetensors")
+    progress = {"state": trainer.state.as_dict(), "run": identity(trainer), "engine": trainer.engine_name}
+    write_text(folder / "state.json", json.dumps(progress, indent=1))
+    write_text(folder / "config.yaml", to_yaml(trainer.config))
+
+
+def share(source: Path, target: Path) -> None:
+    """Give a file that is never written to again a second place; a copy where the disk has no links."""
+    beside = target.with_name(f".{target.name}.shared")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(source, beside)
+    except OSError:
+        shutil.copyfile(source, beside)
+    os.replace(beside, target)
+    beside.unlink(missing_ok=True)  # renaming one name of a file to another of its names does nothing
+
+
+def identity(trainer: TrainerFrame) -> dict[str, Any]:
+    """What has to be the same for a data position to mean the same rows."""
+    return {"data": trainer.data.fingerprint, "global_batch_size": trainer.sampler.global_batch_size,
+            "seed": trainer.config.run.seed, "group_by_length": trainer.config.data.group_by_length,
+            "task": trainer.task}
+
+
+def find(trainer: TrainerFrame) -> Path | None:
+    """The checkpoint that the config names, of the same contents on every rank; None for a run that begins anew.
+
+    Machines without a shared disk have it each in a folder of their own.
+
+    Raises:
+        CheckpointError: it is not whole on every rank, or the ranks see different ones.
+    """
+    asked = trainer.config.output.resume_from_checkpoint or ""
+    if trainer.is_main:
+        with checkpoint.saving(f"what a killed run left in {trainer.output_dir}"):
+            checkpoint.tidy(trainer.output_dir)
+    trainer.barrier()
+    folder = Path(asked).expanduser()
+    mine: tuple[str, str] | CheckpointError
+    try:
+        if asked in ("latest", "auto"):
+            folder = checkpoint.latest(trainer.output_dir, trainer.say)
+        else:
+            manifest.verify(folder)
+        mine = str(folder), manifest.sum_of(folder)
+    except CheckpointError as error:
+        mine = error
+    found = trainer.gather_objects(mine)
+    failed = [rank for rank, each in enumerate(found) if isinstance(each, CheckpointError)]
+    if len(failed) == len(found):
+        if asked != "auto":
+            raise found[0]
+        trainer.say(f"{found[0].what}: beginning anew")
+        return None
+    if failed:
+        raise CheckpointError(f"rank {failed[0]}: {found[failed[0]].what}",
+                              "bring the whole checkpoint to every machine, or resume from another one")
+    for rank, (path, contents) in enumerate(found):
+        if contents != found[0][1]:
+            raise CheckpointError(f"rank 0 would go on from {found[0][0]}, and rank {rank} from {path}, which differs",
+                                  "name one checkpoint that every machine has whole")
+    return folder
+
+
+def resume(trainer: TrainerFrame) -> None:
+    """Put a trainer where the checkpoint that its config names stood.
+
+    Raises:
+        CheckpointError: no whole checkpoint, or one of another model, data set or global batch.
+    """
+    folder = find(trainer)
+    if folder is None:
+        return
+    with _contents_of(folder):
+        _go_on_from(trainer, folder)
+    trainer.barrier()
+    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
+
+
+@contextlib.contextmanager
+def _contents_of(folder: Path) -> Iterator[None]:
+    """What a whole checkpoint makes of its reader, who expects what this version writes, as one line."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_consequence(error) or isinstance(error, torch.OutOfMemoryError):
+            raise  # another rank's failure, or too little memory: no fault of the checkpoint
+        told = str(error).partition("\n")[0][:200]
+        raise CheckpointError(f"checkpoint {folder} is whole, but holds something else than this version writes "
+                              f"({type(error).__name__}: {told})", "resume from another checkpoint") from error
+
+
+def _count_again(trainer: TrainerFrame) -> None:
+    """Tokens and FLOPs of the steps done, for a checkpoint of a version that counted rows alone."""
+    state, counted = trainer.state, TrainState()
+    for epoch in range(state.epoch + 1):
+        batches = trainer.sampler.global_batches(epoch)
+        for step in range(state.step_in_epoch if epoch == state.epoch else len(batches)):
+            trainer.throughput.count(counted, batches[step])
+    state.tokens, state.flops = counted.tokens, counted.flops
+
+
+def _go_on_from(trainer: TrainerFrame, folder: Path) -> None:
+    saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    trainer.check_tensors(folder)
+    for name, value in identity(trainer).items():
+        if saved["run"][name] != value:
+            raise CheckpointError(f"checkpoint {folder} was saved with {name} {saved['run'][name]}, "
+                                  f"and this run has {value}",
+                                  "make them equal, so that its data position means the same rows")
+    trainer.read_tensors(folder)
+    read_engine(trainer, folder, saved["engine"])
+    planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
+    known = {f.name for f in dataclasses.fields(TrainState)}
+    trainer.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
+    if "tokens" not in saved["state"]:
+        _count_again(trainer)
+    if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
+        trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
+    read_best(trainer, folder)
+    random = folder / f"random-{trainer.rank}.safetensors"
+    if random.exists():
+        set_rng_state(safetensors_tree.load(random), trainer.device)
+    else:
+        # More ranks than saved it: a stream of its own, other than the one this rank began with.
+        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)
+
+
+def read_engine(trainer: TrainerFrame, folder: Path, saved_by: str) -> None:
+    """Put the learning-rate schedule and the engine's own state back."""
+    engine = safetensors_tree.load(folder / "engine.safetensors")
+    trainer.scheduler.load_state_dict(engine["scheduler"])
+    # By this run's plan, which may be longer than the one that was saved.
+    rates = [base * factor(trainer.scheduler.last_epoch)
+             for base, factor in zip(trainer.scheduler.base_lrs, trainer.scheduler.lr_lambdas, strict=True)]
+    trainer.scheduler._last_lr = rates
+    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    if saved_by == trainer.engine_name:
+        trainer.load_engine_state(engine["engine"])
+
+
+def read_best(trainer: TrainerFrame, folder: Path) -> None:
+    """Put the weights of the best evaluation back, as they were then; without them the search begins anew."""
+    state, kept = trainer.state, folder / trainer.best_file.name
+    if not trainer.config.run.keep_best or state.best_step is None:
+        return
+    if not kept.exists():
+        trainer.say(f"{folder} holds no weights of the best evaluation (step {state.best_step}): it does not count")
+        state.best_value = state.best_step = None
+        state.evaluations_since_best = 0
+    elif trainer.is_main:
+        with checkpoint.saving(str(trainer.best_file)):
+            share(kept, trainer.best_file)

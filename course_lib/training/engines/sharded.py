@@ -1,0 +1,127 @@
+"""An engine whose optimizer updates one tensor a parameter, a piece of it: what follows from that alone."""
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from course_lib.errors import CheckpointError
+from course_lib.parallel.sharding import Piece, gather_whole, scatter_whole
+from course_lib.training.checkpoints.formats import device_of_step
+from course_lib.training.engines.base import Engine
+
+
+class PieceEngine(Engine):
+    """Checkpoints and whole weights from pieces; a subclass gives ``pieces`` and ``refresh``."""
+
+    shards_state = needs_group = True
+    wrapped: Any
+    """Clips, updates and clears by itself; an engine whose wrapper does not has a ``step`` of its own."""
+
+    def step(self, max_norm: float) -> torch.Tensor:
+        norm = self.wrapped.clip_grad_norm_(max_norm)
+        self.wrapped.step()
+        self.wrapped.zero_grad()
+        return norm
+
+    def bare_model(self) -> nn.Module:
+        return self.model
+
+    def remember(self) -> None:
+        """Keep names and shapes, and which names are one tied parameter, before the model is sharded."""
+        by_identity: dict[int, str] = {}
+        self.ties: dict[str, str] = {}
+        for name, tensor in self.model.named_parameters(remove_duplicate=False):
+            first = by_identity.setdefault(id(tensor), name)
+            if first != name:
+                self.ties[name] = first
+        self.state_shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        self.names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self.buffer_names = [name for name in self.state_shapes
+                             if name not in self.names.values() and name not in self.ties]
+
+    def remember_order(self) -> None:
+        """Keep the order in which the optimizer has the parameters, before it is repointed, and let go of them."""
+        self.trained_names = [self.names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        del self.names  # it would hold every parameter whole, beside the shards that FSDP2 puts in their place
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shape) for name, shape in self.state_shapes.items()}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that a state dict holds, the same on every rank."""
+        there = dict(self.model.named_buffers())
+        return {name: there[name] for name in self.buffer_names}
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        whole = gather_whole(self.pieces())
+        if not self.accelerator.is_main_process:
+            return {}
+        whole |= {name: buffer.detach().cpu() for name, buffer in self.buffers().items()}
+        return whole | {name: whole[first] for name, first in self.ties.items()}
+
+    def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        scatter_whole(weights, self.pieces())
+        self.load_buffers(weights)
+        self.refresh()
+
+    def load_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy what is no parameter."""
+        for name, buffer in self.buffers().items():
+            buffer.copy_(values[name])
+
+    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
+        """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here."""
+        keys = {id(tensor): tensor for group in self.optimizer.param_groups for tensor in group["params"]}
+        return {name: (piece, keys[id(piece.data)]) for name, piece in self.pieces().items() if id(piece.data) in keys}
+
+    @property
+    def state_owner(self) -> Optimizer:
+        """The optimizer that holds this rank's state."""
+        return self.optimizer
+
+    def optimizer_pieces(self) -> dict[str, Piece]:
+        found = {}
+        for name, (piece, key) in self.updated().items():
+            for state, value in sorted(self.state_owner.state.get(key, {}).items()):
+                found[f"{name}/{state}"] = self.state_piece(piece, value)
+        return found
+
+    def state_piece(self, piece: Piece, value: torch.Tensor) -> Piece:
+        """A tensor of state as a piece: like its parameter's, or a number that all ranks share."""
+        if value.numel() == piece.data.numel() and value.ndim:
+            return Piece(piece.shape, piece.start, value.view(-1))
+        return Piece(torch.Size([1]), 0, value.view(1))
+
+    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Piece]:
+        trained = self.updated()
+        room = {}
+        for key, numel in states.items():
+            name, state = key.rsplit("/", 1)
+            if name not in self.state_shapes:
+                raise CheckpointError(f"the checkpoint holds optimizer state of {name}, which this model has not",
+                                      "give the --model it was trained from")
+            if name not in trained:
+                continue
+            piece, parameter = trained[name]
+            # A number, such as Adam's step, is kept by torch as a scalar; what is as long as the parameter is split.
+            scalar = numel == 1 and state == "step"
+            value = (torch.zeros((), device=device_of_step(self.state_owner, parameter)) if scalar
+                     else torch.zeros_like(parameter))
+            self.state_owner.state[parameter][state] = value
+            room[key] = self.state_piece(piece, value)
+        return room
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[operator]
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        loss.backward()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return False

@@ -1,0 +1,1 @@
+"""Equipment that tests and benchmarks share; not installed."""
