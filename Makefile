@@ -23,11 +23,14 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 ALONE := $(addprefix tests/distributed/test_,meter.py pipeline_lab.py) \
     $(addprefix tests/notebooks/test_,01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
 
+# Both groups run, whatever the first one finds.
 test: check  ## everything that needs no GPU: linters, types, all tests
 	$(BIN)/python tests/gpu_sim/build.py
+	@failed=0; set -x; \
 	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/gpu tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
-	    $(ALONE:%=--ignore=%) -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25
-	$(BIN)/pytest $(ALONE) --durations 15
+	    $(ALONE:%=--ignore=%) -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25 || failed=$$?; \
+	$(BIN)/pytest $(ALONE) --durations 15 || failed=$$?; \
+	{ set +x; } 2>/dev/null; exit $$failed
 
 gpu: setup  ## what runs on the GPUs here: a report to attach to an issue; everything with ARGS=--full
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
