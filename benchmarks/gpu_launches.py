@@ -33,7 +33,7 @@ def counted(strategy: str, engine: str, folder: str) -> tuple[int, int, int]:
     import torch
 
     from course_lib.config import build
-    from course_lib.training.callbacks.base import Callback
+    from course_lib.training.callbacks import Callback
     from course_lib.training.run import build_trainer
 
     torch.set_num_threads(1)

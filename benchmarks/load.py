@@ -31,7 +31,7 @@ import torch
 from course_lib.config import build
 from course_lib.launching import machine
 from course_lib.launching.launch import launch
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
 from course_lib.writing import write_text

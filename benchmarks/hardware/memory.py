@@ -15,7 +15,7 @@ from course_lib.metering.phases import Phases
 from course_lib.parallel.clock import Clock
 from course_lib.planning import memory as planning
 from course_lib.planning.memory import Memory
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 
 STEPS = 4
 SECONDS = 120

@@ -18,7 +18,7 @@ from course_lib.errors import ConfigError
 from course_lib.launching import machine
 from course_lib.launching.launch import launch
 from course_lib.planning import hardware
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 
 WARMUP, WINDOWS = 6, 2
 WINDOW_SECONDS, STEPS = 2.0, 20

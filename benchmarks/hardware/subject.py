@@ -19,7 +19,7 @@ from course_lib.planning import memory, models
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 from course_lib.training.basic import BasicTrainer
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.run import TRAINERS
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from course_lib.training.callbacks.base import Callback
+    from course_lib.training.callbacks import Callback
 
 CHANNELS = ("dataset", "model")
 """Fields of the config that a channel of the same name replaces by its folder."""
@@ -107,7 +107,7 @@ def metric_lines() -> "list[Callback]":
     """In a container, a callback that prints every logged line, for the job's metric definitions to read."""
     if discover() is None:
         return []
-    from course_lib.training.callbacks.base import Callback
+    from course_lib.training.callbacks import Callback
 
     class MetricLines(Callback):
         """Prints, on the main rank."""

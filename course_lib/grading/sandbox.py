@@ -76,7 +76,7 @@ class Sandbox:
         root = INSIDE if self.isolated else PACKAGE.parent
         paths = [str(INSIDE / f"more{i}") if self.isolated else str(p) for i, p in enumerate(self.folders)]
         code = (f"import sys; sys.path[:0] = {[str(root), *paths]!r}; "
-                "from course_lib.grading import inside; inside.main()")
+                "from course_lib.grading import supervisor; supervisor.main()")
         folder = contextlib.nullcontext("/") if self.isolated else tempfile.TemporaryDirectory(prefix="course-grade-")
         with self._command(limits, [sys.executable, "-I", "-c", code], self.folders) as (command, descriptors), \
                 folder as scratch, self._limited(limits) as cgroup:

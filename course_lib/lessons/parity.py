@@ -28,7 +28,7 @@ from course_lib.launching.launch import launch
 from course_lib.launching.seeding import seed_everything
 from course_lib.modeling.loading import LoadedModel
 from course_lib.training.basic import BasicTrainer
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 
 GLOBAL_ROWS = 8
 STEPS = 8

@@ -16,7 +16,7 @@ from course_lib.launching.netns import in_own_network
 from course_lib.tracking.base import Guarded, RunInfo, Tracker
 from course_lib.tracking.choose import TRACKERS
 from course_lib.training.basic import BasicTrainer
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.run import build_trainer
 
 ROW = {"train/loss": 0.5, "train/learning_rate": 1e-4, "train/gradient_norm": 1.0, "train/samples_per_second": 100.0,

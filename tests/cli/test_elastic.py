@@ -20,7 +20,7 @@ from course_lib.errors import ConfigError, CourseError, LaunchError
 from course_lib.launching import interrupts, launch_environment
 from course_lib.launching.forks import end_openmp_threads
 from course_lib.training import run
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from testing.virtual_hosts import torchrun
 
 pytestmark = pytest.mark.slow

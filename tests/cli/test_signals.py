@@ -23,7 +23,7 @@ from course_lib.launching.forks import end_openmp_threads
 from course_lib.launching.interrupts import NOTE, SAME_WISH, StopRequest, end_with_launcher, exit_code, leave_note
 from course_lib.launching.launch import launch
 from course_lib.launching.launch_environment import free_port
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import build_trainer
 from testing.virtual_hosts import torchrun

@@ -18,7 +18,7 @@ from course_lib.errors import DesyncError
 from course_lib.hangs.desync import Ranks, compare, digest_of, local, replicas, topic
 from course_lib.launching.launch import launch
 from course_lib.parallel.tensor_plans import TensorParallel
-from course_lib.training.callbacks.base import Callback, desync
+from course_lib.training.callbacks import Callback, desync
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
 

@@ -10,7 +10,7 @@ from course_lib.config import build
 from course_lib.errors import DesyncError
 from course_lib.hangs.desync import Ranks, compare, digest_of, replicas
 from course_lib.launching.launch import launch
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
 

@@ -19,7 +19,7 @@ from course_lib.hangs.report import HANG_FOLDER
 from course_lib.hangs.watchdog import read_reports
 from course_lib.launching.interrupts import NOTE
 from course_lib.training import run
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.checkpoints import checkpoint
 from testing.virtual_hosts import torchrun

@@ -12,7 +12,7 @@ from course_lib.errors import DataError
 from course_lib.launching.launch import launch
 from course_lib.training import run as runs
 from course_lib.training.accelerated import AcceleratedTrainer
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.monitoring import (
     CommunicationMonitor,
     MemoryMonitor,

@@ -12,7 +12,7 @@ from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines import pipeline
 from course_lib.training.run import build_trainer, train

@@ -124,7 +124,7 @@ def slow_saves(folder, async_save):
     """Train with saves that take their time; gives the steps at which a checkpoint stood, as training saw it."""
     import time
 
-    from course_lib.training.callbacks.base import Callback
+    from course_lib.training.callbacks import Callback
 
     real = sharded.save
 

@@ -13,7 +13,7 @@ from course_lib.tracking.base import Guarded, Tracker
 from course_lib.tracking.collect import read_json_lines, read_runs
 from course_lib.training import run as runs
 from course_lib.training.accelerated import AcceleratedTrainer
-from course_lib.training.callbacks.base import Callback, tracking
+from course_lib.training.callbacks import Callback, tracking
 from course_lib.training.callbacks.predictions import predict
 
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 44, "max_eval_samples": 33, "max_length": 32, "max_steps": 4,

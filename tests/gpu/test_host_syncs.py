@@ -6,7 +6,7 @@ import pytest
 
 from course_lib.config import build
 from course_lib.errors import EXIT_RESUME, TrainingInterrupted
-from course_lib.training.callbacks.base import Callback, FunctionCallback
+from course_lib.training.callbacks import Callback, FunctionCallback
 
 BASE = {"model": "tiny-bert", "max_steps": 7, "logging_steps": 7, "max_train_samples": 120, "max_eval_samples": 32,
         "batch_size": 4, "max_length": 32, "eval_steps": 0, "save_steps": 0, "keep_best": False, "baselines": False,

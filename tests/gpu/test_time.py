@@ -11,7 +11,7 @@ import time
 import pytest
 
 from course_lib.config import build
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 
 KERNEL = 1e-3  # seconds
 SLOW = {"GPU_SIM_KERNEL_US": "1000"}

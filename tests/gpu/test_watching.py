@@ -18,7 +18,7 @@ from course_lib.launching.launch import RankError, launch
 from course_lib.lessons.faults import lab
 from course_lib.metering.meter import Meter
 from course_lib.parallel.clock import Clock
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.run import train
 
 pytestmark = pytest.mark.timeout(180)

@@ -14,7 +14,7 @@ from course_lib.tracking.base import Guarded, RunInfo, Tracker
 from course_lib.tracking.collect import METRIC_COLUMNS, differing_options, distinct, metrics_frame, read_runs
 from course_lib.tracking.jsonl import JsonLinesTracker
 from course_lib.training import run as runs
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.run import build_trainer
 

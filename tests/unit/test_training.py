@@ -12,7 +12,7 @@ import torch
 from course_lib.config import OptimConfig, build
 from course_lib.errors import ConfigError
 from course_lib.modeling import presets
-from course_lib.training.callbacks.base import Callback, FunctionCallback
+from course_lib.training.callbacks import Callback, FunctionCallback
 from course_lib.training.checkpoints import checkpoint, manifest, resuming, safetensors_tree
 from course_lib.training.optimization import learning_rate_factor, make_optimizer
 from course_lib.training.run import build_trainer

@@ -19,7 +19,7 @@ from course_lib.launching.launch import RankError, launch
 from course_lib.lessons.capstone.decisions import Project
 from course_lib.metering.meter import Meter
 from course_lib.tracking import collect
-from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.run_folder import METRICS, MODEL
 from course_lib.training.run import train
