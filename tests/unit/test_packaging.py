@@ -223,6 +223,15 @@ def test_both_groups_of_tests_run_and_the_exit_code_is_of_both(tmp_path, first, 
     assert len(alone) == 5 and all(f"--ignore={each}" in groups[0] and (ROOT / each).is_file() for each in alone)
 
 
+def test_what_contributing_names_is_there():
+    text = read("CONTRIBUTING.md")
+    paths = set(re.findall(r"`([\w/.]+/[\w/.]*)`", text))
+    assert len(paths) > 25 and not [path for path in paths if not (ROOT / path).exists()]
+    targets = set(re.findall(r"^(\w+):.*##", read("Makefile"), re.M))
+    named = set(re.findall(r"make (\w+)", text))
+    assert {"quick", "test", "long", "gpu", "notebooks", "exercises", "check"} == named and named <= targets
+
+
 # --- names and layers
 
 
