@@ -25,7 +25,7 @@ LOOKS = {
     "stopped rank": [LEFT_WAITING, "was still waiting", LEFT_WAITING],
     "wrong port": [NO_KEY, r"was still waiting|trying to connect to \(127\.0\.0\.1, 1\)", NO_KEY],
     "wrong address": [NO_KEY, r"was still waiting|trying to connect to \(192\.0\.2\.1", NO_KEY],
-    "deadlocked pipeline": [r"was still in `send`, called at fault_scenarios\.py:\d+"] * 3,
+    "deadlocked pipeline": [r"was still in `send`, called at scenarios\.py:\d+"] * 3,
     "straggler": [r"returned"] * 3,
     "NaN on one rank": [r"returned \[\d\.\d+, \d\.\d+, nan, nan\]"] * 3,
     "diverging parameters": [r"returned"] * 3,

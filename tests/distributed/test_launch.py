@@ -255,7 +255,7 @@ def test_a_hang_ends_with_every_ranks_stack():
     assert set(error.value.stacks) == {0, 1}
     assert all("wait_for_the_other" in stack for stack in error.value.stacks.values())
     assert "all_reduce" in error.value.stacks[0] and "all_reduce" not in error.value.stacks[1]
-    assert "worker.py" not in str(error.value)
+    assert "rank_process.py" not in str(error.value)
 
 
 @pytest.mark.parametrize("stuck", [{0, 1}, {1}])
@@ -283,7 +283,7 @@ def test_ranks_that_have_returned_and_do_not_end_are_ended_and_told(monkeypatch)
         return rank()
 
     start = time.monotonic()
-    with pytest.warns(RuntimeWarning, match=r"rank 1 returned, did not end within 3 s(.|\n)*worker.py"):
+    with pytest.warns(RuntimeWarning, match=r"rank 1 returned, did not end within 3 s(.|\n)*rank_process.py"):
         assert launch(linger, timeout=20) == [0, 1]
     assert time.monotonic() - start < 15
 

@@ -128,9 +128,9 @@ def test_every_criterion_is_failed_by_some_bad_decision():
     assert len(BAD) == 18 and set().union(*(names for _, _, names, _ in BAD)) == {c.__name__ for c in judged.CRITERIA}
 
 
-@pytest.mark.parametrize(("decisions", "left", "names", "reason"), BAD)
-def test_bad_decisions_fail_their_criteria_and_no_others(decisions, left, names, reason):
-    project = decisions.Project.of(DECISIONS | decisions)
+@pytest.mark.parametrize(("decided", "left", "names", "reason"), BAD)
+def test_bad_decisions_fail_their_criteria_and_no_others(decided, left, names, reason):
+    project = decisions.Project.of(DECISIONS | decided)
     found = evidence(project, **left())
     lines = failed(project, found)
     assert lines.keys() == names and any(reason in line.why for line in lines.values()), lines
@@ -177,13 +177,13 @@ def test_an_arm_with_another_batch_sees_as_many_rows(tmp_path):
         assert decisions.rows_of_a_step(config, 2) == 16 and config.run.max_steps == 16
 
 
-@pytest.mark.parametrize(("decisions", "says"), [
+@pytest.mark.parametrize(("decided", "says"), [
     ({"strategy": "fdsp"}, "fsdp"), ({"global_batch": 15}, "global_batch 15 on 2 ranks"),
     ({"world_size": 1}, "two ranks or more"), ({"rented": {}}, "names no model"), ({"steps": 4}, "a run of 4 steps"),
     ({"other": {"batch_size": 80}}, "a run of 2 steps"), ({"other": {"strategi": "ddp"}}, "strategy")])
-def test_impossible_decisions_are_refused_in_a_line(decisions, says, tmp_path):
+def test_impossible_decisions_are_refused_in_a_line(decided, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
-        decisions.Project.of(DECISIONS | decisions).arms(tmp_path)
+        decisions.Project.of(DECISIONS | decided).arms(tmp_path)
 
 
 def test_a_decision_that_is_missing_is_named():

@@ -64,7 +64,7 @@ FIT = {o.name: [o.default, *o.choices] for o in options()}
 def configs(draw):
     """YAML that is nearly right: known names, in their sections or at the top, with values of all kinds."""
     def value(name):
-        return draw(st.sampled_from(FIT[name])) if name in FIT and draw(st.integers(0, 3)) else draw(TREES)
+        return draw(st.sampled_from(FIT[name])) if name in FIT and draw(st.integers(0, 7)) else draw(TREES)
 
     others = SECTIONS + sorted(config_files.ALIASES) + list(config_files.TRANSLATED)
     keys = st.sampled_from(NAMES) | st.sampled_from(NAMES) | st.sampled_from(others) | WORDS

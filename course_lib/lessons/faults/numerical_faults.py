@@ -1,4 +1,4 @@
-"""Five ways in which a training goes wrong and stands still last of all, each with its cure; see `fault_scenarios`."""
+"""Five ways in which a training goes wrong and stands still last of all, each with its cure; see `scenarios`."""
 
 import math
 import os
