@@ -245,11 +245,11 @@ def _said(rank: int, told: dict[str, Any], error: Exception | None) -> str:
     if isinstance(error, RankError) and rank in error.consequences:
         return error.consequences[rank]
     stack = error.stacks.get(rank, "") if isinstance(error, RanksHung) else ""
-    calls = [call for call in re.findall(r'File ".*?([^/"]+)", line (\d+) in (\w+)', stack)
+    calls = [call for call in re.findall(r'File "([^"]+)", line (\d+) in (\w+)', stack)
              if call[2] != "wrapper"]  # torch's, around each collective
     for (_, _, name), (file, line, _) in zip(calls, calls[1:], strict=False):
-        if file.startswith("fault_"):
-            return f"was still in `{name}`, called at {file}:{line}"
+        if file in (stops.__file__, numbers.__file__):
+            return f"was still in `{name}`, called at {Path(file).name}:{line}"
     return "was still waiting"
 
 
