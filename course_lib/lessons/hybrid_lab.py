@@ -164,7 +164,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Work:
-    """A small GPT-2 whose head is not its embedding, and its global batch."""
+    """A small GPT-2 and its global batch.
+
+    Attributes:
+        tied: its head is its embedding.
+        split_vocabulary: both are split over tp, where they otherwise are whole.
+    """
 
     layers: int = 4
     width: int = 64
@@ -172,34 +177,41 @@ class Work:
     tokens: int = 32
     rows: int = 16
     microbatches: int = 4
+    tied: bool = False
+    split_vocabulary: bool = False
 
     def hidden_bytes(self, grid: RankGrid) -> int:
         """Of one micro-batch's hidden state in float32, on each rank."""
         return 4 * self.rows // grid.dp // self.microbatches * self.tokens * self.width
 
     def first_rank_bytes(self, grid: RankGrid) -> float:
-        """Of the parameters of a rank that has the embeddings, in float32: matrices are split, norms are not."""
+        """Of the parameters of a rank that has whole embeddings, in float32: matrices are split, norms are not."""
         block = (12 * self.width**2 + 7 * self.width) / grid.tp + 6 * self.width
         return 4 * (self.layers / grid.pp * block + (VOCABULARY + self.tokens) * self.width)
 
 
-def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b") -> Step:
-    """One forward and backward of a global batch; embedding and head whole, on the first and the last stage."""
+def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.device | str = "cpu") -> Step:
+    """One forward and backward of a global batch; embedding and head on the first and the last stage.
+
+    Args:
+        device: of this rank's share; one process's gradients, to compare with, are always computed on the CPU.
+    """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
 
     def build() -> GPT2LMHeadModel:
-        return tiny_gpt2(work.layers, work.width, work.heads, work.tokens, tied=False)
+        return tiny_gpt2(work.layers, work.width, work.heads, work.tokens, work.tied)
 
     tokens, targets = batch(work.rows, work.tokens)
     whole = build()
     whole_loss = next_token_loss(whole(input_ids=tokens).logits, targets)
     whole_loss.backward()
     wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-    hybrid = Hybrid(build(), grid, make(schedule, grid.pp, work.microbatches), next_token_loss, split_vocabulary=False)
+    table = make(schedule, grid.pp, work.microbatches)
+    hybrid = Hybrid(build().to(device), grid, table, next_token_loss, work.split_vocabulary)
     with Meter() as meter:
-        losses = hybrid.step(tokens, targets)
-    loss = torch.stack(losses).mean() / grid.dp if losses else torch.zeros(())
+        losses = hybrid.step(tokens.to(device), targets.to(device))
+    loss = torch.stack(losses).mean() / grid.dp if losses else torch.zeros((), device=device)
     for group in (hybrid.groups.dp, hybrid.groups.pp):
         dist.all_reduce(loss, group=group)
     found = hybrid.gradients()

@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from course_lib.launching.launch import launch
 from course_lib.lessons import hybrid_lab
-from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
@@ -27,7 +26,7 @@ SPLIT = [(engine, kind, options) for engine in (ours, torchs) for kind, options 
     ("gpt2", {}), ("gpt2", {"sequence": True}), ("bert", {"sequence": True}), ("llama", {"split_vocabulary": False}))]
 SPLIT.append((ours, "llama", {"split_loss": True, "sequence": True}))
 GRIDS = [(RankGrid(1, 2, 2), "1f1b"), (RankGrid(2, 1, 2), "1f1b"), (RankGrid(2, 2, 1), "zbv")]
-ROWS, TOKENS, MICROBATCHES = 8, 8, 2
+WORK = hybrid_lab.Work(width=32, tokens=8, rows=8, microbatches=2, tied=True, split_vocabulary=True)
 
 
 def join():
@@ -71,29 +70,13 @@ def launched(function, ranks):
 
 
 def on_grids():
-    device, found = join(), []
-    for grid, schedule in GRIDS:
-        tokens, targets = hybrid_lab.batch(ROWS, TOKENS)
-        whole = hybrid_lab.tiny_gpt2(length=TOKENS)
-        whole_loss = hybrid_lab.next_token_loss(whole(input_ids=tokens).logits, targets)
-        whole_loss.backward()
-        wanted = {name: each.grad for name, each in whole.named_parameters()}
-        hybrid = hybrid_lab.Hybrid(hybrid_lab.tiny_gpt2(length=TOKENS).to(device), grid,
-                                   make(schedule, grid.pp, MICROBATCHES), hybrid_lab.next_token_loss)
-        losses = hybrid.step(tokens.to(device), targets.to(device))
-        loss = torch.stack(losses).mean() / grid.dp if losses else torch.zeros((), device=device)
-        for group in (hybrid.groups.dp, hybrid.groups.pp):
-            dist.all_reduce(loss, group=group)
-        gradients, norm = on_the_cpu(hybrid.gradients()), hybrid.gradient_norm().item()
-        assert gradients.keys() == wanted.keys()
-        found.append({"loss": abs(loss.item() - whole_loss.item()),
-                      "norm": abs(norm - torch.nn.utils.get_total_norm(wanted.values()).item()),
-                      "gradients": max((gradients[name] - each).abs().max().item() for name, each in wanted.items())})
-    return found, findings()
+    device = join()
+    return [hybrid_lab.step_on(grid, WORK, schedule, device) for grid, schedule in GRIDS], findings()
 
 
 def test_three_axes_are_one_process(gpus):
     for found, alarms in gpus.run(launched, on_grids, 4, gpus=4, timeout=200):
         assert alarms == [] and len(found) == len(GRIDS)
-        for case, each in zip(GRIDS, found, strict=True):
-            assert max(each.values()) < 2e-6, (case, each)
+        for case, step in zip(GRIDS, found, strict=True):
+            assert step.apart < 2e-6 and step.loss == pytest.approx(step.whole_loss, rel=1e-6), (case, step)
+            assert step.norm == pytest.approx(step.whole_norm, rel=1e-6) and step.norm > 0.1, (case, step)
