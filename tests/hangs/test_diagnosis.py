@@ -50,7 +50,8 @@ def rank(number, *calls, life="running", **more):
     for each in calls:
         orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
     return RankSnapshot(number, life, pid=100 + number, host="here", calls=calls, orders=orders,
-                        **{"stalled": 9.0, "placed_at": 99.0, "words": {"file": "train.py", "line": 70 + number}, **more})
+                        **{"stalled": 9.0, "placed_at": 99.0, "words": {"file": "train.py", "line": 70 + number},
+                           **more})
 
 
 def blamed(*sightings):
@@ -128,7 +129,8 @@ def test_a_receive_waits_for_its_send():
 def test_ranks_that_wait_in_a_circle_are_all_named():
     circle = [rank(n, p2p("recv", (n + 1) % 3, n, line=30 + n)) for n in range(3)]
     assert blamed(*circle) == [(n, "behind", "recv", 1, 30 + n) for n in range(3)]
-    assert "rank 0 waits for rank 1 in recv #1 from rank 1 of float32 (4,) at train.py:30" in diagnose(circle)[0].sentence
+    sentence = diagnose(circle)[0].sentence
+    assert "rank 0 waits for rank 1 in recv #1 from rank 1 of float32 (4,) at train.py:30" in sentence
     bystander = rank(3, p2p("recv", 0, 3))
     assert [v[0] for v in blamed(*circle, bystander)] == [0, 1, 2]
 

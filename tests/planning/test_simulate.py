@@ -58,7 +58,8 @@ def real_rank(strategy: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
 def test_a_real_rank_holds_and_sends_the_same(strategy):
     peak, sent = launch(real_rank, strategy, num_processes=2, timeout=90)[0]
-    with mock.patch("course_lib.planning.simulate.AllocationLog", lambda vocabulary: AllocationLog()):  # logits as activations
+    # Logits count as activations.
+    with mock.patch("course_lib.planning.simulate.AllocationLog", lambda vocabulary: AllocationLog()):
         found = simulate(tiny(), setting(strategy, precision="fp32"))
     assert [(each.name, each.bytes) for each in found.exchanges] == sent
     assert found.peak["parameters"] + found.peak["parameter copies"] == peak["parameters"]
