@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
-from course_lib.parallel.flat_parameter import FlatParamGroup
+from course_lib.parallel.fsdp import FlatParamGroup
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class StepResult:
 
     Attributes:
         losses: of each micro-batch, detached scalars, on the rank of the last stage; else empty.
-        outputs: of the last stage for each micro-batch, detached, if they were to be kept; else empty.
+        outputs: of the last stage for each micro-batch, detached, in an evaluation; else empty.
         peak: the most micro-batches whose activations the rank held at once, counted for each of its stages.
         clock: what the stamps are of; None where none were taken.
         stamps: begin and end of each of the rank's computations.
@@ -115,7 +115,7 @@ class PipelineExecutor:
         self._forward_tables: dict[int, Schedule] = {}
 
     def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
-             keep_outputs: bool = False, **extras: Tensor) -> StepResult:
+             **extras: Tensor) -> StepResult:
         """Forward and backward of one batch; a collective call.
 
         Every rank is given the same batch, cut into micro-batches along the first dimension; it uses what its stages
@@ -126,7 +126,6 @@ class PipelineExecutor:
             targets: of the loss function.
             scale: what the loss of a micro-batch counts in the gradients; by default 1 / micro-batches, so that they
                 are those of the mean. With a loss that is a sum over targets: 1 / the batch's number of targets.
-            keep_outputs: return the last stage's outputs.
             **extras: by name, for every stage.
         Raises:
             ConfigError: fewer rows than micro-batches.
@@ -134,7 +133,7 @@ class PipelineExecutor:
         if scale is None:
             scale = 1 / self.table.microbatches
         with torch.enable_grad():
-            return _Run(self, self.table, inputs, targets, extras, scale, keep_outputs).walk()
+            return _Run(self, self.table, inputs, targets, extras, scale).walk()
 
     def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, **extras: Tensor) -> StepResult:
         """The table's forwards alone, without gradients; a collective call.
@@ -148,15 +147,15 @@ class PipelineExecutor:
             self._forward_tables[microbatches] = _forwards(self.table, microbatches)
         table = self._forward_tables[microbatches]
         with torch.no_grad():
-            return _Run(self, table, inputs, targets, extras, 1.0, keep_outputs=True).walk()
+            return _Run(self, table, inputs, targets, extras, 1.0).walk()
 
 
 class _Run:
     """One pass of an executor over its row."""
 
     def __init__(self, executor: PipelineExecutor, table: Schedule, inputs: Sequence[Tensor], targets: Tensor | None,
-                 extras: Mapping[str, Tensor], scale: float | Tensor, keep_outputs: bool):
-        self.executor, self.table, self.scale, self.keep_outputs = executor, table, scale, keep_outputs
+                 extras: Mapping[str, Tensor], scale: float | Tensor):
+        self.executor, self.table, self.scale = executor, table, scale
         rows, parts = _rows(inputs, extras), table.microbatches
         if rows < parts:
             raise ConfigError(f"a batch of {rows} rows for {parts} micro-batches",
@@ -220,7 +219,7 @@ class _Run:
 
     def loss(self, outputs: Tensors, microbatch: int) -> tuple[Tensors, Tensors]:
         """The loss of a micro-batch, and what it counts in the gradients; neither where nothing is to be scored."""
-        if self.keep_outputs:
+        if not torch.is_grad_enabled():  # an evaluation
             self.done.outputs.append(outputs[0].detach())
         target = self.targets[microbatch]
         if target is None:

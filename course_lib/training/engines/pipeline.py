@@ -200,8 +200,8 @@ class PipelineEngine(PieceEngine):
         A tied weight, whose gradient is whole in each of its copies, counts once.
         """
         if self.zero:
-            found = [(p, bucket.gradient[bucket.places[p]]) for bucket in self.zero.buckets
-                     for p in bucket.runs if bucket.gradient is not None]
+            found = [(p, bucket.gradient[bucket.shard_slices[p]]) for bucket in self.zero.buckets
+                     for p in bucket.param_slices if bucket.gradient is not None]
         else:
             found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         counted = [gradient for parameter, gradient in found if parameter not in self.copies]
