@@ -10,10 +10,10 @@ from dataclasses import replace
 import psutil
 
 from course_lib.launching import launch_environment
-from course_lib.launching.launch_environment import Ranks
+from course_lib.launching.launch_environment import LaunchEnvironment
 
 
-def discover() -> Ranks:
+def discover() -> LaunchEnvironment:
     """Read the rank environment, and the command line of an Accelerate launcher above this process."""
     ranks = launch_environment.discover()
     return ranks if ranks.launched else replace(ranks, asked=asked_of_accelerate())

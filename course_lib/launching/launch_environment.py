@@ -9,7 +9,7 @@ from course_lib.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LaunchEnvironment:
     """This process among those that a launcher started.
 
     Attributes:
@@ -29,16 +29,16 @@ class Ranks:
     asked: int | None = None
 
 
-def discover(environ: Mapping[str, str] | None = None) -> Ranks:
+def discover(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """Read the rank environment that torchrun, ``accelerate launch`` and our own launch leave."""
     environ = os.environ if environ is None else environ
     if "WORLD_SIZE" in environ and "RANK" in environ:
-        return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True,
-                     elastic=int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
-    return Ranks()
+        return LaunchEnvironment(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True,
+                                 elastic=int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
+    return LaunchEnvironment()
 
 
-def to_start(ranks: Ranks, num_processes: int | None) -> int:
+def to_start(ranks: LaunchEnvironment, num_processes: int | None) -> int:
     """How many ranks this process has to start itself: 0 to join those that are there.
 
     Args:

@@ -83,7 +83,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What each rank is to do; called with the rank, in the rank's own process."""
 
     call: Callable[[], Any] | Parcel
@@ -107,7 +107,7 @@ def call_launched(call: Callable[[], Any]) -> Any:
     return call()
 
 
-def run_rank(job: Job, rank: int) -> None:
+def run_rank(job: RankJob, rank: int) -> None:
     """All that a rank does, from its start to its end."""
     ends = job.ends[rank]
     for other in job.ends:
@@ -138,7 +138,7 @@ def run_rank(job: Job, rank: int) -> None:
         os._exit(0)  # a spawned interpreter would run its exit functions a second time
 
 
-def _outcome(job: Job, rank: int) -> Returned | Failure:
+def _outcome(job: RankJob, rank: int) -> Returned | Failure:
     # Everything that a rank can raise is for the caller to see, SystemExit and KeyboardInterrupt too.
     try:
         _set_up(rank, len(job.ends), job.device)

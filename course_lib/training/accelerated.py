@@ -12,7 +12,7 @@ from torch import nn
 from course_lib.errors import LaunchError
 from course_lib.launching import launch_environment
 from course_lib.launching.interrupts import exit_code
-from course_lib.parallel.sharding import Piece, scatter_whole
+from course_lib.parallel.sharding import Shard, scatter_whole
 from course_lib.training.basic import BasicTrainer, Batch
 from course_lib.training.checkpoints import formats, safetensors_tree, sharded
 from course_lib.training.checkpoints.async_save import BackgroundSaver
@@ -137,7 +137,7 @@ class AcceleratedTrainer(BasicTrainer):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self.engine.shapes()
 
-    def tensors(self) -> dict[str, Piece]:
+    def tensors(self) -> dict[str, Shard]:
         """This rank's pieces of all that a checkpoint stores in pieces."""
         return ({f"model/{name}": piece for name, piece in self.engine.pieces().items()}
                 | {f"optimizer/{name}": piece for name, piece in self.engine.optimizer_pieces().items()})

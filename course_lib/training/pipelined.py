@@ -8,7 +8,7 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.basic import Batch
 from course_lib.training.engines import process_group
@@ -96,7 +96,7 @@ class PipelineTrainer(AcceleratedTrainer):
             found = [tensor[: state.remainder] for tensor in found]
         return tuple(found)
 
-    def tensors(self) -> dict[str, Piece]:
+    def tensors(self) -> dict[str, Shard]:
         return ({f"model/{name}": piece for name, piece in self.engine.stored(self.engine.pieces()).items()}
                 | {f"optimizer/{name}": piece
                    for name, piece in self.engine.stored(self.engine.optimizer_pieces()).items()})

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.training.engines import process_group
 from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import autocast, pick_device, pick_precision
@@ -151,15 +151,15 @@ class Engine:
         """Put :meth:`buffers` back."""
         raise NotImplementedError
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         """This rank's piece of every parameter, by name, whose data may be overwritten."""
         raise NotImplementedError
 
-    def optimizer_pieces(self) -> dict[str, Piece]:
+    def optimizer_pieces(self) -> dict[str, Shard]:
         """This rank's piece of every tensor of optimizer state, by ``parameter/state``."""
         raise NotImplementedError
 
-    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Piece]:
+    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
         """Room for the optimizer's state before its first step.
 
         Args:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from course_lib.errors import ConfigError
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.training.engines.base import Engine
@@ -67,7 +67,7 @@ class ScratchSharded(PieceEngine):
         self.remember_order()
         self.wrapped = self.make(model, optimizer)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         return self.wrapped.pieces()
 
     def refresh(self) -> None:

@@ -17,11 +17,11 @@ from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, s
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
-from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
+from course_lib.parallel.pipeline.executor import PipelineExecutor, StepResult
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
-from course_lib.parallel.sharding import Piece, gather_whole
+from course_lib.parallel.sharding import Shard, gather_whole
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from course_lib.parallel.zero import Zero1
@@ -163,7 +163,7 @@ class PipelineEngine(PieceEngine):
 
     # --- one step ---
 
-    def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> Pass:
+    def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> StepResult:
         """Forward and backward of one batch of this rank's pipeline; gradients are added up."""
         # Gradients are averaged over the pipelines; the loss is already a share of their sum.
         return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp, **_for_stages(batch))
@@ -213,24 +213,24 @@ class PipelineEngine(PieceEngine):
 
     # --- checkpoints, and the whole model ---
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
         device = self.accelerator.device
-        found = {name: Piece(self.state_shapes[name], 0, torch.empty(0, device=device)) for name in self.all_names}
+        found = {name: Shard(self.state_shapes[name], 0, torch.empty(0, device=device)) for name in self.all_names}
         return found | self._own_pieces()
 
-    def _own_pieces(self) -> dict[str, Piece]:
+    def _own_pieces(self) -> dict[str, Shard]:
         local = self.zero.pieces() if self.zero else {
-            name: Piece(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
+            name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
         return {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
 
-    def updated(self) -> dict[str, tuple[Piece, Tensor]]:
+    def updated(self) -> dict[str, tuple[Shard, Tensor]]:
         if self.zero:
             return super().updated()
         return {name: (piece, parameter) for (name, piece), parameter in
                 zip(self._own_pieces().items(), self.model.parameters(), strict=True) if parameter.requires_grad}
 
-    def stored(self, pieces: Mapping[str, Piece], keep_shape: bool = False) -> dict[str, Piece]:
+    def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> dict[str, Shard]:
         """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
 
         Args:
@@ -244,7 +244,7 @@ class PipelineEngine(PieceEngine):
             if key not in elsewhere and key.rpartition("/")[0] not in elsewhere:
                 kept[key] = piece
             elif keep_shape:
-                kept[key] = Piece(piece.shape, 0, piece.data[:0])
+                kept[key] = Shard(piece.shape, 0, piece.data[:0])
         return kept
 
     def whole_weights(self) -> dict[str, Tensor]:

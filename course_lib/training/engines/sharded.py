@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.errors import CheckpointError
-from course_lib.parallel.sharding import Piece, gather_whole, scatter_whole
+from course_lib.parallel.sharding import Shard, gather_whole, scatter_whole
 from course_lib.training.checkpoints.formats import device_of_step
 from course_lib.training.engines.base import Engine
 
@@ -74,7 +74,7 @@ class PieceEngine(Engine):
         for name, buffer in self.buffers().items():
             buffer.copy_(values[name])
 
-    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
+    def updated(self) -> dict[str, tuple[Shard, torch.Tensor]]:
         """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here."""
         keys = {id(tensor): tensor for group in self.optimizer.param_groups for tensor in group["params"]}
         return {name: (piece, keys[id(piece.data)]) for name, piece in self.pieces().items() if id(piece.data) in keys}
@@ -84,20 +84,20 @@ class PieceEngine(Engine):
         """The optimizer that holds this rank's state."""
         return self.optimizer
 
-    def optimizer_pieces(self) -> dict[str, Piece]:
+    def optimizer_pieces(self) -> dict[str, Shard]:
         found = {}
         for name, (piece, key) in self.updated().items():
             for state, value in sorted(self.state_owner.state.get(key, {}).items()):
                 found[f"{name}/{state}"] = self.state_piece(piece, value)
         return found
 
-    def state_piece(self, piece: Piece, value: torch.Tensor) -> Piece:
+    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
         """A tensor of state as a piece: like its parameter's, or a number that all ranks share."""
         if value.numel() == piece.data.numel() and value.ndim:
-            return Piece(piece.shape, piece.start, value.view(-1))
-        return Piece(torch.Size([1]), 0, value.view(1))
+            return Shard(piece.shape, piece.start, value.view(-1))
+        return Shard(torch.Size([1]), 0, value.view(1))
 
-    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Piece]:
+    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
         trained = self.updated()
         room = {}
         for key, numel in states.items():

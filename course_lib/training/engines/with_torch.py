@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
 from course_lib.training.engines.base import Engine
 from course_lib.training.engines.sharded import PieceEngine
@@ -26,7 +26,7 @@ from course_lib.training.unwrapping import take_back_forward
 class _OnParameters(PieceEngine):
     """An engine whose optimizer updates the model's own parameters: the pieces are theirs."""
 
-    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
+    def updated(self) -> dict[str, tuple[Shard, torch.Tensor]]:
         mine = {id(parameter) for group in self.state_owner.param_groups for parameter in group["params"]}
         return {name: (piece, parameter) for (name, piece), parameter
                 in zip(self.pieces().items(), self.model.parameters(), strict=True) if id(parameter) in mine}
@@ -61,8 +61,8 @@ class TorchZero1(_OnParameters):
         self.optimizer.zero_grad()
         return norm
 
-    def pieces(self) -> dict[str, Piece]:
-        return {name: Piece(parameter.shape, 0, parameter.detach().view(-1))
+    def pieces(self) -> dict[str, Shard]:
+        return {name: Shard(parameter.shape, 0, parameter.detach().view(-1))
                 for name, parameter in self.model.named_parameters()}
 
     @property
@@ -91,7 +91,7 @@ class TorchFSDP(_OnParameters):
             param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None,
             cpu_offload=self.config.parallel.offload != "none")
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         for unit in self.model.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # after a forward pass without backward the root is still gathered
@@ -101,11 +101,11 @@ class TorchFSDP(_OnParameters):
             _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh,
                                                               parameter.placements)
             row = parameter.shape[1:].numel()
-            found[name] = Piece(parameter.shape, offset[0] * row if offset else 0,
+            found[name] = Shard(parameter.shape, offset[0] * row if offset else 0,
                                 parameter.detach().to_local().view(-1))
         return found
 
-    def state_piece(self, piece: Piece, value: torch.Tensor) -> Piece:
+    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
         return super().state_piece(piece, value.to_local() if isinstance(value, DTensor) else value)
 
 
