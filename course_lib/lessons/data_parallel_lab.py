@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,8 @@ from course_lib.lessons import lab_gpt2
 from course_lib.metering.meter import Meter
 from course_lib.parallel import collectives, ddp
 from course_lib.parallel.clock import Clock, Stamp
-from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, sum_gradients
+from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, in_buckets, sum_gradients
+from course_lib.replacing import replaced
 
 VOCABULARY, LENGTH = 1024, 32
 TRIES = 3
@@ -177,6 +177,11 @@ def sendings(ways: Mapping[str, Way], layers: int, width: int, rows: int, repeat
     return {name: min(each, key=lambda sending: sending.end) for name, each in steps.items()}
 
 
+def _in_forward_order(parameters: Sequence[nn.Parameter], *sizes: int) -> list[list[nn.Parameter]]:
+    """`DataParallel` hands the parameters over in reverse order; this turns it round."""
+    return in_buckets(list(reversed(parameters)), *sizes)
+
+
 class _Watched:
     """A `DataParallel` model that keeps the order in which gradients arise and buckets are sent."""
 
@@ -186,8 +191,7 @@ class _Watched:
         self.clock: Clock
         for parameter in model.parameters():  # before DataParallel's own hooks, so that they are called first
             parameter.register_post_accumulate_grad_hook(lambda p: self._note("gradient", p.nbytes))
-        order = contextlib.nullcontext() if way.reverse else mock.patch.object(ddp, "reversed", list, create=True)
-        with order:
+        with contextlib.nullcontext() if way.reverse else replaced(ddp, "in_buckets", _in_forward_order):
             self.engine = DataParallel(model, first_bucket_bytes=way.first_bytes, bucket_bytes=way.bytes_each,
                                        communication_hook=self._send)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from course_lib.parallel.clock import Clock, Stamp
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
+from course_lib.replacing import replaced
 from course_lib.training.checkpoints import sharded
 
 VOCABULARY, LENGTH, HEADS = 256, 32, 4
@@ -147,7 +147,7 @@ def changes(resident: Callable[[], Mapping[str, list[Tensor]]] | None) -> Iterat
             seen.append(now)
         return result
 
-    with mock.patch.object(torch.UntypedStorage, "resize_", note):
+    with replaced(torch.UntypedStorage, "resize_", note):
         yield seen
 
 
