@@ -104,8 +104,8 @@ def _processes() -> dict[int, tuple[int, float]]:
                 found[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / ticks
     else:  # macOS
         for line in subprocess.check_output(["ps", "-axo", "pid=,ppid=,time="], text=True).splitlines():
-            pid, parent, ran = line.split()
-            found[int(pid)] = int(parent), _seconds(ran)
+            number, parent, ran = line.split()
+            found[int(number)] = int(parent), _seconds(ran)
     return found
 
 
