@@ -67,9 +67,9 @@ def stage_costs(costs: Costs, stages_per_rank: int, size: Number = 1, overhead: 
     """
     part = exact(size) / stages_per_rank
     forward, backward, weight, activation, kept = (
-        costs.of(cost, 1)[0] * part for cost in ("forward", "input", "weight", "activation", "kept"))
+        costs.of(cost, 1)[0] * part for cost in ("forward", "backward_input", "backward_weight", "activation", "kept"))
     more = exact(overhead)
-    return Costs(forward + more, backward + more, weight + more, exact(costs.message) * exact(size), activation, kept,
+    return Costs(forward + more, backward + more, weight + more, exact(costs.latency) * exact(size), activation, kept,
                  None if costs.pair is None else exact(costs.pair) * part + more)
 
 
