@@ -272,7 +272,7 @@ class PipelineEngine(PieceEngine):
     def describe(self) -> dict[str, Any]:
         """What a summary says of the pipeline; the bubble is the simulator's, for the stages' costs as counted."""
         costs = self.split.stage_costs
-        timeline = simulate(self.schedule, Costs(forward=costs, input=costs, backward_weight=costs))
+        timeline = simulate(self.schedule, Costs(forward=costs, backward_input=costs, backward_weight=costs))
         return {"schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
                 "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,
                 "pipeline_chunks": self.schedule.microbatches, "split": str(self.split).splitlines(),
