@@ -59,6 +59,13 @@ def test_choosing(lesson):
     assert 0 < lesson["fit"] < lesson["looked_at"]
 
 
+def test_fitted_tables_trade_memory_for_waiting(lesson):
+    held, bubble = lesson["held_when_fitted"], lesson["bubble_when_fitted"]
+    assert held["v_min"] < held["v_half"] < held["1f1b"] == held["zbv_auto"] < held["zb_auto"]
+    assert bubble["zbv_auto"] == bubble["zbv"] and bubble["zb_auto"] == bubble["zb_h1"]
+    assert bubble["zb_h1"] < bubble["v_half"] < bubble["v_min"] < bubble["1f1b"]
+
+
 def test_the_gradients_of_the_whole_model(lesson):
     assert lesson["gradient_difference"] < 1e-6 < 1e-2 < lesson["difference_when_not_summed"]
     assert lesson["loss_difference"] < 5e-6

@@ -18,7 +18,7 @@ from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
 from course_lib.parallel.pipeline.executor import PipelineExecutor, StepResult
-from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.fitted.search import uniform
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
 from course_lib.parallel.sharding import Shard, gather_whole
@@ -90,7 +90,7 @@ class PipelineEngine(PieceEngine):
 
     def _schedule(self, microbatches: int) -> Schedule:
         pipeline = self.config.pipeline
-        schedule = make(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
+        schedule = uniform(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
         splits = any(action.kind == I for row in schedule.rows for action in row)
         if splits and self.config.model.activation_checkpointing:
             raise ConfigError(f"{schedule.name} splits the backward, and with activation_checkpointing each half "

@@ -17,6 +17,7 @@ from course_lib.metering.meter import Meter
 from course_lib.modeling.stages import cut, shared_weights, split_evenly
 from course_lib.parallel.pipeline.backward import SplitBackward
 from course_lib.parallel.pipeline.executor import PipelineExecutor
+from course_lib.parallel.pipeline.fitted.search import NAMES, uniform
 from course_lib.parallel.pipeline.p2p import P2PChannel
 from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
@@ -218,8 +219,8 @@ def on_rank():
     mine = {ranks: group for ranks, group in groups.items() if dist.get_rank() < ranks}
     found = {}
     for ranks, group in mine.items():
-        for name in KINDS:
-            schedule = make(name, ranks, MICROBATCHES)
+        for name in NAMES:
+            schedule = uniform(name, ranks, MICROBATCHES)
             found[name, ranks, "ours"] = run(schedule, group)
             found[name, ranks, "torch's"] = run(schedule, group, TorchPipeline)
     if 2 in mine:
@@ -244,9 +245,9 @@ def merged(outcomes):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("engine", ["ours", "torch's"])
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_equals_the_unsplit_model(ranks, name, count, engine):
-    schedule = make(name, count, MICROBATCHES)
+    schedule = uniform(name, count, MICROBATCHES)
     losses, wanted = whole(schedule.stages)
     outcomes = [rank[name, count, engine] for rank in ranks[:count]]
     last = outcomes[schedule.stage_ranks[-1]]
@@ -259,7 +260,7 @@ def test_equals_the_unsplit_model(ranks, name, count, engine):
 
 def test_all_schedules_were_run(ranks):
     runs = [key for key in ranks[0] if isinstance(key, tuple)]
-    assert len(KINDS) == 9 and len(runs) == 2 * (9 + 9)
+    assert len(KINDS) == 9 and len(NAMES) == 13 and len(runs) == 2 * (13 + 13)
 
 
 @pytest.mark.parametrize("name", ["gradients lost", "weights forgotten", "rows swapped"])

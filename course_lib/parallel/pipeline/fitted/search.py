@@ -101,6 +101,16 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs:
     return zero_bubble.repeat(name, ranks, microbatches, costs)
 
 
+def uniform(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """A table by name for F, I and W of equal length, drawn or fitted: what a trainer runs before it has measured.
+
+    Raises:
+        ConfigError: no such schedule, or these numbers do not allow it.
+    """
+    stages = stages_for(name, stages_per_rank)
+    return build(name, ranks, microbatches, stages, stage_costs(Costs(), stages))
+
+
 def search(ranks: int, microbatches: Sequence[int], costs: Costs, limit: Number | None = None,
            stages_per_rank: Sequence[int] = (2,), names: Sequence[str] = NAMES, measured_at: int | None = None,
            overhead: Number = 0) -> list[ScheduleCandidate]:
