@@ -53,8 +53,8 @@ class Container:
                 argv += [f"--{name}", str(_content(self.channels[name]))]
         if "output_dir" not in given:
             argv += ["--output_dir", str(self.checkpoints)]
-            found = any(re.fullmatch(r"checkpoint-\d+", path.name) for path in self.checkpoints.glob("checkpoint-*"))
-            if found and "resume_from_checkpoint" not in given:
+            resumable = any(re.fullmatch(r"checkpoint-\d+", p.name) for p in self.checkpoints.glob("checkpoint-*"))
+            if resumable and "resume_from_checkpoint" not in given:
                 argv += ["--resume_from_checkpoint", "latest"]
         return argv
 

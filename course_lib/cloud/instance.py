@@ -36,7 +36,7 @@ class Instance:
 
     def __init__(self, root: Path, number: int, count: int, port: int):
         self.root, self.number, self.port = root, number, port
-        self.hosts = [f"127.0.0.{each + 1}" for each in range(count)]
+        self.hosts = [f"127.0.0.{i + 1}" for i in range(count)]
         self.process: subprocess.Popen[str] | None = None
 
     def lay_out(self, request: Mapping[str, Any], s3: Any) -> None:

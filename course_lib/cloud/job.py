@@ -108,8 +108,8 @@ def estimate(job: Job) -> Estimate:
 
 
 def _instance(instance_type: str) -> hardware.Cluster:
-    found = hardware.cluster(instance_type)
-    if found.instance is None:
+    cluster = hardware.cluster(instance_type)
+    if cluster.instance is None:
         raise ConfigError(f"`{instance_type}` is no SageMaker instance",
                           "choose from " + ", ".join(name for name in hardware.names() if name.startswith("ml.")))
-    return found
+    return cluster

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     reports.write_all(args.out, grades, tasks, submissions, isolated=not args.no_sandbox, hidden=solutions is not None)
     if args.no_sandbox:
         print(reports.UNSAFE)
-    unread = [problem for each in submissions for problem in each.problems]
+    unread = [problem for submission in submissions for problem in submission.problems]
     for problem in unread:
         print(f"not read: {problem}")
     print(f"{len(grades)} learners, {len(tasks)} tasks: {args.out / 'class.html'}, {args.out / 'grades.csv'}")

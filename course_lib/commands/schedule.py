@@ -138,21 +138,21 @@ def _compare(args: argparse.Namespace, costs: "Costs") -> int:
     if args.csv:
         raise ConfigError("--csv with --compare", "write one table, with --schedule NAME")
     virtual = 2 if args.virtual is None else args.virtual
-    found = search(args.ranks, args.microbatches, costs, args.memory_limit, stages_per_rank=[virtual])
-    schedule_report.compare(Console(), found, args.memory_limit)
+    candidates = search(args.ranks, args.microbatches, costs, args.memory_limit, stages_per_rank=[virtual])
+    schedule_report.compare(Console(), candidates, args.memory_limit)
     if args.svg or args.png:
-        _save(_comparison(found, args), args)
+        _save(_comparison(candidates, args), args)
     return 0
 
 
-def _comparison(found: "Sequence[ScheduleCandidate]", args: argparse.Namespace) -> "Figure":
+def _comparison(candidates: "Sequence[ScheduleCandidate]", args: argparse.Namespace) -> "Figure":
     from course_lib.commands import schedule_report
     from course_lib.figures.pipeline import bubble_beside_memory
 
     several = len(args.microbatches) > 1
-    points = {f"{each.name} ({each.microbatches})" if several else each.name: each.timeline
-              for each in found if each.timeline}
-    return bubble_beside_memory(points, schedule_report.verdict(found), args.memory_limit)
+    points = {f"{candidate.name} ({candidate.microbatches})" if several else candidate.name: candidate.timeline
+              for candidate in candidates if candidate.timeline}
+    return bubble_beside_memory(points, schedule_report.verdict(candidates), args.memory_limit)
 
 
 def _save(figure: "Figure", args: argparse.Namespace) -> None:

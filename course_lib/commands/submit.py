@@ -108,10 +108,10 @@ def _account(args: argparse.Namespace, rehearsal: bool) -> "Account":
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
     """``NAME=VALUE`` options as a mapping."""
-    for each in given:
-        if not each.partition("=")[0] or "=" not in each:
-            raise ConfigError(f"{option} {each}", f"write {option} NAME=VALUE")
-    return {name: value for name, _, value in (each.partition("=") for each in given)}
+    for pair in given:
+        if not pair.partition("=")[0] or "=" not in pair:
+            raise ConfigError(f"{option} {pair}", f"write {option} NAME=VALUE")
+    return {name: value for name, _, value in (pair.partition("=") for pair in given)}
 
 
 def _send(args: argparse.Namespace, job: "Job") -> int:

@@ -37,12 +37,12 @@ def choose_column(wanted: str | None, usual: Sequence[str], columns: Sequence[st
         if wanted not in columns:
             raise DataError(f"{what} has no column `{wanted}`, only {listed}", nearest(wanted, columns))
         return wanted
-    found = [each for each in columns if each.lower() in usual]
-    if len(found) != 1:
-        which = f"{' and '.join(found)} could each be" if found else "none is known to be"
+    candidates = [name for name in columns if name.lower() in usual]
+    if len(candidates) != 1:
+        which = f"{' and '.join(candidates)} could each be" if candidates else "none is known to be"
         raise DataError(f"{what} has the columns {listed}, and {which} the {option.partition('_')[0]}",
                         f"name it with --{option}")
-    return found[0]
+    return candidates[0]
 
 
 def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset:
@@ -163,9 +163,9 @@ def number_classes(texts: datasets.Dataset, labels: "Labels", classes: Sequence[
         names = _named(batch[labels.name].combine_chunks(), labels.feature, labels.name, split, 0)
         return {"label": pc.index_in(names, numbered)}
 
-    found = cached_map(labels.rows, numbers, key=digest(FORMAT, "label", list(classes), labels.digest),
+    coded = cached_map(labels.rows, numbers, key=digest(FORMAT, "label", list(classes), labels.digest),
                        features=datasets.Features({"label": datasets.Value("int64")}), describe=f"Labels of {split}")
-    return datasets.concatenate_datasets([texts, found], axis=1)
+    return datasets.concatenate_datasets([texts, coded], axis=1)
 
 
 class Labels:

@@ -27,7 +27,7 @@ def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
                        strict=True))
     with canvas(title, width=6.6, height=2.9) as (figure, axes):
         lowest = 0.0
-        for name, values in sorted(spread.items(), key=lambda each: each[1][-1]):
+        for name, values in sorted(spread.items(), key=lambda entry: entry[1][-1]):
             colour = colours.get(name, COLOURS["right"])
             axes.plot(values, color=colour, marker="o", markersize=3, clip_on=False)
             end_label(axes, len(values) - 1, max(values[-1], lowest), name, colour)

@@ -64,7 +64,8 @@ def _place(axes: Axes, x: int, y: int, place: Place) -> None:
     axes.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if dark else "black", fontweight="bold")
 
 
-def memory(predicted: Mapping[str, float], found: Mapping[str, float], title: str, name: str = "simulated") -> Figure:
+def memory(predicted: Mapping[str, float], measured: Mapping[str, float], title: str,
+           name: str = "simulated") -> Figure:
     """Memory of one rank by kind: the formula hollow, what was found solid.
 
     Args:
@@ -77,8 +78,8 @@ def memory(predicted: Mapping[str, float], found: Mapping[str, float], title: st
         for place, kind in enumerate(predicted):
             colour = KIND_COLOURS.get(kind, COLOURS["neutral"])
             axes.barh(place - 0.19, predicted[kind] / 2**30, height=0.36, **PREDICTED, edgecolor=colour)
-            axes.barh(place + 0.19, found[kind] / 2**30, height=0.36, color=colour)
-            axes.annotate(f"{found[kind] / 2**30:.2f}", (found[kind] / 2**30, place + 0.19), xytext=(4, 0),
+            axes.barh(place + 0.19, measured[kind] / 2**30, height=0.36, color=colour)
+            axes.annotate(f"{measured[kind] / 2**30:.2f}", (measured[kind] / 2**30, place + 0.19), xytext=(4, 0),
                           textcoords="offset points", va="center", fontsize=9)
         axes.set_yticks(range(len(predicted)), list(predicted))
         axes.invert_yaxis()

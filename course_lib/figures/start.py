@@ -31,7 +31,7 @@ def capabilities(findings: Mapping[str, tuple[str, str, str]]) -> Figure:
     Args:
         findings: state (`ok`, `slow` or `cannot`), detail and advice, by the name of the check.
     """
-    names = {state: [name for name, found in findings.items() if found[0] == state] for state in STATES}
+    names = {state: [name for name, finding in findings.items() if finding[0] == state] for state in STATES}
     counts = ", ".join(f"{len(names[state])} {word}"
                        for state, word in zip(STATES, ("run well", "slowly", "not at all"), strict=True))
     remarks = {name: _remark(detail, advice) for name, (state, detail, advice) in findings.items() if state != "ok"}

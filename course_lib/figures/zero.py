@@ -24,16 +24,16 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
     title = f"Each stage splits one more kind; each measured within {worst:.2%} of the formula"
     with canvas(title, width=7.8, height=3.7, ncols=len(stages), sharey=True,
                 width_ratios=[1.0] * (len(stages) - 1) + [1.8]) as (figure, axes):
-        for stage, each in zip(stages, axes, strict=True):
+        for stage, panel in zip(stages, axes, strict=True):
             for place, ranks in enumerate(sizes):
-                _stack(each, place - 0.2, predicted[stage, ranks], elements, solid=False)
-                _stack(each, place + 0.2, measured[stage, ranks], elements, solid=True)
+                _stack(panel, place - 0.2, predicted[stage, ranks], elements, solid=False)
+                _stack(panel, place + 0.2, measured[stage, ranks], elements, solid=True)
                 total = sum(measured[stage, ranks].values()) / elements
-                each.annotate(f"{total:.3g}", (place, total), xytext=(0, 3), textcoords="offset points", ha="center",
-                              fontsize=9)
-            each.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
-            each.set_xticks(range(len(sizes)), [str(n) for n in sizes])
-            each.set_xlabel("ranks N", loc="left")
+                panel.annotate(f"{total:.3g}", (place, total), xytext=(0, 3), textcoords="offset points", ha="center",
+                               fontsize=9)
+            panel.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
+            panel.set_xticks(range(len(sizes)), [str(n) for n in sizes])
+            panel.set_xlabel("ranks N", loc="left")
         axes[0].set_ylabel("bytes a parameter, on each rank")
         axes[0].set_ylim(0, 19)
         for height, kind in zip((2, 6, 12), KINDS, strict=True):

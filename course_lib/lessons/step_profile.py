@@ -181,9 +181,9 @@ def seconds_by_turns(trainer: "BasicTrainer", ways: Mapping[str, Sequence[Batch]
             trainer.train_step([batch])
     trainer.phases = before
     trainer.clock.settle()
-    for each in phases.values():
-        each.settle()
-    return {name: dict(each.seconds) for name, each in phases.items()}
+    for phase in phases.values():
+        phase.settle()
+    return {name: dict(phase.seconds) for name, phase in phases.items()}
 
 
 def gradient(trainer: "BasicTrainer", micro_batches: Sequence[Batch], loss_weighting: str = "token") -> torch.Tensor:

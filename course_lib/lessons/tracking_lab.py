@@ -120,12 +120,12 @@ def row_ms(names: Iterable[str], folder: Path, rows: int = 100, step: float = 2e
         tracker.finish()
         return statistics.median(spent) * 1e3
 
-    found = {}
+    milliseconds = {}
     for name in names:
         info = [RunInfo(f"{name}{number}", "cost", "lesson", None, folder / f"{name}-{number}") for number in (0, 1)]
-        found[name] = {"in the step": timed(TRACKERS[name](info[0])),
-                       "handed over": timed(Guarded(TRACKERS[name](info[1])))}
-    return pd.DataFrame(found).T
+        milliseconds[name] = {"in the step": timed(TRACKERS[name](info[0])),
+                              "handed over": timed(Guarded(TRACKERS[name](info[1])))}
+    return pd.DataFrame(milliseconds).T
 
 
 def attempts_to_leave(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int | None, str]:

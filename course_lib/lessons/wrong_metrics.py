@@ -63,8 +63,8 @@ def averaged_over_ranks(predictions: np.ndarray, references: np.ndarray, ranks: 
         ranks: row numbers of each rank.
         num_labels: classes of the model.
     """
-    each = [scores(predictions[rows], references[rows], num_labels) for rows in ranks if len(rows)]
-    return {name: float(np.mean([score[name] for score in each])) for name in each[0]}
+    rank_scores = [scores(predictions[rows], references[rows], num_labels) for rows in ranks if len(rows)]
+    return {name: float(np.mean([score[name] for score in rank_scores])) for name in rank_scores[0]}
 
 
 def with_repeats(predictions: np.ndarray, references: np.ndarray, ranks: Sequence[np.ndarray],

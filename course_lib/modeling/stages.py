@@ -275,7 +275,7 @@ def shared_weights(model: nn.Module, split: Split) -> tuple[dict[int, str], ...]
 def _parameters(model: nn.Module) -> list[float]:
     """Elements that each unit holds, as a stage of its own."""
     units = (EMBEDDINGS, *blocks(model), HEAD)
-    return [float(sum(each.numel() for each in _stage(model, [unit]).parameters())) for unit in units]
+    return [float(sum(parameter.numel() for parameter in _stage(model, [unit]).parameters())) for unit in units]
 
 
 def _positions(model: nn.Module) -> int:

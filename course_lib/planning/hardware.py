@@ -155,7 +155,7 @@ def names() -> list[str]:
 def _resolve(name: str) -> str:
     """A catalogue name from the way people write it: ``a100-80gb``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
     plain = name.lower().removeprefix("nvidia ").replace("geforce ", "").replace("_", "-").replace(" ", "-")
-    known = {each.lower(): each for each in names()}
+    known = {key.lower(): key for key in names()}
     aliases = {"a100": "A100-80", "a100-80gb": "A100-80", "a100-sxm4-80gb": "A100-80", "a100-40gb": "A100-40",
                "a100-sxm4-40gb": "A100-40", "h100-80gb": "H100", "h100-80gb-hbm3": "H100", "h100-80": "H100",
                "h200-141gb": "H200", "v100": "V100-32", "v100-32gb": "V100-32", "v100-16gb": "V100-16",
@@ -173,8 +173,8 @@ def of_device(name: str) -> Accelerator | None:
     Unlike :func:`accelerator`, no nearest one: an H100 PCIe has another peak than the H100 of the catalogue, and an
     A10 than the A10G.
     """
-    found = _catalogue()["device_names"].get(name.removeprefix("NVIDIA "))
-    return accelerators()[found] if found else None
+    known_as = _catalogue()["device_names"].get(name.removeprefix("NVIDIA "))
+    return accelerators()[known_as] if known_as else None
 
 
 def accelerator(name: str) -> Accelerator:
@@ -183,16 +183,16 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         ConfigError: it is not in the catalogue; the message names the nearest.
     """
-    found = _resolve(name)
-    return accelerators()[_catalogue()["instances"].get(found, {}).get("accelerator", found)]
+    resolved = _resolve(name)
+    return accelerators()[_catalogue()["instances"].get(resolved, {}).get("accelerator", resolved)]
 
 
 def instance(name: str, gpus: int) -> str | None:
     """The cheapest SageMaker instance with just so many of an accelerator; None where there is none."""
     chip = accelerator(name).name
-    fitting = {each: row["dollars"] for each, row in _catalogue()["instances"].items()
+    fitting = {kind: row["dollars"] for kind, row in _catalogue()["instances"].items()
                if (row["accelerator"], row["gpus"]) == (chip, gpus)}
-    return min(fitting, key=lambda each: fitting[each], default=None)
+    return min(fitting, key=fitting.__getitem__, default=None)
 
 
 def lowest_price(name: str) -> float | None:
@@ -216,8 +216,8 @@ def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = N
     Raises:
         ConfigError: an unknown name, no GPU, or more memory than the accelerator has.
     """
-    found = _resolve(name)
-    instance = _catalogue()["instances"].get(found)
+    resolved = _resolve(name)
+    instance = _catalogue()["instances"].get(resolved)
     chip = accelerator(name)
     node = _catalogue()["nodes"][chip.name]
     per_node = gpus_per_node or (instance or node)["gpus"]
@@ -232,4 +232,4 @@ def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = N
     return Cluster(chip, count, min(per_node, count), network or (instance or node)["network"],
                    node["host_bandwidth"], 2**30 * (instance or node)["host_gib"] / (instance or node)["gpus"],
                    instance["dollars"] / instance["gpus"] if instance else None,
-                   found if instance else None)
+                   resolved if instance else None)

@@ -147,7 +147,7 @@ def activations(model: Model, micro_batch: int, sequence_length: int, *, tensor:
         return 2 * h * tokens / (tensor if sequence_parallel else 1)
     if checkpointing == "alternate":
         none, full = (activations(model, micro_batch, sequence_length, tensor=tensor, flash=flash, fused=fused,
-                                  sequence_parallel=sequence_parallel, checkpointing=each) for each in ("none", "full"))
+                                  sequence_parallel=sequence_parallel, checkpointing=kept) for kept in ("none", "full"))
         return (none + full) / 2
     if checkpointing == "operators":
         inside = model.ffn * model.experts_per_token  # of gate and up the first
@@ -267,8 +267,8 @@ def _rank(model: Model, plan: Plan, layers: int, embeds: bool, predicts: bool) -
     tokens = plan.micro_batch * sequence
     kept += tokens * model.hidden / t * ((depth if embeds and model.dropout else 0) + (2 * width if predicts else 0))
     # Compiled: as they come, in fp32, their softmax. In plain operations the gradient takes the place of the first.
-    each = width + 8 if plan.compiled else 12
-    logits = tokens * model.vocab / t * each if predicts and model.has_head else 0
+    bytes_per_logit = width + 8 if plan.compiled else 12
+    logits = tokens * model.vocab / t * bytes_per_logit if predicts and model.has_head else 0
 
     buffers = 0.0
     if plan.checkpointing in ("operators", "alternate", "full"):  # the block that is being recomputed

@@ -163,7 +163,7 @@ def identity(folder: Path, name: str, project: str, group: str | None) -> dict[s
     path = folder / IDENTITY
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
-    found = {"id": uuid.uuid4().hex[:12], "name": name, "project": project, "group": group}
+    run = {"id": uuid.uuid4().hex[:12], "name": name, "project": project, "group": group}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(redacted(found), indent=1) + "\n")
-    return found
+    write_text(path, json.dumps(redacted(run), indent=1) + "\n")
+    return run

@@ -43,8 +43,8 @@ class JsonLinesTracker(Tracker):
         self._write("metrics", step=step, values=dict(values))
 
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
-        self._write("histograms", step=step, values={name: {"counts": each.counts, "edges": each.edges}
-                                                     for name, each in values.items()})
+        self._write("histograms", step=step, values={name: {"counts": histogram.counts, "edges": histogram.edges}
+                                                     for name, histogram in values.items()})
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         self._write("table", step=step, name=name, columns=columns, rows=rows)
