@@ -21,10 +21,10 @@ def test_the_page(capsys):
 
 def test_json_and_a_launch_line_that_our_trainer_reads(capsys):
     assert cli.main([*ASKED.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == 6_658_473_984 and found["plans"][0]["plan"]["data"] == 8
-    assert sum(found["plans"][0]["memory_bytes"].values()) < found["gpu_memory_bytes"]
-    line = shlex.split(found["launch"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["parameters"] == 6_658_473_984 and printed["plans"][0]["plan"]["data"] == 8
+    assert sum(printed["plans"][0]["memory_bytes"].values()) < printed["gpu_memory_bytes"]
+    line = shlex.split(printed["launch"])
     read = cli.parse(line[line.index("course_lib.cli") + 1:])
     assert read.run.__module__ == "course_lib.commands.train"
 

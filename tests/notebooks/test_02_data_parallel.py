@@ -41,9 +41,9 @@ def test_the_ring(lesson):
 
 
 def test_the_bytes_on_the_wire_are_the_rings(lesson):
-    found = lesson["wire_total_in_sizes"]
-    assert set(found) == {"naive", "ring", "torch"}
-    for totals in found.values():  # without a private network all are None
+    by_way = lesson["wire_total_in_sizes"]
+    assert set(by_way) == {"naive", "ring", "torch"}
+    for totals in by_way.values():  # without a private network all are None
         assert totals == [None] * 3 or totals == pytest.approx([2, 4, 6], rel=0.05)
 
 
