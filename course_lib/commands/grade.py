@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where verdicts and reports go; a stopped run goes on")
     parser.add_argument("--tasks", default="", metavar="NAMES",
                         help="tasks or lessons, with commas between [all]")
-    parser.add_argument("--jobs", type=int, metavar="N", help="answers graded at a time [one a core]")
+    parser.add_argument("--jobs", type=int, metavar="N", help="answers graded at a time [one per core]")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for a task of a learner [60]")
     parser.add_argument("--memory_gib", type=float, default=4.0, metavar="G", help="memory for one [4]")
     parser.add_argument("--seed", type=int, metavar="N", help="draws the hidden cases [that of --out, or a new one]")

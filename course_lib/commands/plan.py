@@ -15,7 +15,7 @@ NAME = "plan"
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
-COLUMNS = ("strategy", "micro-batch", "accumulation", "GiB a GPU", "tokens/s", "MFU")
+COLUMNS = ("strategy", "micro-batch", "accumulation", "GiB per GPU", "tokens/s", "MFU")
 COLOURS = {"parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "yellow",
            "logits": "red", "buffers": "green", "runtime": "white"}
 BAR = 60
@@ -37,7 +37,7 @@ def register(parser: argparse.ArgumentParser) -> None:
                         help="a bundled name (facebook/opt-6.7b), a folder or config.json, or a name on the Hub")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all [one node]")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="A100-80, H100, T4 ..., or a SageMaker instance")
-    parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory a GPU than this")
+    parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory per GPU than this")
     parser.add_argument("--calibration", type=Path, metavar="FILE",
                         help="take the shares of peak that `course bench --run` measured, not the catalogue's")
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
@@ -182,7 +182,7 @@ def _show(result: "Search", budget: float | None) -> None:
     console, chip = Console(), result.cluster.accelerator
     plan, model = result.best.plan, result.model
     console.print(f"{model.name} ({model.parameters:,} parameters) on {result.cluster.gpus} x {chip.name}, "
-                  f"{plan.global_batch} x {plan.sequence_length:,} tokens a step\n", highlight=False)
+                  f"{plan.global_batch} x {plan.sequence_length:,} tokens per step\n", highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in (*COLUMNS, *(("hours",) if budget else ())):
         table.add_column(name, justify="left" if name == "strategy" else "right")

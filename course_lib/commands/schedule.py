@@ -47,7 +47,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--ranks", type=int, metavar="P", help="ranks of the pipeline")
     what.add_argument("--microbatches", type=int, nargs="+", metavar="M",
                       help="micro-batches of a step; several with --compare")
-    what.add_argument("--virtual", type=int, metavar="V", help="stages a rank, where the schedule takes any [2]")
+    what.add_argument("--virtual", type=int, metavar="V", help="stages per rank, where the schedule takes any [2]")
     costs = parser.add_argument_group("costs of one micro-batch in all the stages of a rank, in any unit (2, 0.5, 1/3)")
     costs.add_argument("--cost_f", type=number, default=1, metavar="T", help="time of the forward [1]")
     costs.add_argument("--cost_b", type=number, default=1, metavar="T",
@@ -62,7 +62,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("files")
     out.add_argument("--svg", metavar="FILE", help="write the time line as SVG (with --compare: bubbles and memory)")
     out.add_argument("--png", metavar="FILE", help="write it as PNG")
-    out.add_argument("--csv", metavar="FILE", help="write the table: a row a rank, as torch's compute-only form")
+    out.add_argument("--csv", metavar="FILE", help="write the table: one row per rank, as torch's compute-only form")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -106,7 +106,7 @@ def compare(console: Console, candidates: Sequence[ScheduleCandidate], limit: Nu
         table.add_row(*row, Text(candidate.problem or "fits", "red" if candidate.problem else "green"),
                       style="dim" if candidate.problem else "bold" if place == 1 else "")
     console.print(table)
-    console.print("V stages a rank, M micro-batches, time of a step by micro-batch, idle share, most held by a rank.",
+    console.print("V stages per rank, M micro-batches, time of a step by micro-batch, idle share, most held by a rank.",
                   style="dim")
 
 

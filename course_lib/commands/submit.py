@@ -27,7 +27,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--instance_type", required=True, metavar="ML.NAME", help="SageMaker's name of the machine, for "
                      "every launcher: ml.p4d.24xlarge, ml.g5.xlarge ...")
     job.add_argument("--instance_count", type=int, default=1, metavar="N", help="machines [1]")
-    job.add_argument("--processes_per_instance", type=int, metavar="N", help="ranks on each [one a GPU]")
+    job.add_argument("--processes_per_instance", type=int, metavar="N", help="ranks on each [one per GPU]")
     job.add_argument("--max_hours", type=float, default=24.0, metavar="HOURS", help="stop the job after these [24]")
     job.add_argument("--spot", action="store_true", help="use spare capacity: cheaper, can be taken away")
     job.add_argument("--max_wait_hours", type=float, metavar="HOURS", help="with --spot, until the end, waits "

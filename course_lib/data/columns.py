@@ -65,7 +65,7 @@ def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset
 
 
 def blank_rows(rows: datasets.Dataset) -> pa.ChunkedArray:
-    """bool [rows]: whether a row's `text` is no more than white space; a bit a row is held."""
+    """bool [rows]: whether a row's `text` is no more than white space; one bit per row is held."""
     bits, start = np.zeros(-(-len(rows) // 8), np.uint8), 0
     for texts in batches(rows, "text"):  # of BATCH_ROWS, so each begins a byte
         blank = pc.equal(pc.utf8_trim_whitespace(texts), "").to_numpy(zero_copy_only=False)
@@ -117,7 +117,7 @@ def _as_names(values: pa.Array, name: str, split: str, first: int) -> pa.Array:
         values = values.cast(pa.int64())
     elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
               or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not one class a row",
+        raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not one class per row",
                         "name another with --label_column")
     return values.cast(pa.string())
 

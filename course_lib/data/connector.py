@@ -48,7 +48,7 @@ class DataConnector:
     """Loads the data set that a config names; every rank may do so at the same time.
 
     Data sets: `tweets` (bundled), `pydocs` (the documentation of this machine's Python), a local file (CSV, TSV, JSON,
-    JSON lines, Parquet, plain text) or a folder of them, one a split, and any text data set on the Hub by its name,
+    JSON lines, Parquet, plain text) or a folder of them, one per split, and any text data set on the Hub by its name,
     with a revision as in ``dair-ai/emotion@main``.
 
     Args:

@@ -21,7 +21,7 @@ class EpochBatches(Sequence[np.ndarray]):
     """Row numbers of each global batch of one epoch, worked out a part at a time.
 
     Up to ``PART`` rows, the order is a permutation of them all. Beyond, it is one of runs of rows, a part takes so many
-    of them, and their rows are shuffled: 8 bytes a run and about 30 a row of one part are all that is held.
+    of them, and their rows are shuffled: 8 bytes per run and about 30 per row of one part are all that is held.
 
     Args:
         lengths: tokens of each row; an Arrow column stays on disk.

@@ -37,7 +37,7 @@ def recovery(undisturbed: Mapping[int, float], broken: Broken, resumed: Resumed)
 
 
 def comparison(runs: Sequence[Tracked], planned: Mapping[str, Here], title: str) -> Figure:
-    """Both arms: model states and bytes sent with what was planned, rows a second, and the loss of every run.
+    """Both arms: model states and bytes sent with what was planned, rows per second, and the loss of every run.
 
     Args:
         runs: the compared ones.
@@ -45,9 +45,10 @@ def comparison(runs: Sequence[Tracked], planned: Mapping[str, Here], title: str)
         title: the finding.
     """
     rows = table(runs)
-    panels = {"model states (MiB a rank)": ("states_MiB", {arm: here.states / 2**20 for arm, here in planned.items()}),
-              "sent (MB a rank and step)": ("sent_MB", {arm: here.sent / 1e6 for arm, here in planned.items()}),
-              "rows a second": ("samples_per_second", {})}
+    panels = {"model states (MiB per rank)": ("states_MiB",
+                                              {arm: here.states / 2**20 for arm, here in planned.items()}),
+              "sent (MB per rank and step)": ("sent_MB", {arm: here.sent / 1e6 for arm, here in planned.items()}),
+              "rows per second": ("samples_per_second", {})}
     with canvas(title, width=9.6, height=3.2, ncols=4) as (figure, (*bars, losses)):
         for axes, (name, (column, plan)) in zip(bars, panels.items(), strict=True):
             for place, (arm, colour) in enumerate(ARMS.items()):

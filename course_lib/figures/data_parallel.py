@@ -67,7 +67,7 @@ def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float], u
 
 
 def buckets_leaving(ways: Mapping[str, Sending]) -> Figure:
-    """The backward of one rank a panel: compute above, below it a bar for each bucket's all-reduce."""
+    """The backward of one rank per panel: compute above, below it a bar for each bucket's all-reduce."""
     early = {name: sum(begin < way.backward for begin, _ in way.sent) for name, way in ways.items()}
     best = max(early, key=early.__getitem__)
     title = f"{early[best]} of {len(ways[best].sent)} buckets leave while backward still runs"

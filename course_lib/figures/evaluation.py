@@ -8,7 +8,7 @@ from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
 
 
 def metric_by_ranks(ranks: Sequence[int], right: float, wrong: Mapping[str, Sequence[float]], metric: str) -> Figure:
-    """One line a way of computing a metric.
+    """One line per way of computing a metric.
 
     Args:
         ranks: numbers of ranks, ascending.

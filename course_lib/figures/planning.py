@@ -28,7 +28,7 @@ def strategy_map(places: Sequence[Sequence[Place]], gpu: str) -> Figure:
     """Model size by number of GPUs, coloured by the fastest strategy that fits, framed where it offloads.
 
     Args:
-        places: a row a model, as :func:`course_lib.planning.strategy_map.survey` gives them.
+        places: one row per model, as :func:`course_lib.planning.strategy_map.survey` gives them.
         gpu: its name, for the title.
     """
     empty = sum(place.best is None for row in places for place in row)
@@ -131,7 +131,7 @@ def memory_view(model: Model, chip: Accelerator, strategy: str, ranks: int, micr
                 checkpointing="full" if recompute else "none")
     held = estimate(model, plan)
     verdict = "fits" if held.fits(chip.memory) else "does not fit"
-    text = f"{model.name}, {plan.strategy} on {ranks} ranks: {held.total / 2**30:.1f} GiB a rank"
+    text = f"{model.name}, {plan.strategy} on {ranks} ranks: {held.total / 2**30:.1f} GiB per rank"
     return text, rank(held, chip, f"{plan.strategy} on {ranks} x {chip.name}: {verdict}")
 
 

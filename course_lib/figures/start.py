@@ -88,7 +88,7 @@ def start_times(predicted: Mapping[int, float], measured: Mapping[int, Sequence[
 
 
 def throughput(predicted: float, measured: Mapping[str, float]) -> Figure:
-    """Samples a second of several settings, the last one beside its prediction.
+    """Samples per second of several settings, the last one beside its prediction.
 
     Args:
         predicted: samples/s of the last setting.
@@ -101,7 +101,7 @@ def throughput(predicted: float, measured: Mapping[str, float]) -> Figure:
         for place, (setting, rate) in enumerate(measured.items()):
             _pair(axes, place, predicted if setting == last else None, [rate], COLOURS["forward"], "{:.0f}")
         axes.set_xticks(range(len(measured)), list(measured))
-        axes.set(ylabel="samples a second, all ranks")
+        axes.set(ylabel="samples per second, all ranks")
     return figure
 
 

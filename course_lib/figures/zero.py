@@ -12,7 +12,7 @@ KINDS = ("parameters", "gradients", "optimizer states")
 
 
 def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
-    """Bytes of model states a parameter, by stage and number of ranks.
+    """Bytes of model states per parameter, by stage and number of ranks.
 
     Args:
         measured: bytes by kind, by (stage, N).
@@ -34,7 +34,7 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
             panel.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
             panel.set_xticks(range(len(sizes)), [str(n) for n in sizes])
             panel.set_xlabel("ranks N", loc="left")
-        axes[0].set_ylabel("bytes a parameter, on each rank")
+        axes[0].set_ylabel("bytes per parameter, on each rank")
         axes[0].set_ylim(0, 19)
         for height, kind in zip((2, 6, 12), KINDS, strict=True):
             axes[-1].annotate(kind, (len(sizes) - 0.4, height), va="center", color=COLOURS[kind], fontweight="bold")
@@ -105,7 +105,7 @@ def large(formula: Mapping[int, Mapping[str, float]], published: Mapping[int, fl
         axes.annotate("black line: the paper's figure", (len(stages) - 0.52, 70), ha="right",
                       color=COLOURS["neutral"], fontsize=9)
         axes.set_xticks(range(len(stages)), ["plain" if stage == 0 else f"stage {stage}" for stage in stages])
-        axes.set_ylabel("GB a GPU")
+        axes.set_ylabel("GB per GPU")
         axes.set_xlim(-0.5, len(stages) - 0.5)
         axes.set_ylim(0, 1.15 * max(sum(formula[stage].values()) for stage in stages))
         bottom = 0.0

@@ -1,4 +1,4 @@
-"""Pages to read: one a learner, one for the class. Whatever a learner wrote is shown as text, never as markup."""
+"""Pages to read: one per learner, one for the class. Whatever a learner wrote is shown as text, never as markup."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

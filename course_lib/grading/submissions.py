@@ -72,7 +72,7 @@ def read_submissions(paths: Sequence[Path], tasks: Mapping[str, Task]) -> list[S
 
     A file directly in a given folder is its learner's name, unless it is named as a lesson is: then the folder is. In
     folders below, the first folder's name is the learner's, as in nbgrader's ``submitted/LEARNER/LESSON/x.ipynb``. A
-    zip is one learner's, unless it is given by itself and holds a folder (or a file) a learner.
+    zip is one learner's, unless it is given by itself and holds a folder (or a file) per learner.
 
     Raises:
         CourseError: a path that does not exist, or nothing to grade in any.

@@ -251,7 +251,7 @@ class Trained:
 
 
 def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Trained]:
-    """On one rank: the same training by four engines that take turns, AdamW, ``rows`` rows a step over all ranks.
+    """On one rank: the same training by four engines that take turns, AdamW, ``rows`` rows per step over all ranks.
 
     Returns:
         ``ours``; ``torch``'s DistributedDataParallel; ``bf16``, ours with compressed gradients; and ``alone``: this

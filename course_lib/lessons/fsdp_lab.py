@@ -157,7 +157,7 @@ def apart(some: WatchedSharding, others: WatchedSharding) -> float:
 
 
 def block_seconds(build: Build, rows: int) -> float:
-    """The shortest forward of a block, on any rank, in two steps with so many rows a rank."""
+    """The shortest forward of a block, on any rank, in two steps with so many rows per rank."""
     engine, clock = _engine("scratch", build), Clock(PartialState().device)
     begun: list[Stamp] = []
     ended: list[Stamp] = []

@@ -49,9 +49,9 @@ class Training:
         return 12 * self.layers * self.width**2
 
     def fits(self, grid: RankGrid, machines: Machines) -> bool:
-        """Whether weights, gradients and Adam's states, 16 bytes a parameter, and the activations fit.
+        """Whether weights, gradients and Adam's states, 16 bytes per parameter, and the activations fit.
 
-        Activations are 34 bytes a token, layer and column of the width, all of them split over tp, for as many
+        Activations are 34 bytes per token, layer and column of the width, all of them split over tp, for as many
         micro-batches as 1F1B has in flight on the first stage (arXiv 2205.05198, sections 4.2 and 4.3; the attention
         matrix is not stored).
         """
@@ -85,7 +85,7 @@ def orders() -> list[tuple[str, ...]]:
 
 
 def best_grid(training: Training, gpus: int, machines: Machines) -> tuple[RankGrid, float] | None:
-    """The quickest grid that fits, and its seconds a step; None where none fits."""
+    """The quickest grid that fits, and its seconds per step; None where none fits."""
     candidates = [(sum(training.seconds(grid, machines).values()), grid) for grid in _grids(gpus)
                   if training.layers % grid.pp == 0 and training.width % grid.tp == 0 and training.rows % grid.dp == 0
                   and training.fits(grid, machines)]

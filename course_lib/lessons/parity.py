@@ -42,7 +42,7 @@ PAIRS = [(strategy, engine) for strategy, engines in ENGINES.items() for engine 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run left: the loss of every step (nats a token), the gradient norms, the final weights."""
+    """What one run left: the loss of every step (nats per token), the gradient norms, the final weights."""
 
     losses: list[float]
     norms: list[float]

@@ -170,7 +170,7 @@ class Gradients:
     """What one step left.
 
     Attributes:
-        loss: of the batch, nats a token.
+        loss: of the batch, nats per token.
         by_name: of the model's parameters.
         elements: parameters that each rank holds.
     """

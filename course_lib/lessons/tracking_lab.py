@@ -71,7 +71,7 @@ class StepTimes(Callback):
 
     @property
     def least_ms(self) -> float:
-        """Milliseconds a step of the quickest STRETCH of them but for the first two.
+        """Milliseconds per step of the quickest STRETCH of them but for the first two.
 
         What else the machine does adds to a stretch; from one step to the next it also takes away, as a rank that has
         waited for a core sees less of the others' next step.
@@ -80,11 +80,11 @@ class StepTimes(Callback):
 
 
 def step_ms(config: Config, slow: float = 0.0, in_thread: bool = False) -> float:
-    """Train on this rank's part, with a tracker that takes ``slow`` seconds a row on the main rank. A collective call.
+    """Train on this rank's part; a tracker takes ``slow`` seconds per row on the main rank. A collective call.
 
     Args:
         config: of a run of more than STRETCH + 2 steps.
-        slow: seconds a row; 0: no tracker at all.
+        slow: seconds per row; 0: no tracker at all.
         in_thread: hand rows to a thread, as the trainers do, or keep them in the step.
 
     Returns:

@@ -19,7 +19,7 @@ def dealt(num_rows: int, batch_size: int, num_processes: int, even: bool = True)
 
     Args:
         num_rows: rows of the split.
-        batch_size: rows a rank in one batch.
+        batch_size: rows per rank in one batch.
         num_processes: ranks.
         even: repeat rows, from the first on, until every rank has as many full batches.
     Returns:

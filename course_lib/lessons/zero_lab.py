@@ -21,12 +21,12 @@ STATE = KINDS[:3]
 """Parameters, gradients and optimizer states: what the paper calls model states."""
 
 PUBLISHED_7_5B = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.88}
-"""GB (10^9 bytes) a GPU for 7.5 billion parameters on 64 GPUs, as printed (arXiv 1910.02054, Table 1 and Figure 1)."""
+"""GB (10^9 bytes) per GPU for 7.5 billion parameters on 64 GPUs, as printed (arXiv 1910.02054, Table 1, Figure 1)."""
 
 
 def model_states(stage: int, ranks: int, parameters: float, *, parameter_bytes: int = 4, gradient_bytes: int = 4,
                  optimizer_bytes: int = 8) -> dict[str, float]:
-    """Bytes of model states a rank, by kind (arXiv 1910.02054, section 5).
+    """Bytes of model states per rank, by kind (arXiv 1910.02054, section 5).
 
     Args:
         stage: 0 for plain data parallel.
@@ -77,7 +77,7 @@ def bill(world_sizes: Sequence[int], micro_batches: int = 2) -> dict[str, Any]:
     """What a rank holds and sends at each stage and world size; run on as many ranks as the largest.
 
     Returns:
-        ``elements``: Ψ; ``held``: bytes by kind after backward, by (stage, N); ``sent``: bytes a step under the ring
+        ``elements``: Ψ; ``held``: bytes by kind after backward, by (stage, N); ``sent``: bytes per step under the ring
         model, by (stage, N); ``accumulating``: the same with micro-batches, at the largest N; ``calls``: collectives
         of the step by name, by (stage, N).
     """

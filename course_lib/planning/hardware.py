@@ -1,6 +1,6 @@
 """Accelerators and clusters to plan for, each figure with its source in ``catalogue/hardware.yaml``.
 
-Bytes and FLOPs a second throughout; memory in bytes.
+Bytes and FLOPs per second throughout; memory in bytes.
 """
 
 import functools
@@ -196,7 +196,7 @@ def instance(name: str, gpus: int) -> str | None:
 
 
 def lowest_price(name: str) -> float | None:
-    """Dollars an hour of one such GPU in the SageMaker instance that has it cheapest; None where none has it."""
+    """Dollars per hour of one such GPU in the SageMaker instance that has it cheapest; None where none has it."""
     chip = accelerator(name).name
     return min((row["dollars"] / row["gpus"] for row in _catalogue()["instances"].values()
                 if row["accelerator"] == chip), default=None)
@@ -211,7 +211,7 @@ def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = N
         gpus: GPUs in all; default: one node.
         gpus_per_node: GPUs in a node; default: as the node is usually sold, or as the instance has.
         network: bytes/s of one node's network cards together; default: the catalogue's.
-        memory_gb: plan with no more than so many GiB a GPU.
+        memory_gb: plan with no more than so many GiB per GPU.
 
     Raises:
         ConfigError: an unknown name, no GPU, or more memory than the accelerator has.
@@ -226,7 +226,7 @@ def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = N
         raise ConfigError(f"a cluster of {count} GPUs, {per_node} in a node", "give at least one GPU")
     if memory_gb is not None:
         if not 0 < memory_gb * 2**30 <= chip.memory:
-            raise ConfigError(f"{memory_gb} GiB a GPU, and {chip.name} has {chip.memory / 2**30:.1f}",
+            raise ConfigError(f"{memory_gb} GiB per GPU, and {chip.name} has {chip.memory / 2**30:.1f}",
                               "give less, or another accelerator")
         chip = replace(chip, memory=int(memory_gb * 2**30))
     return Cluster(chip, count, min(per_node, count), network or (instance or node)["network"],

@@ -1,6 +1,6 @@
 """Hardware and settings for one fine-tuning task, as dictionaries that a training script reads.
 
-The face is the one that selection guides have: a model, some GPUs, sequences a GPU; the answers are the search's
+The face is the one that selection guides have: a model, some GPUs, sequences per GPU; the answers are the search's
 (:mod:`course_lib.planning.strategy`), among the layouts that DDP, FSDP and DeepSpeed carry out.
 """
 
@@ -88,7 +88,7 @@ class HardwareSelector:
             gpu_count: GPUs, all used.
             batch_size: sequences that each GPU contributes to one step; where they do not fit at once,
                 ``per_gpu_batch_size`` is smaller and ``gradient_accumulation_steps`` larger.
-            max_memory_gb: GiB a GPU to plan with; default: all that the accelerator has.
+            max_memory_gb: GiB per GPU to plan with; default: all that the accelerator has.
         Returns:
             ``distributed_strategy`` (DDP, FSDP or DeepSpeed), ``gpu_count``, ``per_gpu_batch_size``,
             ``gradient_accumulation_steps``, ``global_batch_size``, ``mixed_precision`` (bool), ``precision``

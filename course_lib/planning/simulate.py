@@ -9,7 +9,7 @@ seen: the allocator's rounding and fragments, the CUDA context, workspaces of ke
 back. DDP's buckets are those of its first step.
 
 Fused attention: on fake CPU tensors SDPA records ``_scaled_dot_product_flash_attention_for_cpu``. Like FlashAttention
-on GPUs it keeps its inputs, its output and a log-sum-exp of 4 bytes a row and head, and never the scores; keys and
+on GPUs it keeps its inputs, its output and a log-sum-exp of 4 bytes per row and head, and never the scores; keys and
 values that several heads share are not repeated. All sequences are whole: nothing is masked but the future.
 """
 

@@ -185,7 +185,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
         host = f" and {held.host / USABLE / 2**30:.1f} GiB of host memory for each of {cluster.host_memory / 2**30:.1f}"
         raise NothingFits(
             f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the smallest layout "
-            f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB a GPU of "
+            f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB per GPU of "
             f"{cluster.accelerator.memory / 2**30:.1f}{host if held.host else ''}",
             smallest_change(model, cluster, closest, global_batch, families))
     # What differs by less than a thousandth is equal; fewer, larger micro-batches have fewer kernels to launch.
@@ -264,7 +264,7 @@ def explain(result: Search) -> list[str]:
     free = result.cluster.accelerator.memory - needed(best.memory)
     lines = [f"{best.plan.strategy} is the fastest of {len(result.candidates)} layouts that fit, of "
              f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
-             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB a GPU stay free."]
+             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free."]
     others = [candidate for candidate in result.best_of_each() if family(candidate.plan) != family(best.plan)]
     if others:
         second = others[0]
@@ -277,7 +277,7 @@ def explain(result: Search) -> list[str]:
     for failure in result.failed:
         short, of = needed(failure.memory) - result.cluster.accelerator.memory, ""
         if short <= 0:
-            short, of = failure.memory.host / USABLE - result.cluster.host_memory, " of host memory a GPU"
+            short, of = failure.memory.host / USABLE - result.cluster.host_memory, " of host memory per GPU"
         lines.append(f"{failure.family} does not fit: {failure.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
                      f"{failure.remedy}.")
     return lines

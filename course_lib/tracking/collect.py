@@ -225,7 +225,7 @@ def _numbers(step: int, time: float, values: Mapping[str, Any]) -> list[tuple[in
 
 
 def metrics_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
-    """One row a number: columns :data:`METRIC_COLUMNS`, whichever tracker kept the run; ``time`` is UTC."""
+    """One row per number: columns :data:`METRIC_COLUMNS`, whichever tracker kept the run; ``time`` is UTC."""
     rows = [(run.id, run.name, run.group, run.rank, run.tracker, step, time, metric, value)
             for run in runs for step, time, metric, value in run.rows]
     frame = pd.DataFrame(rows, columns=list(METRIC_COLUMNS))
@@ -233,7 +233,7 @@ def metrics_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
 
 
 def runs_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
-    """One row a run: :data:`RUN_COLUMNS`, then the config's fields, then the last value of each metric."""
+    """One row per run: :data:`RUN_COLUMNS`, then the config's fields, then the last value of each metric."""
     runs = list(runs)
     rows = []
     for run in runs:

@@ -12,7 +12,7 @@ from course_lib.tracking.base import Histogram, RunInfo, Tracker
 
 
 class JsonLinesTracker(Tracker):
-    """One object a line in ``rank-R.jsonl``; its ``kind`` is one of run, config, metrics, histograms, table,
+    """One object per line in ``rank-R.jsonl``; its ``kind`` is one of run, config, metrics, histograms, table,
     confusion, artifact, end.
 
     A resumed run goes on in the same file: what stands there beyond its checkpoint is dropped, so that no step

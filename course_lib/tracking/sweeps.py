@@ -198,7 +198,7 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
 
 
 def ranked(sweep: Sweep, outcomes: Sequence[Outcome]) -> pd.DataFrame:
-    """A row a run, the best first, those that failed last."""
+    """One row per run, the best first, those that failed last."""
     rows = [{"run": o.folder.name} | o.settings | o.scores | {"error": o.error} for o in outcomes]
     frame = pd.DataFrame(rows)
     if sweep.metric in frame:

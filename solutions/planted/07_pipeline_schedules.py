@@ -33,7 +33,7 @@ PLANTED = (
             "pass\n    row += [f\"{rank}W{each}\" for each in range(microbatches)]"),
     Planted("pipeline.zero_bubble", "forgets the last W's", "runs",
             "    row += [f\"{rank}W{each}\" for each in range(max(0, microbatches - rank), microbatches)]\n", ""),
-    Planted("pipeline.balance", "the same number of blocks a stage", "dearest stage",
+    Planted("pipeline.balance", "the same number of blocks per stage", "dearest stage",
             "    return list(best[len(costs)][1])",
             "    return [len(costs) * each // stages for each in range(1, stages)]"),
     Planted("pipeline.balance", "fills up to the mean, from the left", "dearest stage",

@@ -33,7 +33,7 @@ def test_json_and_a_launch_line_that_our_trainer_reads(capsys):
     ("--model facebok/opt-6.7b --gpu A100-80", "did you mean `facebook/opt-6.7b`"),
     ("--model opt-6.7b --gpu A100-8O", "did you mean `a100-80`"),
     ("--model opt-6.7b --gpu A100-80 --gpus 0", "--gpus 0: give a whole number from 1 on"),
-    ("--model opt-6.7b --gpu A100-80 --max-memory-gb 99", "99.0 GiB a GPU, and A100-80 has 80.0"),
+    ("--model opt-6.7b --gpu A100-80 --max-memory-gb 99", "99.0 GiB per GPU, and A100-80 has 80.0"),
     ("--model opt-6.7b --gpu A100-80 --tokens lots", "invalid tokens value: 'lots'"),
     ("--model opt-13b --gpu T4 --gpus 1 --max-memory-gb 6", "it fits with --gpu"),
 ], ids=str)

@@ -89,7 +89,7 @@ def undisturbed(model, tmp_path_factory):
 
 
 class Machines:
-    """torchrun's agents, one a machine, with one rank each."""
+    """torchrun's agents, one per machine, with one rank each."""
 
     def __init__(self, folder, line, fewest_and_most, endpoint, places=()):
         self.folder, self.line, self.places = folder, line, places

@@ -37,7 +37,7 @@ def test_global_batches_are_the_same_for_any_layout(layout, grouped):
 
 
 def test_a_loader_that_shuffles_on_each_process_has_other_batches():
-    """The negative: the usual shuffled loader, one seed a process, gives other global batches at 2 than at 1."""
+    """The negative: the usual shuffled loader, one seed per process, gives other global batches at 2 than at 1."""
     alone = np.random.default_rng(7).permutation(len(LENGTHS))[:16]
     halves = np.concatenate([np.random.default_rng(7 + rank).permutation(len(LENGTHS))[:8] for rank in range(2)])
     assert sorted(alone) != sorted(halves)

@@ -22,7 +22,7 @@ def test_the_loop_from_scratch_is_the_trainers(values):
 
 
 @pytest.mark.timeout(300)
-def test_16_bytes_a_parameter_to_the_byte(values):
+def test_16_bytes_per_parameter_to_the_byte(values):
     assert values["gradient_bytes"] == values["parameter_bytes"]
     assert values["optimizer_state_bytes"] == 2 * values["parameter_bytes"] + values["bytes_over_8P"]
     assert values["bytes_over_8P"] > 0 == values["bytes_over_8P_without_step_counters"]

@@ -41,7 +41,7 @@ def test_shape(lesson):
     assert max(cell.source.count("\n") + 1 for cell in code) <= 20, "what is longer lives in course_lib"
     words = len(re.sub(r"<[^>]+>|`[^`]*`", " ", prose).split())
     code_words = sum(len(cell.source.split()) for cell in code)
-    assert 2 <= words / code_words <= 9.5, f"{words / code_words:.1f} words of prose a word of code"
+    assert 2 <= words / code_words <= 9.5, f"{words / code_words:.1f} words of prose per word of code"
 
 
 def test_committed_with_outputs(lesson):

@@ -42,7 +42,7 @@ def test_where_it_fits_without_it_is_the_slower_one():
 
 
 def test_the_host_holds_all_states_and_the_gpu_a_block_at_a_time():
-    """fp32 weights, gradients and two moments: 16 bytes a parameter and rank's share."""
+    """fp32 weights, gradients and two moments: 16 bytes per parameter and rank's share."""
     model = models.load("facebook/opt-6.7b")
     held, kept = memory.estimate(model, FSDP), memory.estimate(model, replace(FSDP, offload="none"))
     assert held.host == pytest.approx(16 * model.parameters / 8, rel=0.01)
@@ -112,7 +112,7 @@ def test_too_little_host_memory_is_what_the_explanation_names():
     """13 billion parameters on 2 x A10G: the GPUs would hold FSDP's offload, their hosts would not."""
     result = strategy.search(models.load("facebook/opt-13b"), hardware.cluster("A10G", 2), 1024, 8)
     line = next(line for line in strategy.explain(result) if line.startswith("FSDP does not fit"))
-    assert "GiB of host memory a GPU short; fits from 3 GPUs on" in line
+    assert "GiB of host memory per GPU short; fits from 3 GPUs on" in line
     missing = float(line.split(" is ")[1].split(" GiB")[0])
     failed = next(failure for failure in result.failed if failure.family == "FSDP")
     assert missing == pytest.approx((failed.memory.host / memory.USABLE - result.cluster.host_memory) / 2**30, abs=0.05)

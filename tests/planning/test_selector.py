@@ -63,7 +63,7 @@ def test_hardware_is_ranked_by_the_price_of_a_token():
 
 def test_what_is_too_small_says_so():
     selection = HardwareSelector().select_hardware_for_task("text_generation", "facebook/opt-66b", gpu_count=4)
-    assert "GiB a GPU" in selection["too_small"]["T4"] and "T4" not in selection["fallback_options"]
+    assert "GiB per GPU" in selection["too_small"]["T4"] and "T4" not in selection["fallback_options"]
 
 
 @pytest.mark.parametrize(("arguments", "line"), [

@@ -118,7 +118,7 @@ def _tracked(run: collect.TrackedRun) -> Tracked:
 
 
 def table(runs: Sequence[Tracked]) -> pd.DataFrame:
-    """A row an arm: its runs, rows each, mean loss and its standard error, MiB of states, MB sent, samples a second."""
+    """One row per arm: runs, rows of each, mean loss and its error, MiB of states, MB sent, samples per second."""
     frame = pd.DataFrame([vars(run) for run in runs]).groupby("arm")
     means = frame[["loss", "states", "sent", "samples_per_second"]].mean()
     means.insert(0, "runs", frame.size())

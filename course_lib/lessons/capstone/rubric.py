@@ -105,7 +105,7 @@ def states_predicted(project: Project, evidence: Evidence) -> Criterion:
 def bytes_predicted(project: Project, evidence: Evidence) -> Criterion:
     """The formula for bytes sent came within :data:`CLOSE` of the meter."""
     measured = chosen(evidence)[0].sent
-    return _predicted("Bytes that a rank sends were predicted", measured, evidence.here.sent, MB, "MB a step")
+    return _predicted("Bytes that a rank sends were predicted", measured, evidence.here.sent, MB, "MB per step")
 
 
 def _predicted(asked: str, measured: float, planned: float, unit: float, name: str) -> Criterion:
@@ -173,7 +173,7 @@ def fair(project: Project, evidence: Evidence) -> Criterion:
 def luck_known(project: Project, evidence: Evidence) -> Criterion:
     """Each arm has two different seeds, so that its spread is known."""
     fewest = min(len(set(seeds)) for seeds in _by_arm(evidence.runs, "seed").values())
-    return Criterion("You know how much of the difference is luck", fewest >= 2, f"different seeds an arm: {fewest}",
+    return Criterion("You know how much of the difference is luck", fewest >= 2, f"different seeds per arm: {fewest}",
                      conclusion(evidence.runs) if fewest >= 2 else "run each arm with two different seeds or more")
 
 
@@ -233,7 +233,7 @@ def conclusion(runs: Sequence[Tracked]) -> str:
     else:
         said = f"the {arms['loss'].idxmin()} arm's loss is {gap:.2g} nats lower, beyond luck ({luck:.2g})"
     return (f"{said}; the other arm holds {ratio['states_MiB']:.2f} times the model states, sends "
-            f"{ratio['sent_MB']:.2f} times the bytes a step, and is {ratio['samples_per_second']:.2f} times as fast "
+            f"{ratio['sent_MB']:.2f} times the bytes per step, and is {ratio['samples_per_second']:.2f} times as fast "
             "here")
 
 
@@ -254,7 +254,7 @@ def report(project: Project, evidence: Evidence) -> str:
         "Planned and measured here": [
             f"- model states of a rank: {here.states / MIB:.2f} MiB planned, {run.states / MIB:.2f} measured",
             f"- sent by a rank in a step: {here.sent / MB:.2f} MB planned, {run.sent / MB:.2f} measured",
-            f"- rows a second: {here.samples_per_second:.0f} planned for a CPU that nobody measured, "
+            f"- rows per second: {here.samples_per_second:.0f} planned for a CPU that nobody measured, "
             f"{run.samples_per_second:.0f} measured"],
         "Broken and resumed": [f"{broken.how}. Newest whole checkpoint: {broken.checkpoint or 'none'}; "
                                f"{broken.lost} of {broken.step} steps lost. {ended}."],

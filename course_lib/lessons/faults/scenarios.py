@@ -73,7 +73,7 @@ def step_with_nothing_to_add(folder: Path) -> list[float]:
 
 
 def _token_losses() -> Tensor:
-    """One number a token of this rank's batch, padded to the longest of its own texts."""
+    """One number per token of this rank's batch, padded to the longest of its own texts."""
     return torch.ones(6 if is_culprit() else 4)
 
 
