@@ -26,10 +26,10 @@ from course_lib.data.processing import DataProcessor, ProcessedData
 from course_lib.errors import EXIT_RESUME, ConfigError, TrainingDiverged, TrainingInterrupted
 from course_lib.launching import interrupts
 from course_lib.launching.interrupts import StopRequest, stop_requests
-from course_lib.launching.seeding import seed_everything
 from course_lib.metering.phases import Phases, Stopwatch
 from course_lib.modeling.loading import LoadedModel
 from course_lib.parallel.clock import Clock
+from course_lib.system.seeding import seed_everything
 from course_lib.training.callbacks.base import Callback, EarlyStopping, JsonLinesLog, ProgressBar
 from course_lib.training.checkpoints import checkpoint, resuming, safetensors_tree
 from course_lib.training.compiling import compile_blocks
