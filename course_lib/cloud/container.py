@@ -1,4 +1,4 @@
-"""Inside SageMaker's training container: what it tells the trainer, and where it wants things left.
+"""Reads what SageMaker's training container tells the trainer, and where it wants files left.
 
 Its drivers start ``cli.py --name value …``, an option a hyperparameter and no command, with ``SM_*`` variables
 (sagemaker-train 1.x, container_drivers/scripts/environment.py). Outside a container all of this does nothing.

@@ -1,4 +1,4 @@
-"""One machine of a job that is played here: a folder in the place of ``/opt/ml``, and the container's processes.
+"""Simulates one machine of a job: a folder in the place of ``/opt/ml``, and the container's processes.
 
 Three literals of the drivers and of the request are rewritten, in the copies that are run: ``/opt/ml`` to the
 folder, the host ``algo-1`` to 127.0.0.1, and its port 7777 to a free one.

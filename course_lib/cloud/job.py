@@ -1,4 +1,4 @@
-"""A training job for other machines: what runs there, on how many of which, for how long, and what that costs."""
+"""Describes a training job for other machines: what runs, on how many of which, for how long, at what cost."""
 
 import re
 from dataclasses import dataclass

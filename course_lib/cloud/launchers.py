@@ -1,4 +1,4 @@
-"""The same job for other launchers: a Slurm script, torchrun, Accelerate's YAML, a SkyPilot task.
+"""Writes a job for other launchers: a Slurm script, torchrun, Accelerate's YAML, a SkyPilot task.
 
 Each of them is text that stands by itself; nothing here is started.
 """

@@ -1,4 +1,4 @@
-"""After a job was sent: its log as it comes, its end, its model; and the whole of it rehearsed on this machine."""
+"""Follows a job that was sent: its log, its end, its model; or rehearses all of that on this machine."""
 
 import json
 import tarfile

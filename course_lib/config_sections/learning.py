@@ -1,4 +1,4 @@
-"""What is learned, from what, how long, and what is kept of it."""
+"""Config sections of the training itself: data, model, optimizer, length and output of the run."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""How ranks share the work."""
+"""Config sections of parallelism: strategy, engine, pipeline."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Work on a data set that is done once: kept on disk under a key, by one process while the others wait."""
+"""Caches on disk what is made of a data set, under a key: one process works while the others wait."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""Columns of any data set made into `text` and `label`: which they are, and whether every row has them."""
+"""Finds the text and label columns of any data set, and checks that every row has them."""
 
 import hashlib
 import json

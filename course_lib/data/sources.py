@@ -1,4 +1,4 @@
-"""Where a data set is: bundled, this machine's Python, a local file or folder, or the Hub."""
+"""Finds where a data set is: bundled, this machine's Python, a local file or folder, or the Hub."""
 
 import re
 from collections.abc import Callable, Collection, Iterator

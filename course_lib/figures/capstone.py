@@ -1,4 +1,4 @@
-"""The capstone drawn: a run that was killed and went on, and two arms of a comparison."""
+"""Figures of the capstone: a run that was killed and went on, and two arms of a comparison."""
 
 from collections.abc import Mapping, Sequence
 

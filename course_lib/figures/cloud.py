@@ -1,4 +1,4 @@
-"""A job in the cloud: what its request is made of, and how it went from its start to its end."""
+"""Figures of a cloud job: what its request is made of, and its phases from start to end."""
 
 import re
 from collections.abc import Mapping, Sequence

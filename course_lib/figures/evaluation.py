@@ -1,4 +1,4 @@
-"""A metric put together in several ways, against the number of ranks: the right figure is a flat line."""
+"""Figure of a metric computed in several ways, against the number of ranks: the right one is a flat line."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""A schedule under your fingers: what ``course schedule`` prints and draws, with sliders."""
+"""An interactive pipeline schedule: what ``course schedule`` prints and draws, with sliders."""
 
 import html
 import io

@@ -1,4 +1,4 @@
-"""When the weights are there, and when a rank waits for them."""
+"""Figures of FSDP: when weights are resident, and when a rank waits for them."""
 
 from collections.abc import Mapping, Sequence
 

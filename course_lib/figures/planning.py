@@ -1,4 +1,4 @@
-"""Plans drawn: the map of strategies, memory of a rank by kind, and predictions against measurements."""
+"""Figures of plans: the map of strategies, memory of a rank by kind, and predictions against measurements."""
 
 from collections.abc import Mapping, Sequence
 

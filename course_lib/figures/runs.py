@@ -1,4 +1,4 @@
-"""Tracked runs beside each other: curves by step, and what each came to."""
+"""Figures of tracked runs: curves by step, and final values side by side."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""How a training scales with the number of processes."""
+"""Figure of how a training scales with the number of processes."""
 
 import pandas as pd
 from matplotlib.figure import Figure

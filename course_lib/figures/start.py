@@ -1,4 +1,4 @@
-"""What this machine can run, how soon its processes start, and what several of them bring."""
+"""Figures of lesson 00: what this machine can run, how soon its processes start, and what several of them bring."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

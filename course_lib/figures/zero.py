@@ -1,4 +1,4 @@
-"""What each stage of ZeRO holds and moves: the formula hollow, the measurement solid."""
+"""Figures of ZeRO: what each stage holds and moves; the formula hollow, the measurement solid."""
 
 from collections.abc import Mapping
 

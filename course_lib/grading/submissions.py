@@ -1,4 +1,4 @@
-"""Answers out of what learners handed in: notebooks, .py files, zips, folders.
+"""Reads answers from what learners handed in: notebooks, .py files, zips, folders.
 
 Nothing is executed, extracted to disk or followed: a file is opened once, must be an ordinary one, and is read up to a
 limit; a zip is looked through before a byte of it is unpacked. What cannot be read is a problem of its learner, told in
@@ -217,7 +217,7 @@ def _open(file: Path, learner: str, where: str, lesson: str, lessons: set[str], 
 
 
 def _of_several(names: Sequence[str], lessons: set[str]) -> bool:
-    """Whether a zip is a hall's, not one learner's: several folders, or several files that no lesson is named as."""
+    """Whether a zip is of a class, not of one learner: several folders, or several files that no lesson is named as."""
     folders = {name.split("/")[0] for name in names if "/" in name}
     files = {PurePosixPath(name).stem for name in names if "/" not in name}
     if folders == {"submitted"}:

@@ -106,7 +106,7 @@ class Met:
 
 @dataclass(frozen=True)
 class Task:
-    """An exercise as the grader sees it.
+    """An exercise as the grader sees it: how cases are drawn, run and judged.
 
     Attributes:
         name: ``topic.mechanism``.

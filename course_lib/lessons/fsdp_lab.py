@@ -1,4 +1,4 @@
-"""Small trainings under full sharding, watched: what is resident when, what moves, what rounding costs.
+"""What lesson 06 measures of small trainings under FSDP: what is resident when, what moves, what rounding costs.
 
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """

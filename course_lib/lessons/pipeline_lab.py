@@ -1,4 +1,4 @@
-"""Real ranks run a table: on stages that only sleep, to measure bubbles; on a real model, to compare gradients.
+"""What lesson 07 measures on real ranks: bubbles, with stages that only sleep; gradients, with a real model.
 
 A sleeping stage needs no core: what is measured is the schedule and the messages, not how many ranks share a core.
 """

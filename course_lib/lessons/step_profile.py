@@ -1,4 +1,4 @@
-"""A training step taken apart: bytes by kind and by moment, seconds by turns, padding, the gradient itself.
+"""What lesson 01 measures of a training step: bytes by kind and by moment, seconds, padding, the gradient itself.
 
 Bytes are exact counts of tensors, not readings of the process's memory, so they are the same on
 every machine; what an allocator adds on top is not in them.

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism, watched: what is exact, what moves, what is held.
+"""What lesson 08 measures of tensor and sequence parallelism: what is exact, what moves, what is held.
 
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """

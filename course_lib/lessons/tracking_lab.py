@@ -1,4 +1,4 @@
-"""What tracking costs, where it costs it, and whether it leaves the machine: measured for the lesson on tracking."""
+"""What lesson 11 measures: what tracking costs, where, and whether it leaves the machine."""
 
 import functools
 import socket

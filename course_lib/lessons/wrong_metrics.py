@@ -1,4 +1,4 @@
-"""What several ranks know about a split, put together wrongly in the usual ways, and rightly from sums.
+"""Metrics of a split over several ranks, combined wrongly in the usual ways, and rightly from sums.
 
 Each wrong way stands in working code somewhere. The lesson on distributed evaluation measures how
 far off it is; :mod:`course_lib.training.evaluation` is what the trainers use.

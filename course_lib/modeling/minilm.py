@@ -1,4 +1,4 @@
-"""MiniLM's files: in a package, in the Hub's cache or on the Hub, and verified. Imports no transformers."""
+"""Finds and verifies MiniLM's files: in a package, in the Hub's cache or on the Hub. Imports no transformers."""
 
 import hashlib
 import importlib.util

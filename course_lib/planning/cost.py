@@ -99,7 +99,7 @@ def collective(name: str, size: float, members: int, stride: int, cluster: Clust
 
 
 def zero_volume(stage: int) -> int:
-    """Elements that ZeRO moves a step and rank, for each parameter, (N - 1) / N left out as in the paper.
+    """Elements that ZeRO moves per step and rank, for each parameter, (N - 1) / N left out as in the paper.
 
     Source: arXiv 1910.02054 section 7: reduce-scatter of gradients and all-gather of parameters, and at stage 3
     that all-gather in the forward and in the backward pass.

@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        """GPUs that it takes."""
+        """GPUs that the plan takes."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def bytes(self) -> Recipe:
-        """What a parameter costs."""
+        """Bytes per parameter by kind, for the plan's precision."""
         if self.precision in ("fp32", "tf32"):
             return RECIPES["autocast"]
         return RECIPES[self.recipe or ENGINE_RECIPE[self.engine]]

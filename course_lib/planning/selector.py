@@ -40,7 +40,7 @@ class HardwareSelector:
 
     def select_hardware_for_task(self, model_family: str, model_name: str, task_type: str = "training",
                                  batch_size: int = 8, distributed: bool = True, gpu_count: int = 1) -> dict[str, Any]:
-        """Rank the accelerators for a task: cheapest a token first, then those without a known price, fastest first.
+        """Rank the accelerators for a task: cheapest per token first, then those without a known price, fastest first.
 
         Args:
             model_family: a key of ``FAMILIES``.

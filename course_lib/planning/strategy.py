@@ -17,7 +17,7 @@ from course_lib.planning.memory import RUNTIME, USABLE, Memory
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Offload, Plan
 
-TOKENS_A_STEP = 2**20
+TOKENS_PER_STEP = 2**20
 """Tokens of a step where no global batch is given: the order of GPT-3's (arXiv 2005.14165 table 2.1)."""
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
 WAITING = ("recompute", "tensor", "pipeline", "bubble", "data", "optimizer")
@@ -78,8 +78,8 @@ def family(plan: Plan) -> str:
 
 
 def default_batch(gpus: int, sequence_length: int) -> int:
-    """Sequences of a step of about ``TOKENS_A_STEP`` tokens, the same for every GPU."""
-    return gpus * max(1, round(TOKENS_A_STEP / sequence_length / gpus))
+    """Sequences of a step of about ``TOKENS_PER_STEP`` tokens, the same for every GPU."""
+    return gpus * max(1, round(TOKENS_PER_STEP / sequence_length / gpus))
 
 
 def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, global_batch: int,

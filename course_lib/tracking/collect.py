@@ -1,4 +1,4 @@
-"""Runs read back, whichever tracker kept them, into pandas frames with the same columns.
+"""Reads runs of any tracker into pandas frames with the same columns.
 
 Reads what lies on this machine: JSON lines, trackio's databases, and the ``.wandb`` files of Weights & Biases, online
 or offline, through wandb's own reader. Nothing is asked of a network, and no torch is imported.

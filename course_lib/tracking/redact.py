@@ -1,4 +1,4 @@
-"""Keep keys and tokens out of whatever is written: logs, configs, trackers, errors."""
+"""Keeps keys and tokens out of whatever is written: logs, configs, trackers, errors."""
 
 import os
 import re

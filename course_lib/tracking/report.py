@@ -1,4 +1,4 @@
-"""A set of runs on one page, as Markdown or as one HTML file that needs nothing else."""
+"""Writes a report on a set of runs, as Markdown or as one HTML file that needs nothing else."""
 
 import base64
 import html

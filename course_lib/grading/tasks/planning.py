@@ -119,7 +119,7 @@ def layouts(gpus: int) -> list[Layout]:
 
 
 def legal(given: dict) -> list[Layout]:
-    """Those that the model and the machines allow."""
+    """The layouts that the model and the machines allow."""
     return [layout for layout in layouts(given["gpus"]) if layout[1] <= given["gpus_per_machine"]
             and given["heads"] % layout[1] == 0 and given["layers"] % layout[2] == 0]
 
