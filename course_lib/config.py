@@ -90,12 +90,12 @@ def _field_docs(cls: type) -> dict[str, str]:
 @functools.cache
 def options() -> tuple[Option, ...]:
     """Every leaf field of :class:`Config`, in order."""
-    found = []
+    listed = []
     for section in dataclasses.fields(Config):
         docs = _field_docs(section.type)  # type: ignore[arg-type]
-        found += [Option(f.name, section.name, f.type, f.default, docs[f.name])
-                  for f in dataclasses.fields(section.type)]  # type: ignore[arg-type]
-    return tuple(found)
+        listed += [Option(f.name, section.name, f.type, f.default, docs[f.name])
+                   for f in dataclasses.fields(section.type)]  # type: ignore[arg-type]
+    return tuple(listed)
 
 
 def option(name: str) -> Option:
@@ -104,9 +104,9 @@ def option(name: str) -> Option:
     Raises:
         ConfigError: there is none; the nearest names are given.
     """
-    for each in options():
-        if each.name == name:
-            return each
+    for opt in options():
+        if opt.name == name:
+            return opt
     raise ConfigError(f"unknown option `{name}`", nearest(name, [o.name for o in options()]))
 
 
