@@ -64,7 +64,7 @@ def _facts(timeline: Timeline, costs: Costs, in_flight: Sequence[int], limit: Nu
     if timeline.stage_bubble != timeline.bubble:
         yield "", (f"{float(timeline.stage_bubble):.2%} between a rank's own first and last action, "
                    "which is what is lost where steps follow without a barrier")
-    wait = None if costs.message else bubble_time(schedule.name, schedule.ranks, schedule.microbatches, costs)
+    wait = None if costs.latency else bubble_time(schedule.name, schedule.ranks, schedule.microbatches, costs)
     if wait is not None:
         yield "formula", f"a rank waits {_plain(wait)} in a step"
     peaks = ", ".join(_plain(peak) for peak in timeline.peak_bytes)

@@ -117,7 +117,7 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
                for size in {schedule.microbatches for schedule in schedules.values()}}
     for name, schedule in schedules.items():
         seconds = [[float(cost) / 1000 for cost in costs.of(kind, schedule.stages)]
-                   for kind in ("forward", "input", "weight")]
+                   for kind in ("forward", "backward_input", "backward_weight")]
         stages = {stage: SleepingStage(0.0, 0.0, 0.0) for stage in schedule.stages_of(dist.get_rank())}
         executors[name] = PipelineExecutor(schedule, stages, lambda output, target: output.sum())
         batch = batches[schedule.microbatches]

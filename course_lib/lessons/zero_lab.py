@@ -115,7 +115,7 @@ class ForgetsToGather(Zero1):
 
     def refresh(self) -> None:
         for bucket in self.buckets:
-            bucket.mine.copy_(bucket.master)
+            bucket.local_shard.copy_(bucket.master)
 
 
 class ClipsAlone(Zero1):

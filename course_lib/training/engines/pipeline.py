@@ -18,7 +18,7 @@ from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
 from course_lib.parallel.pipeline.executor import PipelineExecutor, StepResult
-from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.fitted.search import uniform
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
 from course_lib.parallel.sharding import Shard, gather_whole
@@ -90,7 +90,7 @@ class PipelineEngine(PieceEngine):
 
     def _schedule(self, microbatches: int) -> Schedule:
         pipeline = self.config.pipeline
-        schedule = make(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
+        schedule = uniform(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
         splits = any(action.kind == I for row in schedule.rows for action in row)
         if splits and self.config.model.activation_checkpointing:
             raise ConfigError(f"{schedule.name} splits the backward, and with activation_checkpointing each half "
@@ -200,8 +200,8 @@ class PipelineEngine(PieceEngine):
         A tied weight, whose gradient is whole in each of its copies, counts once.
         """
         if self.zero:
-            found = [(p, bucket.gradient[bucket.places[p]]) for bucket in self.zero.buckets
-                     for p in bucket.runs if bucket.gradient is not None]
+            found = [(p, bucket.gradient[bucket.shard_slices[p]]) for bucket in self.zero.buckets
+                     for p in bucket.param_slices if bucket.gradient is not None]
         else:
             found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         counted = [gradient for parameter, gradient in found if parameter not in self.copies]
@@ -272,7 +272,7 @@ class PipelineEngine(PieceEngine):
     def describe(self) -> dict[str, Any]:
         """What a summary says of the pipeline; the bubble is the simulator's, for the stages' costs as counted."""
         costs = self.split.stage_costs
-        timeline = simulate(self.schedule, Costs(forward=costs, input=costs, weight=costs))
+        timeline = simulate(self.schedule, Costs(forward=costs, backward_input=costs, backward_weight=costs))
         return {"schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
                 "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,
                 "pipeline_chunks": self.schedule.microbatches, "split": str(self.split).splitlines(),
