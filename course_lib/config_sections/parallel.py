@@ -1,4 +1,4 @@
-"""How ranks share the work."""
+"""Config sections of parallelism: strategy, engine, pipeline."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -65,7 +65,7 @@ class PipelineConfig(Strict):
     stages_per_rank: Positive | None = None
     """Stages that a rank holds; default: what the schedule prescribes, or 2 where it takes any."""
     pipeline_chunks: Positive | None = None
-    """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 a rank."""
+    """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 per rank."""
     split_spec: str | None = None
     """Blocks to cut at, as in `transformer.h.5:end,transformer.h.8:beginning`; default: cut by split_by."""
     split_by: Literal["flops", "parameters", "seconds"] = "flops"
