@@ -12,9 +12,9 @@ from course_lib.launching.launch import launch
 from course_lib.tracking.base import Guarded, Tracker
 from course_lib.tracking.collect import read_json_lines, read_runs
 from course_lib.training import run as runs
-from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.callbacks import Callback, tracking
 from course_lib.training.callbacks.predictions import predict
+from course_lib.training.engines.base import Engine
 
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 44, "max_eval_samples": 33, "max_length": 32, "max_steps": 4,
          "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
@@ -32,7 +32,7 @@ class UsersOwn(Callback):
     """What a user hands to Accelerate has to reach our trackers."""
 
     def on_step_end(self, trainer):
-        trainer.accelerator.log({"mine": 10.0 * trainer.state.step}, step=trainer.state.step)
+        trainer.engine.accelerator.log({"mine": 10.0 * trainer.state.step}, step=trainer.state.step)
 
 
 def train_all(folder: str) -> dict:
@@ -44,7 +44,7 @@ def train_all(folder: str) -> dict:
 
     def train(name, callbacks=(), **options):
         # The end of a run takes the process group with it, which the next one here needs.
-        with mock.patch.object(AcceleratedTrainer, "close", AcceleratedTrainer.barrier):
+        with mock.patch.object(Engine, "close", Engine.barrier):
             return runs.train(build(QUICK | {"output_dir": f"{folder}/{name}"} | options), callbacks)
 
     train("one", [UsersOwn()], training_type="accelerated", log_predictions=100)

@@ -1,5 +1,6 @@
-"""Stages of a model on the ranks of a pipeline, and pipelines side by side: what the pipeline trainer stands on."""
+"""Stages of a model on the ranks of a pipeline, and pipelines side by side."""
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +19,7 @@ from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, s
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
-from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
+from course_lib.parallel.pipeline.executor import PipelineExecutor
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
@@ -25,7 +27,8 @@ from course_lib.parallel.sharding import Piece, gather_whole
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from course_lib.parallel.zero import Zero1
-from course_lib.training.engines.sharded import PieceEngine
+from course_lib.training.engines.sharded import ShardedEngine
+from course_lib.training.evaluation import scores_of_rows
 from course_lib.training.loss import summed_loss
 from course_lib.training.optimization import parameter_groups
 from course_lib.training.precision import autocast
@@ -57,9 +60,13 @@ class _InPrecision(nn.Module):
             return self.stage(*received, **batch)
 
 
-class PipelineEngine(PieceEngine):
+class PipelineEngine(ShardedEngine):
     """D pipelines of P ranks; gradients of a stage are reduced over its D copies, whose ranks may share its optimizer
     state (ZeRO-1).
+
+    A rank holds its stages alone, all ranks of a pipeline see the same batch, and a batch goes through it in
+    ``pipeline_chunks`` micro-batches, in the order of the schedule. The gradient is that of the plain loop for the same
+    global batch.
 
     Attributes:
         grid: the ranks as (dp, pp).
@@ -69,13 +76,15 @@ class PipelineEngine(PieceEngine):
         stages: of this rank, by number.
     """
 
+    has_schedule = True
+
     def connect(self) -> None:
         super().connect()
-        pipeline, ranks = self.config.pipeline, self.accelerator.num_processes
+        pipeline, ranks = self.config.pipeline, self.num_processes
         if ranks < 2:
             raise ConfigError("a pipeline needs several processes, and there is one", "use --num_processes 2 or more")
         self.grid = self._grid(ranks)
-        self.groups, self.place = self.grid.groups(), self.grid.coordinates(self.accelerator.process_index)
+        self.groups, self.place = self.grid.groups(), self.grid.coordinates(self.rank)
         self.schedule = self._schedule(pipeline.pipeline_chunks or min(2 * self.grid.pp, self.config.run.batch_size))
 
     def _grid(self, ranks: int) -> RankGrid:
@@ -97,7 +106,7 @@ class PipelineEngine(PieceEngine):
                               "would compute the forward again", "use gpipe, 1f1b, interleaved or looped_bfs")
         return schedule
 
-    def take(self, model: nn.Module) -> nn.Module:
+    def take_part(self, model: nn.Module) -> nn.Module:
         """Cut the model and keep this rank's stages.
 
         Raises:
@@ -116,14 +125,14 @@ class PipelineEngine(PieceEngine):
                 raise ConfigError(f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
                                   f"on {self.grid.pp} ranks", f"name {stages - 1} places to cut at")
         else:
-            found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.accelerator.device)
+            found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.device)
             self.split = broadcast_object_list([found])[0]  # seconds are of each rank's own device
         self.stages = cut(model, self.split, self.schedule.stages_of(self.place.pp))
         self.shared = shared_weights(model, self.split)
         without_weights = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
                            for p in model.parameters()}
         self.shell = copy.deepcopy(model, without_weights)  # type: ignore[arg-type]
-        own = OwnStages(self.stages)
+        self.model = own = OwnStages(self.stages)
         if not any(parameter.requires_grad for parameter in own.parameters()):
             raise ConfigError(f"the stages of rank {self.place.pp} have nothing to train",
                               "cut elsewhere with --split_spec")
@@ -132,7 +141,7 @@ class PipelineEngine(PieceEngine):
         return own
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        config, device = self.config, self.accelerator.device
+        config, device = self.config, self.device
         self.model, self.wrapped, self.optimizer = model, model, optimizer
         self.copies = self._second_copies()
         self.zero: Zero1 | None = None
@@ -141,7 +150,7 @@ class PipelineEngine(PieceEngine):
         else:
             for tensor in model.parameters():
                 dist.broadcast(tensor.detach(), group=self.groups.dp, group_src=0)
-        stages = {number: _InPrecision(stage, self.accelerator.mixed_precision, device)
+        stages = {number: _InPrecision(stage, self.precision, device)
                   for number, stage in self.stages.items()}
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -163,59 +172,84 @@ class PipelineEngine(PieceEngine):
 
     # --- one step ---
 
-    def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> Pass:
-        """Forward and backward of one batch of this rank's pipeline; gradients are added up."""
-        # Gradients are averaged over the pipelines; the loss is already a share of their sum.
-        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp, **_for_stages(batch))
-
-    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """The last stage's outputs for one batch; None on ranks without it."""
-        done = self.forwards.evaluate(**_for_stages(batch))
-        return torch.cat(done.outputs) if done.outputs else None
+    @property
+    def data_ranks(self) -> int:
+        return self.grid.dp
 
     @property
-    def has_last_stage(self) -> bool:
-        return self.schedule.stages - 1 in self.stages
+    def part(self) -> int:
+        return self.place.pp
 
-    def from_last_stage(self, tensor: Tensor) -> Tensor:
-        """A tensor of the rank that has the last stage, on every rank of its pipeline, which bring room for it."""
-        dist.broadcast(tensor, group=self.groups.pp, group_src=self.schedule.stage_ranks[-1])
-        return tensor
+    def deal(self, loader: Any) -> Any:
+        """Each pipeline's share of the batches, the same on all its ranks."""
+        return prepare_data_loader(loader, self.device, num_processes=self.grid.dp, process_index=self.place.dp,
+                                   put_on_device=True, rng_types=[], non_blocking=True)
 
-    def step(self, max_norm: float) -> Tensor:
-        sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
-        if self.zero:
-            self.zero.reduce()
+    def sum_targets(self, own: Tensor, vote: int) -> Tensor:
+        # a pipeline's rows count once
+        return super().sum_targets(own if self.place.pp == 0 else torch.zeros_like(own), vote)
+
+    def run_schedule(self, batch: Mapping[str, Tensor], share: Tensor) -> Tensor:
+        # Gradients are averaged over the pipelines; the loss is already a share of their sum.
+        done = self.executor.step(targets=batch["labels"], scale=share * self.grid.dp, **_for_stages(batch))
+        return sum(done.losses, torch.zeros((), device=self.device)) * share
+
+    def scores(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
+        done, labels, task = self.forwards.evaluate(**_for_stages(batch)), batch["labels"], self.config.data.task
+        if self.schedule.stages - 1 in self.stages:
+            found = scores_of_rows(torch.cat(done.outputs), labels, task)
         else:
-            average_gradients(self.model.parameters(), self.groups.dp, self.config.parallel.bucket_bytes)
-        norm = self._clip(max_norm)
-        optimizer = self.zero or self.optimizer
-        optimizer.step()
-        optimizer.zero_grad()
-        return norm
+            room = torch.empty(len(labels), 2, device=self.device)
+            found = (room, torch.empty_like(labels)) if task == "classification" else (room,)
+        found = tuple(tensor.contiguous() for tensor in found)
+        for tensor in found:  # from the rank that has the last stage to all of its pipeline
+            dist.broadcast(tensor, group=self.groups.pp, group_src=self.schedule.stage_ranks[-1])
+        return found
 
-    def _clip(self, max_norm: float) -> Tensor:
+    def gather(self, tensors: Any) -> Any:
+        if self.data_ranks == 1:
+            return tensors
+        found = []
+        for tensor in tensors:
+            parts = [torch.empty_like(tensor) for _ in range(self.data_ranks)]
+            dist.all_gather(parts, tensor.contiguous(), group=self.groups.dp)
+            found.append(torch.cat(parts))
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:
+            found = [tensor[: state.remainder] for tensor in found]
+        return tuple(found)
+
+    def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages down to a common L2 norm; gives the norm before.
 
         A tied weight, whose gradient is whole in each of its copies, counts once.
         """
+        sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
         if self.zero:
+            self.zero.reduce()
             found = [(p, bucket.gradient[bucket.places[p]]) for bucket in self.zero.buckets
                      for p in bucket.runs if bucket.gradient is not None]
         else:
+            average_gradients(self.model.parameters(), self.groups.dp, self.config.parallel.bucket_bytes)
             found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         counted = [gradient for parameter, gradient in found if parameter not in self.copies]
-        square = sum_of_squares(counted, self.accelerator.device)
+        square = sum_of_squares(counted, self.device)
         dist.all_reduce(square, group=None if self.zero else self.groups.pp)  # all ranks, where each has a slice
         norm = square.sqrt()
         scale_down_([gradient for _, gradient in found], norm, max_norm)
         return norm
 
+    def update(self) -> None:
+        (self.zero or self.optimizer).step()
+
+    def zero_grad(self) -> None:
+        (self.zero or self.optimizer).zero_grad()
+
     # --- checkpoints, and the whole model ---
 
     def pieces(self) -> dict[str, Piece]:
         """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
-        device = self.accelerator.device
+        device = self.device
         found = {name: Piece(self.state_shapes[name], 0, torch.empty(0, device=device)) for name in self.all_names}
         return found | self._own_pieces()
 
@@ -224,11 +258,12 @@ class PipelineEngine(PieceEngine):
             name: Piece(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
         return {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
 
-    def updated(self) -> dict[str, tuple[Piece, Tensor]]:
-        if self.zero:
-            return super().updated()
-        return {name: (piece, parameter) for (name, piece), parameter in
-                zip(self._own_pieces().items(), self.model.parameters(), strict=True) if parameter.requires_grad}
+    def parameters(self) -> dict[str, Tensor]:
+        return {self.names[parameter]: parameter for parameter in self.model.parameters()}
+
+    def tensors(self) -> dict[str, Piece]:
+        return ({f"model/{name}": piece for name, piece in self.stored(self.pieces()).items()}
+                | {f"optimizer/{name}": piece for name, piece in self.stored(self.optimizer_pieces()).items()})
 
     def stored(self, pieces: Mapping[str, Piece], keep_shape: bool = False) -> dict[str, Piece]:
         """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
@@ -260,20 +295,18 @@ class PipelineEngine(PieceEngine):
         if self.zero:
             self.zero.refresh()
 
-    def resident(self) -> dict[str, list[Tensor]] | None:
-        return self.zero.resident() if self.zero else None
-
     def bare_model(self) -> nn.Module:
         return self.shell
 
-    def autocast(self, precision: str) -> AbstractContextManager:
-        return autocast("no", self.accelerator.device)  # each stage has its own
+    def autocast(self) -> AbstractContextManager:
+        return contextlib.nullcontext()  # each stage has its own
 
-    def describe(self) -> dict[str, Any]:
-        """What a summary says of the pipeline; the bubble is the simulator's, for the stages' costs as counted."""
+    def describe(self) -> Mapping[str, Any]:
+        """The pipeline; the bubble is the simulator's, for the stages' costs as counted."""
         costs = self.split.stage_costs
         timeline = simulate(self.schedule, Costs(forward=costs, input=costs, weight=costs))
-        return {"schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
-                "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,
-                "pipeline_chunks": self.schedule.microbatches, "split": str(self.split).splitlines(),
-                "predicted_bubble": float(timeline.bubble)}
+        return {"pipeline": {
+            "schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
+            "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,
+            "pipeline_chunks": self.schedule.microbatches, "split": str(self.split).splitlines(),
+            "predicted_bubble": float(timeline.bubble)}}

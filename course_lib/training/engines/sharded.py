@@ -1,35 +1,42 @@
-"""An engine whose optimizer updates one tensor a parameter, a piece of it: what follows from that alone."""
+"""What engines share whose optimizer updates one tensor per parameter, a piece of it: checkpoints, whole weights."""
 
-import contextlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from course_lib.errors import CheckpointError
+from course_lib.errors import CheckpointError, ConfigError
 from course_lib.parallel.sharding import Piece, gather_whole, scatter_whole
 from course_lib.training.checkpoints.formats import device_of_step
 from course_lib.training.engines.base import Engine
 
 
-class PieceEngine(Engine):
-    """Checkpoints and whole weights from pieces; a subclass gives ``pieces`` and ``refresh``."""
+class ShardedEngine(Engine):
+    """Checkpoints and whole weights from pieces; a subclass gives ``pieces``, ``refresh`` and the step."""
 
     shards_state = needs_group = True
-    wrapped: Any
-    """Clips, updates and clears by itself; an engine whose wrapper does not has a ``step`` of its own."""
 
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = self.wrapped.clip_grad_norm_(max_norm)
-        self.wrapped.step()
-        self.wrapped.zero_grad()
-        return norm
+    def refuse(self, device: torch.device, precision: str) -> None:
+        super().refuse(device, precision)
+        if precision == "fp16" and self.config.parallel.chosen_engine != "deepspeed":
+            raise ConfigError(f"fp16 needs a scaler that knows the shards of {self.strategy}",
+                              "use --mixed_precision bf16, or --engine deepspeed")
 
-    def bare_model(self) -> nn.Module:
-        return self.model
+    trained_names: list[str]
+    """Names of the trained parameters, in the order of the optimizer's groups."""
+
+    def pieces(self) -> dict[str, Piece]:
+        """This rank's piece of every parameter, by name, whose data may be overwritten."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Piece]:
+        """This rank's pieces of all that a checkpoint stores in pieces."""
+        return ({f"model/{name}": piece for name, piece in self.pieces().items()}
+                | {f"optimizer/{name}": piece for name, piece in self.optimizer_pieces().items()})
 
     def remember(self) -> None:
         """Keep names and shapes, and which names are one tied parameter, before the model is sharded."""
@@ -59,7 +66,7 @@ class PieceEngine(Engine):
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         whole = gather_whole(self.pieces())
-        if not self.accelerator.is_main_process:
+        if not self.is_main:
             return {}
         whole |= {name: buffer.detach().cpu() for name, buffer in self.buffers().items()}
         return whole | {name: whole[first] for name, first in self.ties.items()}
@@ -75,9 +82,17 @@ class PieceEngine(Engine):
             buffer.copy_(values[name])
 
     def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
-        """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here."""
-        keys = {id(tensor): tensor for group in self.optimizer.param_groups for tensor in group["params"]}
-        return {name: (piece, keys[id(piece.data)]) for name, piece in self.pieces().items() if id(piece.data) in keys}
+        """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here.
+
+        It is the piece's own data, or the parameter where the optimizer updates the model's.
+        """
+        keys = {id(tensor) for group in self.state_owner.param_groups for tensor in group["params"]}
+        parameters, found = self.parameters(), {}
+        for name, piece in self.pieces().items():
+            tensor = piece.data if id(piece.data) in keys else parameters.get(name)
+            if tensor is not None and id(tensor) in keys:
+                found[name] = piece, tensor
+        return found
 
     @property
     def state_owner(self) -> Optimizer:
@@ -85,6 +100,7 @@ class PieceEngine(Engine):
         return self.optimizer
 
     def optimizer_pieces(self) -> dict[str, Piece]:
+        """This rank's piece of every tensor of optimizer state, by ``parameter/state``."""
         found = {}
         for name, (piece, key) in self.updated().items():
             for state, value in sorted(self.state_owner.state.get(key, {}).items()):
@@ -98,6 +114,13 @@ class PieceEngine(Engine):
         return Piece(torch.Size([1]), 0, value.view(1))
 
     def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Piece]:
+        """Room for the optimizer's state before its first step.
+
+        Args:
+            states: number of elements by ``parameter/state``, as a checkpoint holds them.
+        Raises:
+            CheckpointError: state of a parameter that the model does not have.
+        """
         trained = self.updated()
         room = {}
         for key, numel in states.items():
@@ -115,13 +138,3 @@ class PieceEngine(Engine):
             self.state_owner.state[parameter][state] = value
             room[key] = self.state_piece(piece, value)
         return room
-
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[operator]
-
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        loss.backward()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        return False

@@ -1,5 +1,6 @@
 """torch's own: ZeroRedundancyOptimizer for zero1, FSDP2 for the rest; and Accelerate's FSDP plugin."""
 
+import contextlib
 import inspect
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,24 +19,11 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Piece
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
-from course_lib.training.engines.base import Engine
-from course_lib.training.engines.sharded import PieceEngine
+from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
 
 
-class _OnParameters(PieceEngine):
-    """An engine whose optimizer updates the model's own parameters: the pieces are theirs."""
-
-    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
-        mine = {id(parameter) for group in self.state_owner.param_groups for parameter in group["params"]}
-        return {name: (piece, parameter) for (name, piece), parameter
-                in zip(self.pieces().items(), self.model.parameters(), strict=True) if id(parameter) in mine}
-
-    def refresh(self) -> None:
-        pass  # the next forward reads, or gathers, what stands in the pieces
-
-
-class TorchZero1(_OnParameters):
+class TorchZero1(ShardedEngine):
     """DDP, and an optimizer that keeps the state of its share of the parameters (whole tensors, dealt out)."""
 
     optimizer: ZeroRedundancyOptimizer
@@ -53,13 +41,23 @@ class TorchZero1(_OnParameters):
         take_back_forward(model)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return Engine.accumulating(self, last)  # alone on a GPU the model is not wrapped, and has no no_sync()
+        # alone on a GPU the model is not wrapped, and has no no_sync() of its own
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        (loss * self.data_ranks).backward()  # DDP takes the mean over the ranks
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def update(self) -> None:
         self.optimizer.step()
+
+    def zero_grad(self) -> None:
         self.optimizer.zero_grad()
-        return norm
+
+    def refresh(self) -> None:
+        pass  # the next forward reads what stands in the pieces
 
     def pieces(self) -> dict[str, Piece]:
         return {name: Piece(parameter.shape, 0, parameter.detach().view(-1))
@@ -70,9 +68,10 @@ class TorchZero1(_OnParameters):
         return self.optimizer.optim
 
 
-class TorchFSDP(_OnParameters):
+class TorchFSDP(ShardedEngine):
     """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
 
+    wrapped: Any
     casts = True  # by its MixedPrecisionPolicy; Accelerate gives its plugin the like, and no autocast
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -90,6 +89,24 @@ class TorchFSDP(_OnParameters):
             model, optimizer, mesh=mesh, reshard_after_forward=self.strategy != "zero2",
             param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None,
             cpu_offload=self.config.parallel.offload != "none")
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        (loss * self.data_ranks).backward()  # FSDP2 takes the mean over the ranks
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return self.wrapped.clip_grad_norm_(max_norm)
+
+    def update(self) -> None:
+        self.wrapped.step()
+
+    def zero_grad(self) -> None:
+        self.wrapped.zero_grad()
+
+    def refresh(self) -> None:
+        pass  # the next forward gathers what stands in the pieces
 
     def pieces(self) -> dict[str, Piece]:
         for unit in self.model.modules():
@@ -132,14 +149,17 @@ class AccelerateFSDP(TorchFSDP):
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
         self.model, self.optimizer = self.wrapped, self.scaled_optimizer.optimizer
 
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
-        self.scaled_optimizer.step()
-        self.scaled_optimizer.zero_grad()
-        return norm
-
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return Engine.accumulating(self, last)
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        self.accelerator.backward(loss)
+        self.accelerator.backward(loss * self.data_ranks)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
+
+    def update(self) -> None:
+        self.scaled_optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.scaled_optimizer.zero_grad()
