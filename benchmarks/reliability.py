@@ -35,11 +35,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from course_lib.launching import machine
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.training.checkpoints import checkpoint, safetensors_tree, sharded
 from course_lib.writing import write_text
 from testing import fault_injection
-from testing.fault_injection import FAULTS, PHASES, TRAINERS, Case, Result
+from testing.fault_injection import FAULTS, PHASES, TRAINERS, FaultCase, Result
 
 HERE = Path(__file__).parent
 ELEMENTS = 200_000
@@ -83,7 +83,7 @@ def save_ours(run: Path, step: int) -> None:
 
     def files(folder: Path) -> None:
         safetensors_tree.save({"step": step, "weights": weights}, folder / "model.safetensors")
-        sharded.save({"model/w": Piece(weights.shape, 0, weights)}, folder)
+        sharded.save({"model/w": Shard(weights.shape, 0, weights)}, folder)
         (folder / "state.json").write_text(str(step))
 
     checkpoint.write(run, step, files)
@@ -188,7 +188,7 @@ def runs(args: argparse.Namespace) -> None:
     if args.quick:
         faults, phases, seeds = ["SIGKILL", "full disk"], ["backward", "saving"], range(1)
     lines = args.journal.read_text(encoding="utf-8").splitlines() if args.journal and args.journal.exists() else []
-    found = [Result(**each | {"case": Case(**each["case"])}) for each in map(json.loads, lines)]
+    found = [Result(**each | {"case": FaultCase(**each["case"])}) for each in map(json.loads, lines)]
     about = (f"{fault_injection.STEPS} steps, a checkpoint every {fault_injection.SAVE_STEPS}, an evaluation every "
              f"{fault_injection.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. "
              "A run that a single process trains has nobody to notice that it is stopped.")
@@ -237,7 +237,7 @@ class Killer(threading.Thread):
                     self.kills += 1
 
 
-def calm_seconds(case: Case, folder: Path, options: dict[str, object]) -> float:
+def calm_seconds(case: FaultCase, folder: Path, options: dict[str, object]) -> float:
     """Seconds of a run that nobody kills."""
     begin = time.perf_counter()
     if error := fault_injection.attempt(case, folder, [], 7200, **options):
@@ -253,7 +253,7 @@ def goodput(args: argparse.Namespace) -> None:
     lines = ["| trainer | steps | undisturbed | with kills | kills | starts | goodput | final weights |",
              "|---|---|---|---|---|---|---|---|"]
     for trainer in args.trainers[-1:] if args.quick else args.trainers:
-        case = Case(trainer, "none", "none", 0)
+        case = FaultCase(trainer, "none", "none", 0)
         with TemporaryDirectory() as place:
             killed = Path(place, "killed")
             calm = [calm_seconds(case, Path(place, "before"), more)]

@@ -49,7 +49,7 @@ LIMIT = 120.0  # seconds after which a run counts as hung
 
 
 @dataclass(frozen=True)
-class Case:
+class FaultCase:
     """One fault of one run."""
 
     trainer: str
@@ -88,7 +88,7 @@ class Result:
         equal: it ended as the undisturbed run did, see :func:`digest`.
     """
 
-    case: Case
+    case: FaultCase
     struck: bool
     ending: str
     hung: bool
@@ -124,10 +124,10 @@ class Witness(Callback):
             self._note("saved", trainer)
 
 
-class Strike(Callback):
+class FaultInjector(Callback):
     """Lets one rank come to harm in a phase of a step."""
 
-    def __init__(self, case: Case, mark: Path):
+    def __init__(self, case: FaultCase, mark: Path):
         draw = random.Random(repr(case))
         self.case, self.mark = case, mark
         self.rank = draw.randrange(case.ranks)
@@ -224,7 +224,7 @@ def train(options: dict[str, Any], callbacks: list[Callback]) -> None:
     runs.train(build(options), callbacks)
 
 
-def attempt(case: Case, folder: Path, callbacks: list[Callback], timeout: float = LIMIT,
+def attempt(case: FaultCase, folder: Path, callbacks: list[Callback], timeout: float = LIMIT,
             **options: Any) -> Exception | None:
     """Run until the end or the fault; gives what the launcher raised."""
     try:
@@ -254,17 +254,17 @@ def undisturbed(trainer: str, seed: int) -> str:
         Exception: whatever ended it.
     """
     with TemporaryDirectory() as place:
-        if error := attempt(Case(trainer, "none", "none", seed), Path(place), []):
+        if error := attempt(FaultCase(trainer, "none", "none", seed), Path(place), []):
             raise error
         return digest(Path(place))
 
 
-def broken(case: Case, wanted: str) -> Result:
+def broken(case: FaultCase, wanted: str) -> Result:
     """Break a run, go on, and compare its model with the undisturbed run's."""
     with TemporaryDirectory() as place:
         run, mark = Path(place, "run"), Path(place, "struck")
         before, after = Witness(Path(place, "before")), Witness(Path(place, "after"))
-        first = attempt(case, run, [before, Strike(case, mark)])
+        first = attempt(case, run, [before, FaultInjector(case, mark)])
         saved = max([before.newest("saved"), *(int(folder.name[-6:]) for folder in whole(run))])
         second = attempt(case, run, [after])
         began = after.newest("began")
@@ -280,10 +280,10 @@ def whole(run: Path) -> Iterator[Path]:
 
 
 def matrix(trainers: Iterable[str], faults: Iterable[str], phases: Iterable[str], seeds: Iterable[int],
-           done: Container[Case] = ()) -> Iterator[Result]:
+           done: Container[FaultCase] = ()) -> Iterator[Result]:
     """Every fault in every phase of every trainer's runs, one after the other, but for those that are ``done``."""
     for trainer, seed in itertools.product(trainers, seeds):
-        cases = [Case(trainer, fault, phase, seed) for fault, phase in itertools.product(faults, phases)]
+        cases = [FaultCase(trainer, fault, phase, seed) for fault, phase in itertools.product(faults, phases)]
         if left := [case for case in cases if case.exists and case not in done]:
             wanted = undisturbed(trainer, seed)
             yield from (broken(case, wanted) for case in left)

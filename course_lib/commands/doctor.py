@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from course_lib.errors import CourseError
 
 if TYPE_CHECKING:  # torch takes two seconds, which --help need not pay
-    from course_lib.commands.doctor_checks import Finding
+    from course_lib.commands.doctor_checks import CheckResult
     from course_lib.launching.machine import Machine
 
 NAME = "doctor"
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if reasons else 0
 
 
-def _print(here: "Machine", findings: "Mapping[str, Finding]", reasons: Sequence[str]) -> None:
+def _print(here: "Machine", findings: "Mapping[str, CheckResult]", reasons: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # what --help need not load
     from matplotlib.figure import Figure
 
     from course_lib.parallel.pipeline.actions import Schedule
-    from course_lib.parallel.pipeline.fitted.search import Candidate
+    from course_lib.parallel.pipeline.fitted.search import ScheduleCandidate
     from course_lib.parallel.pipeline.simulation import Costs
 
 NAME = "schedule"
@@ -145,7 +145,7 @@ def _compare(args: argparse.Namespace, costs: "Costs") -> int:
     return 0
 
 
-def _comparison(found: "Sequence[Candidate]", args: argparse.Namespace) -> "Figure":
+def _comparison(found: "Sequence[ScheduleCandidate]", args: argparse.Namespace) -> "Figure":
     from course_lib.commands import schedule_report
     from course_lib.figures.pipeline import bubble_beside_memory
 

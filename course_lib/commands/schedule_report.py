@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from course_lib.parallel.pipeline.actions import B, F, I, W
-from course_lib.parallel.pipeline.fitted.search import Candidate
+from course_lib.parallel.pipeline.fitted.search import ScheduleCandidate
 from course_lib.parallel.pipeline.formulas import bubble_time
 from course_lib.parallel.pipeline.simulation import Costs, Number, Span, Timeline
 
@@ -81,7 +81,7 @@ def finding(timeline: Timeline) -> str:
             f"{float(timeline.bubble):.1%} idle, {_plain(max(timeline.peak_bytes))} held at most")
 
 
-def verdict(found: Sequence[Candidate]) -> str:
+def verdict(found: Sequence[ScheduleCandidate]) -> str:
     """Which candidate is best, in one line."""
     best = found[0]
     if best.problem:
@@ -89,7 +89,7 @@ def verdict(found: Sequence[Candidate]) -> str:
     return f"Best of those that fit: {best.name} with {best.microbatches} micro-batches"
 
 
-def compare(console: Console, found: Sequence[Candidate], limit: Number | None) -> None:
+def compare(console: Console, found: Sequence[ScheduleCandidate], limit: Number | None) -> None:
     """All candidates, best first, and why the others cannot be taken."""
     table = Table(box=None, title=verdict(found) + (f" (limit {_plain(limit)})" if limit is not None else ""))
     for column in ("", "schedule", "V", "M", "time/M", "idle", "held"):

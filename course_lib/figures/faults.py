@@ -8,13 +8,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures.style import COLOURS, canvas
-from course_lib.hangs.watchdog import RankState
+from course_lib.hangs.watchdog import ReportedRank
 from course_lib.lessons.faults.lab import SCENARIOS, Trial
 
 GUILTY, INNOCENT = COLOURS["wrong"], COLOURS["right"]
 
 
-def last_collectives(hangs: Mapping[str, Sequence[RankState]], guilty: Mapping[str, set[int]]) -> Figure:
+def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mapping[str, set[int]]) -> Figure:
     """How far each rank came: a panel for each hang, a line for each rank, filled points for what ended.
 
     Args:
@@ -38,7 +38,7 @@ def last_collectives(hangs: Mapping[str, Sequence[RankState]], guilty: Mapping[s
     return figure
 
 
-def _one_rank(axes: Axes, state: RankState, is_guilty: bool) -> None:
+def _one_rank(axes: Axes, state: ReportedRank, is_guilty: bool) -> None:
     colour, mark = (GUILTY, "  ◀ culprit") if is_guilty else (INNOCENT, "")
     last = state.sequence or 0
     over = last if state.ended or not last else last - 1

@@ -7,12 +7,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
-from course_lib.lessons.fsdp_lab import Waits, Watched
+from course_lib.lessons.fsdp_lab import Waits, WatchedSharding
 
 MB = 1e6
 
 
-def sawtooth(runs: Mapping[str, Watched], predicted: Mapping[str, float], whole: int) -> Figure:
+def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float], whole: int) -> Figure:
     """Resident parameters through one step: a panel for each run, its predicted peak as a broken line.
 
     Args:
@@ -46,7 +46,7 @@ def _above(axes: Axes, height: float, text: str, colour: str) -> None:
     axes.annotate(text, (0, height), xytext=(4, 3), textcoords="offset points", fontsize=8, color=colour)
 
 
-def _teeth(axes: Axes, run: Watched) -> None:
+def _teeth(axes: Axes, run: WatchedSharding) -> None:
     """The pieces below, what is gathered above them, and where the backward begins."""
     heights = [run.steady / MB, *(size / MB for _, size in run.trace)]
     places = list(range(len(heights)))

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, end_label
 from course_lib.parallel.pipeline.actions import B, F, I, Schedule, W
-from course_lib.parallel.pipeline.fitted.search import Candidate
+from course_lib.parallel.pipeline.fitted.search import ScheduleCandidate
 from course_lib.parallel.pipeline.simulation import Span, Timeline
 
 KINDS = {F: "forward", B: "backward", I: "backward-input", W: "backward-weight"}
@@ -184,7 +184,7 @@ def bubble_beside_memory(timelines: Mapping[str, Timeline], title: str, limit: F
     return figure
 
 
-def step_times(found: Sequence[Candidate]) -> Figure:
+def step_times(found: Sequence[ScheduleCandidate]) -> Figure:
     """Time of a step against the number of micro-batches that the batch is cut into, and how much of it is idle.
 
     Args:

@@ -26,7 +26,7 @@ SECONDS_A_CASE = 10.0
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckJob:
     """One case to run with one function."""
 
     task: Task
@@ -96,7 +96,7 @@ def check(name: str, function: Callable[..., Any]) -> Report:
 
 def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> Report:
     """Run a function on cases, and judge what was observed. A function that hangs or ends its process fails."""
-    jobs = [Job(task, function, case) for case in cases]
+    jobs = [CheckJob(task, function, case) for case in cases]
     try:
         observed = observe(jobs, stream=True)
     except RanksHung as hung:
@@ -110,7 +110,7 @@ def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> 
                               for finding in task.judge(job.case, seen)))
 
 
-def observe(jobs: Sequence[Job], stream: bool = False) -> list[list[Observation]]:
+def observe(jobs: Sequence[CheckJob], stream: bool = False) -> list[list[Observation]]:
     """The observations of each job by rank, all in one launch; those without ranks run in one more process.
 
     Raises:
@@ -135,7 +135,7 @@ def _seconds(jobs: int) -> float:
     return 2 * SECONDS_A_CASE + 3 * jobs
 
 
-def _observe_on_rank(jobs: Sequence[Job]) -> list[Observation | None]:
+def _observe_on_rank(jobs: Sequence[CheckJob]) -> list[Observation | None]:
     """What this rank observes of each job; None where it takes no part."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -172,7 +172,7 @@ class Meeting:
                         datetime.timedelta(seconds=self.seconds))
 
 
-def _observe_case(job: Job, meeting: Meeting) -> Observation:
+def _observe_case(job: CheckJob, meeting: Meeting) -> Observation:
     """One rank's part in a case, in a process group of the case's ranks.
 
     A rank whose function has returned stays until the others' have: its connections are theirs. One that failed leaves
@@ -193,7 +193,7 @@ def _observe_case(job: Job, meeting: Meeting) -> Observation:
     return seen
 
 
-def _observe_function(job: Job, rank: int) -> Observation:
+def _observe_function(job: CheckJob, rank: int) -> Observation:
     """What is observed of the function; what it raises is an error text."""
     try:
         return job.task.observe(job.function, job.case, rank)

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from course_lib.metering.collective_log import Traffic, Transfer
+from course_lib.metering.collective_log import CollectiveLog, Transfer
 from course_lib.parallel.clock import Clock
 
 
-class Recorder(Traffic):
+class Recorder(CollectiveLog):
     """The order of events, while its ``with`` is open.
 
     Attributes:

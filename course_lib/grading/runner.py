@@ -78,7 +78,7 @@ def _without(task: Task, error: str) -> Verdict:
     return Verdict(task.name, scores_of(task, [], None, error), error, 0.0)
 
 
-def _run(task: Task, source: str, cases: Sequence[Case], meeting: trusted_peer.Meeting | None, limits: Limits,
+def _run(task: Task, source: str, cases: Sequence[Case], meeting: trusted_peer.PeerMeeting | None, limits: Limits,
          sandbox: Sandbox, stop: threading.Event) -> Ended:
     job = {"module": sandbox.tasks or task.observe.__module__, "task": task.name, "source": source,
            "limits": asdict(limits), "world_sizes": [case.world_size for case in cases],
@@ -143,7 +143,7 @@ def _left(seen: Mapping[tuple[int, int], bytes], number: int) -> str | None:
     return unpack(data).get("left") if data else None
 
 
-def _judged(task: Task, case: Case, observations: list[dict[str, Any]], met: trusted_peer.Meeting | None = None
+def _judged(task: Task, case: Case, observations: list[dict[str, Any]], met: trusted_peer.PeerMeeting | None = None
             ) -> list[Finding]:
     """The judge's findings. One that cannot read hostile observations has not seen the property hold."""
     try:

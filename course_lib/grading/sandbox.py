@@ -21,7 +21,7 @@ from course_lib.errors import CourseError
 from course_lib.grading import seccomp
 from course_lib.grading.cgroup import Cgroup, processes_limited
 from course_lib.grading.supervisor import THREADS
-from course_lib.grading.watch import START_SECONDS, Ended, Limits, Watch, end
+from course_lib.grading.watch import START_SECONDS, Ended, Limits, ProcessWatch, end
 
 PACKAGE = Path(__file__).resolve().parents[1]
 INSIDE = Path("/course")  # where the package stands for an answer, whatever it is called out here
@@ -85,7 +85,7 @@ class Sandbox:
                 stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=True, cwd=scratch,
                 env=_environment(scratch))
             try:
-                return Watch(process, limits, started, stop, self.isolated, cgroup).result()
+                return ProcessWatch(process, limits, started, stop, self.isolated, cgroup).result()
             finally:
                 end(process, self.isolated)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from course_lib.errors import DataError
 from course_lib.grading import masters
-from course_lib.grading.check import Job, Report, observe
+from course_lib.grading.check import CheckJob, Report, observe
 from course_lib.grading.hidden import hidden_cases, load, solutions_folder
 from course_lib.grading.task import Task
 from course_lib.grading.tasks import TASKS
@@ -91,12 +91,12 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
     folder = folder or solutions_folder()
     chosen = list(tasks.values() if isinstance(tasks, Mapping) else tasks)
     answers = [(task, *answer) for task, each in _answers(folder, chosen) for answer in each]
-    jobs: list[list[Job]] = []
+    jobs: list[list[CheckJob]] = []
     drawn = {task.name: [*task.cases(random.Random(0)), *hidden_cases(task, random.Random(seed), folder)]
              for task in chosen}
     for task, _, _, source in answers:
         function = function_of(task, source)
-        jobs.append([Job(task, function, case) for case in drawn[task.name]])
+        jobs.append([CheckJob(task, function, case) for case in drawn[task.name]])
     observed = iter(observe([job for each in jobs for job in each]))
     rows = []
     for (task, answer, loses, _), mine in zip(answers, jobs, strict=True):

@@ -24,7 +24,7 @@ MAX_BYTES = 16 << 20  # of one all-reduce
 
 
 @dataclass(frozen=True)
-class Meeting:
+class PeerMeeting:
     """The case in which the learner's rank meets ours.
 
     Attributes:
@@ -36,12 +36,12 @@ class Meeting:
     number: float
 
 
-def meeting(task: Task) -> Meeting:
+def meeting(task: Task) -> PeerMeeting:
     """A new one, from the system's own randomness."""
     rng = random.SystemRandom()
     while (case := rng.choice(task.cases(rng))).world_size != 2:
         continue
-    return Meeting(case, rng.randrange(64, 640) / 64)
+    return PeerMeeting(case, rng.randrange(64, 640) / 64)
 
 
 def follow(announced: int, number: float) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def follow(announced: int, number: float) -> dict[str, Any]:
     return {"joined": joined, "arrived": np.concatenate(arrived), "left": left}
 
 
-def judge(task: Task, meeting: Meeting, seen: Sequence[Observation]) -> list[Finding]:
+def judge(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> list[Finding]:
     """What the meeting shows of a task's properties: the result's by `_right`, the others' by `_told`."""
     assert task.met is not None
     findings = []
@@ -106,7 +106,7 @@ def _told(seen: Sequence[Observation]) -> Miss | None:
                                             short(", ".join(told) or "nothing"), 0)
 
 
-def _right(task: Task, meeting: Meeting, seen: Sequence[Observation]) -> Miss | None:
+def _right(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> Miss | None:
     """Whether the result is the mean of what both brought, and what rank 0 had to bring has arrived."""
     assert task.met is not None
     brought = np.asarray(task.met.brings(meeting.case), dtype=np.float64)

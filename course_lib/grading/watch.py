@@ -63,7 +63,7 @@ class Ended:
     seconds: float
 
 
-class Watch:
+class ProcessWatch:
     """Reads what a sandbox writes, and looks what it takes, until it ends or breaks a limit.
 
     Args:

@@ -41,7 +41,7 @@ class Topic:
     cure: str
     part: int = 0
 
-    def told(self, ranks: "Ranks", odd: Sequence[int]) -> str:
+    def told(self, ranks: "GatheringRanks", odd: Sequence[int]) -> str:
         """The difference in words; a collective call.
 
         Args:
@@ -65,7 +65,7 @@ class Replicas(Topic):
 
     tensors: Mapping[str, Tensor]
 
-    def told(self, ranks: "Ranks", odd: Sequence[int]) -> str:
+    def told(self, ranks: "GatheringRanks", odd: Sequence[int]) -> str:
         """The first tensor that differs, on which ranks, and how far from what most ranks hold."""
         facts = ranks.gather(self.facts())
         name = _first_difference([facts[rank] for rank in odd])
@@ -79,7 +79,7 @@ class Replicas(Topic):
                 f"by up to {max(apart[rank] for rank in wrong):.3g} "
                 f"({differing} of {len(facts[right[0]])} tensors differ)")
 
-    def _distances(self, ranks: "Ranks", name: str, reference: int) -> list[float]:
+    def _distances(self, ranks: "GatheringRanks", name: str, reference: int) -> list[float]:
         """Each rank's largest distance of an element from the reference's; 0 on a rank that has no such tensor."""
         mine = local(self.tensors[name]) if name in self.tensors else None
         shape, dtype = ranks.gather(None if mine is None else (mine.shape, mine.dtype))[reference]
@@ -150,7 +150,7 @@ def _weighted(bits: Tensor) -> int:
     return int((bits.long() * factors).sum())
 
 
-class Ranks:
+class GatheringRanks:
     """The ranks of a comparison, by their number in the group, and how a message calls them.
 
     Args:
@@ -182,7 +182,7 @@ class Ranks:
         return " and ".join(f"{value} on {self.named(each)}" for value, each in ranks.items())
 
 
-def compare(topics: Sequence[Topic], when: str, ranks: Ranks) -> None:
+def compare(topics: Sequence[Topic], when: str, ranks: GatheringRanks) -> None:
     """Raise where ranks that should agree do not; a collective call.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from course_lib.hangs.gpu_queues import POINT_TO_POINT, Queue
-from course_lib.hangs.rank_state import WAITED_FOR, Call, Sighting
+from course_lib.hangs.rank_state import WAITED_FOR, Call, RankSnapshot
 
 What = Literal["dead", "stopped", "behind", "mismatched", "elsewhere"]
 
@@ -24,7 +24,7 @@ UNEVEN = ("all_to_all", "gather", "scatter", "barrier")  # whose ranks may hand 
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Culprit:
     """One rank that the others wait for.
 
     Attributes:
@@ -48,11 +48,11 @@ class Verdict:
     line: int | None
 
 
-Edges = list[tuple[Sighting, Call, int]]
+Edges = list[tuple[RankSnapshot, Call, int]]
 """Who waits, in what, for whom."""
 
 
-def judge(sightings: Sequence[Sighting]) -> tuple[Verdict, ...]:
+def diagnose(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
     """The ranks to blame; none where all have come to the same calls, so that only the backend can be at fault.
 
     Args:
@@ -77,13 +77,13 @@ def judge(sightings: Sequence[Sighting]) -> tuple[Verdict, ...]:
                  for rank in sorted(roots))
 
 
-def is_hang(sightings: Sequence[Sighting], rank: int, seconds: float) -> bool:
+def is_hang(sightings: Sequence[RankSnapshot], rank: int, seconds: float) -> bool:
     """Whether those to blame have had their time, and not only those who wait for them.
 
     Args:
         rank: who asks; it has made no progress for ``seconds`` itself.
     """
-    blamed = [sightings[verdict.rank] for verdict in judge(sightings)]
+    blamed = [sightings[verdict.rank] for verdict in diagnose(sightings)]
     blamed = blamed or [each for each in sightings if each.life == "running"]
     if any(each.life == "late" for each in blamed):
         return False
@@ -92,7 +92,7 @@ def is_hang(sightings: Sequence[Sighting], rank: int, seconds: float) -> bool:
     return all(each.life != "running" or each.stalled >= seconds for each in blamed)
 
 
-def _edges(sightings: Sequence[Sighting]) -> Edges:
+def _edges(sightings: Sequence[RankSnapshot]) -> Edges:
     """Every call that waits for ranks, with these ranks."""
     edges: Edges = []
     gone = {each.rank for each in sightings if each.life in ("dead", "stopped", "silent")}
@@ -116,7 +116,7 @@ def _partners(call: Call, rank: int) -> list[int]:
     return [each for each in call.ranks if each != rank]
 
 
-def _has_come(partner: Sighting, queue: Queue, call: Call) -> bool:
+def _has_come(partner: RankSnapshot, queue: Queue, call: Call) -> bool:
     """Whether a partner has come to its part of a call."""
     stream = call.stream
     if call.name in POINT_TO_POINT:
@@ -135,12 +135,12 @@ def _circle(edges: Edges) -> set[int]:
     return ranks
 
 
-def _holds_up(who: Sighting, call: Call) -> bool:
+def _holds_up(who: RankSnapshot, call: Call) -> bool:
     """Whether a rank's main thread waits in a call; for its GPU's it waits where it spins."""
     return who.spins if call.on_gpu else call.state == WAITED_FOR
 
 
-def _is_elsewhere(sighting: Sighting, tells: bool) -> bool:
+def _is_elsewhere(sighting: RankSnapshot, tells: bool) -> bool:
     """Whether a rank to blame is busy with something else.
 
     Args:
@@ -150,7 +150,7 @@ def _is_elsewhere(sighting: Sighting, tells: bool) -> bool:
         call.state == WAITED_FOR and not (tells and call.on_gpu) for call in sighting.calls)
 
 
-def _mismatched(sightings: Sequence[Sighting]) -> tuple[Verdict, ...]:
+def _mismatched(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
     """Those that issued something else at the earliest place at which ranks differ and one still waits, or died."""
     histories = [{(call.stream, call.sequence): call for call in each.calls} for each in sightings]
     suspects: dict[tuple[str, int], float] = {}  # a place, and when the first rank came there
@@ -203,7 +203,7 @@ def _at(call: Call) -> tuple:
     return call.file, call.line
 
 
-def _mismatch(sighting: Sighting, call: Call, there: dict[int, Call]) -> Verdict:
+def _mismatch(sighting: RankSnapshot, call: Call, there: dict[int, Call]) -> Culprit:
     others: dict[str, list[int]] = {}
     for rank, theirs in there.items():
         if _kind(theirs) != _kind(call):
@@ -211,10 +211,10 @@ def _mismatch(sighting: Sighting, call: Call, there: dict[int, Call]) -> Verdict
     differ = ", and ".join(f"{_ranks(ranks)} {text}" for text, ranks in others.items())
     sentence = (f"rank {sighting.rank} issued {describe(call)} at {call.file}:{call.line} where {differ}"
                 + (f"; rank {sighting.rank} has died of it" if sighting.life == "dead" else ""))
-    return Verdict(sighting.rank, "mismatched", sentence, call.name, call.sequence, call.file, call.line)
+    return Culprit(sighting.rank, "mismatched", sentence, call.name, call.sequence, call.file, call.line)
 
 
-def _verdict(sighting: Sighting, what: What, edges: Edges) -> Verdict:
+def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
     rank = sighting.rank
     own = [(who, call) for who, call, whom in edges if whom == rank]
     last = sighting.calls[-1] if sighting.calls else None
@@ -224,7 +224,7 @@ def _verdict(sighting: Sighting, what: What, edges: Edges) -> Verdict:
     if what == "behind" and held_up_by:
         held, whom = held_up_by[0]
         sentence = f"rank {rank} waits for rank {whom} in {describe(held)} at {held.file}:{held.line}"
-        return Verdict(rank, what, sentence, held.name, held.sequence, held.file, held.line)
+        return Culprit(rank, what, sentence, held.name, held.sequence, held.file, held.line)
     sentence = f"rank {rank} {_how(sighting, what)}"
     if file:
         seen = "is" if what in ("elsewhere", "behind") and sighting.life == "running" else "was last seen"
@@ -235,10 +235,10 @@ def _verdict(sighting: Sighting, what: What, edges: Edges) -> Verdict:
                      f" at {call.file}:{call.line}")
     elif last:
         sentence += f"; its last call was {describe(last)} at {last.file}:{last.line}"
-    return Verdict(rank, what, sentence, call.name if call else None, call.sequence if call else None, file, line)
+    return Culprit(rank, what, sentence, call.name if call else None, call.sequence if call else None, file, line)
 
 
-def _how(sighting: Sighting, what: What) -> str:
+def _how(sighting: RankSnapshot, what: What) -> str:
     """What is the matter with it, to follow its number."""
     where = f"process {sighting.pid} on {sighting.host}"
     if error := sighting.words.get("error"):
@@ -256,7 +256,7 @@ def _how(sighting: Sighting, what: What) -> str:
     return "is not in a collective" if what == "elsewhere" else "is behind"
 
 
-def place(sighting: Sighting) -> tuple[str | None, int | None]:
+def place(sighting: RankSnapshot) -> tuple[str | None, int | None]:
     """File and line of the user's code that a rank was last seen in: its main thread's, or its last call's."""
     last = sighting.calls[-1] if sighting.calls else None
     if sighting.words.get("file") and (last is None or sighting.placed_at >= last.at):

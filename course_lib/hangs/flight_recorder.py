@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.hangs.pending_calls import Pending
-from course_lib.hangs.rank_state import CALL_ROOM, CALLS, ENDED, WAITED_FOR, Page, spans
+from course_lib.hangs.rank_state import CALL_ROOM, CALLS, ENDED, WAITED_FOR, RankState, spans
 from course_lib.metering import collective_hooks
 from course_lib.metering.collective_hooks import ARGUMENTS, INPUTS, OPERATORS
 
@@ -74,7 +74,7 @@ class FlightRecorder:
         page: where.
     """
 
-    def __init__(self, page: Page):
+    def __init__(self, page: RankState):
         self.page = page
         self.step = -1
         self.serial = 0

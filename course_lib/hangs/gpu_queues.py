@@ -8,7 +8,7 @@ the call was issued.
 
 from collections.abc import Iterator
 
-from course_lib.hangs.rank_state import WAITED_FOR, Call, Sighting
+from course_lib.hangs.rank_state import WAITED_FOR, Call, RankSnapshot
 
 POINT_TO_POINT = {"send": "recv", "recv": "send"}
 
@@ -19,7 +19,7 @@ class Queue:
     Calls of one batch run side by side. Of a rank that uses several streams more may seem to stand in a row than do.
     """
 
-    def __init__(self, sighting: Sighting):
+    def __init__(self, sighting: RankSnapshot):
         self._open = [call for call in sighting.calls if not call.ended]
         self._before = {call.serial: self._blocker(call) for call in self._open if call.on_gpu}
         self._blockers = {each.serial for each in self._before.values() if each}

@@ -85,7 +85,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class RankSnapshot:
     """What is known of one rank at one moment.
 
     Attributes:
@@ -129,7 +129,7 @@ def digest(stream: str) -> bytes:
     return blake2b(stream.encode(), digest_size=8).digest()
 
 
-class Page:
+class RankState:
     """One rank's page, which that rank alone writes."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Page:
         return start if _SERIAL.unpack_from(self.memory, start)[0] == serial else None
 
 
-def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: float) -> Sighting:
+def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: float) -> RankSnapshot:
     """What a page says.
 
     Args:
@@ -226,10 +226,10 @@ def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: f
     elif declared and life == "dead":  # its watchdog has ended it, and the page says how it was before
         life = "running"
     progressed_at = max([progressed_at, *(call.at for call in calls[-1:])])
-    return Sighting(rank, life, pid, host, _STEP.unpack_from(content, _STEP_AT)[0] - 1,
-                    now - progressed_at, now - looked_at, placed_at, bool(_SPINS.unpack_from(content, _SPINS_AT)[0]),
-                    tuple(calls), orders, words or {},
-                    bool(declared), bool(reported))
+    return RankSnapshot(rank, life, pid, host, _STEP.unpack_from(content, _STEP_AT)[0] - 1,
+                        now - progressed_at, now - looked_at, placed_at,
+                        bool(_SPINS.unpack_from(content, _SPINS_AT)[0]), tuple(calls), orders, words or {},
+                        bool(declared), bool(reported))
 
 
 def read_flags(content: bytes | mmap.mmap) -> tuple[int, int, int]:

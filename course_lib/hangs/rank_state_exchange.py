@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from course_lib.hangs.liveness import process_state, start_ticks
-from course_lib.hangs.rank_state import RUNNING, SIZE, Life, Page, Sighting, read_flags, read_page
+from course_lib.hangs.rank_state import RUNNING, SIZE, Life, RankSnapshot, RankState, read_flags, read_page
 
 POST_SECONDS = 1.0  # between two posts to ranks on other machines; more where there are more than 16 ranks
 SILENT_SECONDS = 3.0  # longer than three posts take, and a rank on another machine counts as gone
@@ -42,7 +42,7 @@ class Identity:
     descriptor: int
 
     @classmethod
-    def own(cls, page: Page) -> "Identity":
+    def own(cls, page: RankState) -> "Identity":
         boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
         machine = boot.read_text().strip() + os.readlink(namespace) if boot.exists() and namespace.is_symlink() else ""
         return cls(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine, page.descriptor)
@@ -71,7 +71,7 @@ class _Copy:
     """Seconds by which this machine's clock is ahead of the other's."""
 
 
-class Board:
+class RankStateExchange:
     """All ranks' pages, as one rank sees them.
 
     The store is used by a thread of its own, which may have to wait for it: rank 0 keeps it, and may be stopped.
@@ -83,7 +83,7 @@ class Board:
     """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store):
-        self.rank, self.world_size, self.page = rank, world_size, Page()
+        self.rank, self.world_size, self.page = rank, world_size, RankState()
         self._identity = Identity.own(self.page)
         self._identities: dict[int, Identity] = {rank: self._identity}
         self._maps: dict[int, mmap.mmap] = {}
@@ -121,7 +121,7 @@ class Board:
         pages: list[mmap.mmap | bytes] = [*self._maps.values(), *copies]
         return bool(self.dead()) or any(read_flags(page)[1] for page in pages)
 
-    def sightings(self) -> list[Sighting]:
+    def sightings(self) -> list[RankSnapshot]:
         """All ranks', by rank."""
         found = [self._sighting(rank) for rank in range(self.world_size)]
         dead = {rank for each in found for rank in each.words.get("dead", ())}  # as those on their machines know
@@ -183,10 +183,10 @@ class Board:
                     content = zlib.decompress(posted[_NOW.size :])
                     self._copies[rank] = _Copy(content, at, time.monotonic() - at)
 
-    def _sighting(self, rank: int) -> Sighting:
+    def _sighting(self, rank: int) -> RankSnapshot:
         identity = self._identities.get(rank)
         if identity is None:
-            return Sighting(rank)
+            return RankSnapshot(rank)
         known, life = (rank, identity.pid, identity.host), self._life(rank)
         if self.is_local(rank):
             return read_page(self._maps.get(rank, self.page.memory)[:], *known, life, time.monotonic())
@@ -196,4 +196,4 @@ class Board:
                 is_silent = self._lost_peer or seen.silent > SILENT_SECONDS + 3 * self._post_seconds
                 return dataclasses.replace(seen, life="silent" if is_silent else "late")
             return seen
-        return Sighting(rank, "unseen", identity.pid, identity.host)
+        return RankSnapshot(rank, "unseen", identity.pid, identity.host)

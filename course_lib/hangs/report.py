@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from course_lib.hangs.diagnosis import Verdict, describe, place
-from course_lib.hangs.rank_state import Sighting
+from course_lib.hangs.diagnosis import Culprit, describe, place
+from course_lib.hangs.rank_state import RankSnapshot
 from course_lib.writing import write_text
 
 HANG_FOLDER = "hang"
@@ -16,7 +16,7 @@ HANG_FOLDER = "hang"
 
 
 @dataclass(frozen=True)
-class RankState:
+class ReportedRank:
     """One rank, as it was when the report was written.
 
     Attributes:
@@ -47,7 +47,7 @@ class RankState:
     alive: bool
 
     @classmethod
-    def of(cls, seen: Sighting) -> "RankState":
+    def of(cls, seen: RankSnapshot) -> "ReportedRank":
         last, alive = seen.calls[-1] if seen.calls else None, seen.life not in ("dead", "silent")
         if last is None:
             return cls(seen.rank, seen.pid, seen.host, seen.step, None, None, None, None, None, None, None, False,
@@ -71,8 +71,8 @@ class HangReport:
 
     rank: int
     seconds: float
-    verdicts: tuple[Verdict, ...]
-    states: tuple[RankState, ...]
+    verdicts: tuple[Culprit, ...]
+    states: tuple[ReportedRank, ...]
     stacks: str
     backend_error: str | None = None
 
@@ -83,7 +83,7 @@ class HangReport:
             "no rank is behind: all have come to the same collectives, and those do not end; look at the network")
         return f"{said}; NCCL reports {self.backend_error}" if self.backend_error else said
 
-    def write(self, folder: Path, sightings: Sequence[Sighting], backend: Any = None) -> None:
+    def write(self, folder: Path, sightings: Sequence[RankSnapshot], backend: Any = None) -> None:
         """Write ``hang-rank{R}.txt`` and ``.json``.
 
         Args:
@@ -99,7 +99,7 @@ class HangReport:
         write_text(folder / f"hang-rank{self.rank}.json", json.dumps(content, indent=1) + "\n")
         write_text(folder / f"hang-rank{self.rank}.txt", self._text(sightings))
 
-    def _text(self, sightings: Sequence[Sighting]) -> str:
+    def _text(self, sightings: Sequence[RankSnapshot]) -> str:
         lines = [f"Hang, as rank {self.rank} saw it after {self.seconds:.1f} s without progress", ""]
         lines += [verdict.sentence for verdict in self.verdicts] or [self.summary]
         if self.backend_error and self.verdicts:
@@ -122,10 +122,10 @@ def read_reports(folder: str | Path) -> list[HangReport]:
     found = []
     for path in Path(folder).glob("hang-rank*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        states = tuple(RankState(**{**state, "shape": _tuple(state["shape"]), "group": _tuple(state["group"])})
+        states = tuple(ReportedRank(**{**state, "shape": _tuple(state["shape"]), "group": _tuple(state["group"])})
                        for state in content["states"])
         found.append(HangReport(content["rank"], content["seconds"],
-                                tuple(Verdict(**verdict) for verdict in content["verdicts"]), states,
+                                tuple(Culprit(**verdict) for verdict in content["verdicts"]), states,
                                 content["stacks"], content.get("backend_error")))
     return sorted(found, key=lambda report: report.rank)
 

@@ -36,16 +36,16 @@ import torch.distributed as dist
 
 from course_lib.errors import EXIT_HUNG, CourseError
 from course_lib.hangs.backend_records import backend_error, backend_records
-from course_lib.hangs.diagnosis import BUSY_FACTOR, Verdict, is_hang, judge
+from course_lib.hangs.diagnosis import BUSY_FACTOR, Culprit, diagnose, is_hang
 from course_lib.hangs.flight_recorder import FlightRecorder
 from course_lib.hangs.liveness import Activity
-from course_lib.hangs.rank_state import FAILED, LEFT, RUNNING, Sighting
-from course_lib.hangs.rank_state_exchange import Board
-from course_lib.hangs.report import HangReport, RankState, read_reports
+from course_lib.hangs.rank_state import FAILED, LEFT, RUNNING, RankSnapshot
+from course_lib.hangs.rank_state_exchange import RankStateExchange
+from course_lib.hangs.report import HangReport, ReportedRank, read_reports
 from course_lib.hangs.sigterm_delay import Reprieve
 from course_lib.launching.rank_process import is_consequence
 
-__all__ = ["HangReport", "RankState", "Verdict", "Watchdog", "read_reports"]
+__all__ = ["Culprit", "HangReport", "ReportedRank", "Watchdog", "read_reports"]
 
 LOOK_SECONDS = 0.1
 JUDGE_SECONDS = 0.5  # between two looks at all ranks, while this one makes no progress
@@ -98,7 +98,8 @@ class Watchdog:
         else:
             rank, world_size, store = 0, 1, dist.HashStore()
         self.rank = rank
-        self._board = Board(rank, world_size, dist.PrefixStore(f"course/watchdog/{Watchdog._entered}", store))
+        own_keys = dist.PrefixStore(f"course/watchdog/{Watchdog._entered}", store)
+        self._board = RankStateExchange(rank, world_size, own_keys)
         self._recorder = FlightRecorder(self._board.page)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._activity, self._entered_at = Activity((self._thread, self._board.thread)), time.time()
@@ -214,8 +215,8 @@ class Watchdog:
         answering = [each.rank for each in sightings if each.life == "running" and "stacks" in each.words]
         stacks = "\n".join(f"--- rank {each.rank} ---\n{each.words.get('stacks') or f'none: it is {each.life}'}"
                            for each in sightings)
-        report = HangReport(self.rank, sightings[self.rank].stalled, judge(sightings),
-                            tuple(map(RankState.of, sightings)), stacks, self._error_of_backend)
+        report = HangReport(self.rank, sightings[self.rank].stalled, diagnose(sightings),
+                            tuple(map(ReportedRank.of, sightings)), stacks, self._error_of_backend)
         line = f"watchdog: {report.summary}. The ranks' reports: {self.folder}/hang-rank*.txt\n"
         try:
             self._remove_old_reports()
@@ -232,7 +233,7 @@ class Watchdog:
             self._end(answering, sightings)
         self._reported.set()
 
-    def _wait_for(self, has_answered: Callable[[Sighting], bool], seconds: float) -> list[Sighting]:
+    def _wait_for(self, has_answered: Callable[[RankSnapshot], bool], seconds: float) -> list[RankSnapshot]:
         """The sightings once every rank that runs has answered, or has had the time for it."""
         until = time.monotonic() + seconds
         while True:
@@ -248,7 +249,7 @@ class Watchdog:
                 if path.stat().st_mtime < self._entered_at - 1:
                     path.unlink()
 
-    def _end(self, answering: list[int], sightings: list[Sighting]) -> None:
+    def _end(self, answering: list[int], sightings: list[RankSnapshot]) -> None:
         """End this process at once, and what could not end itself: its children, and ranks that cannot answer."""
         self._wait_for(lambda each: each.reported or each.rank not in answering, ANSWER_SECONDS)
         if any(each.life == "failed" or "error" in each.words for each in sightings):

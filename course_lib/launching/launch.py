@@ -29,8 +29,8 @@ from course_lib.errors import LaunchError
 from course_lib.launching import forks
 from course_lib.launching.launch_environment import free_port
 from course_lib.launching.output import LabelledOutput
-from course_lib.launching.rank_process import Job, RankEnds
-from course_lib.launching.supervisor import RankError, RanksHung, Watch
+from course_lib.launching.rank_process import RankEnds, RankJob
+from course_lib.launching.supervisor import RankError, RanksHung, RankSupervisor
 
 __all__ = ["RankError", "RanksHung", "launch"]
 
@@ -71,8 +71,8 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
     own, theirs = _pipes(num_processes)
     # As the elastic launcher does for forked ranks, so that all of them are guests of their store, and none its host.
     store = None if start_method == "fork" else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = Job(sent, theirs, store.port if store else free_port(), device, os.getpid())
-    watch = Watch(own, theirs, timeout, LabelledOutput(num_processes, stream))
+    job = RankJob(sent, theirs, store.port if store else free_port(), device, os.getpid())
+    watch = RankSupervisor(own, theirs, timeout, LabelledOutput(num_processes, stream))
     watch.start()
     try:
         with _environment_kept(), _without_accelerate_state():
@@ -127,7 +127,7 @@ def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
     return [RankEnds(*(p[0] for p in each)) for each in pairs], tuple(RankEnds(*(p[1] for p in each)) for each in pairs)
 
 
-def _start(job: Job, num_processes: int, start_method: str) -> None:
+def _start(job: RankJob, num_processes: int, start_method: str) -> None:
     """Start the ranks and wait until they have ended."""
     if start_method == "fork":
         forks.end_openmp_threads()

@@ -15,7 +15,7 @@ from course_lib.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LaunchEnvironment:
     """This process among those that a launcher started.
 
     Attributes:
@@ -34,13 +34,13 @@ class Ranks:
     asked: int | None = None
 
 
-def discover(environ: Mapping[str, str] | None = None) -> Ranks:
+def discover(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """Read the rank environment, and the command line of an Accelerate launcher above this process."""
     environ = os.environ if environ is None else environ
     if "WORLD_SIZE" in environ and "RANK" in environ:
-        return Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True,
-                     elastic=int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
-    return Ranks(asked=asked_of_accelerate())
+        return LaunchEnvironment(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True,
+                                 elastic=int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
+    return LaunchEnvironment(asked=asked_of_accelerate())
 
 
 def asked_of_accelerate() -> int | None:
@@ -77,7 +77,7 @@ def _after_launch(command: list[str]) -> list[str] | None:
     return None
 
 
-def to_start(ranks: Ranks, num_processes: int | None) -> int:
+def to_start(ranks: LaunchEnvironment, num_processes: int | None) -> int:
     """How many ranks this process has to start itself: 0 to join those that are there.
 
     Args:

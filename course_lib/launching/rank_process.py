@@ -88,7 +88,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """What each rank is to do; called with the rank, in the rank's own process."""
 
     call: Callable[[], Any] | Parcel

@@ -60,7 +60,7 @@ class RanksHung(TimeoutError):
         super().__init__(f"{were} still running after {timeout:g} s and {ended}{text}")
 
 
-class Watch(threading.Thread):
+class RankSupervisor(threading.Thread):
     """Reads the ranks' pipes until all have ended, and ends them when one fails or the time is over."""
 
     def __init__(self, own: list[RankEnds], theirs: tuple[RankEnds, ...], timeout: float, shown: LabelledOutput):

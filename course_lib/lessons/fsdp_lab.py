@@ -71,7 +71,7 @@ def sizes(model: nn.Module) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedSharding:
     """One training, as the first rank saw it.
 
     Attributes:
@@ -99,7 +99,7 @@ class Watched:
         return sum(row["calls"] for row in self.traffic if row["name"] == name)
 
 
-def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int = 1, **options: Any) -> Watched:
+def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int = 1, **options: Any) -> WatchedSharding:
     """Train for some steps, and watch the last.
 
     Args:
@@ -123,7 +123,7 @@ def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int =
         loss.backward()
     losses.append(averaged(loss))
     phases = [("forward" if i < forward else "backward", size) for i, size in enumerate(trace)]
-    return Watched(losses, steady, phases, meter.peak, meter.table(), meter.bytes_sent)
+    return WatchedSharding(losses, steady, phases, meter.peak, meter.table(), meter.bytes_sent)
 
 
 def held(resident: Callable[[], Mapping[str, list[Tensor]]]) -> int:
@@ -151,7 +151,7 @@ def changes(resident: Callable[[], Mapping[str, list[Tensor]]] | None) -> Iterat
         yield seen
 
 
-def apart(some: Watched, others: Watched) -> float:
+def apart(some: WatchedSharding, others: WatchedSharding) -> float:
     """The largest difference of two runs' losses."""
     return max(abs(a - b) for a, b in zip(some.losses, others.losses, strict=True))
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from course_lib.launching.launch import launch
 from course_lib.modeling.stages import cut, shared_weights, split_evenly
 from course_lib.parallel.pipeline.actions import Schedule
-from course_lib.parallel.pipeline.executor import Pass, PipelineExecutor
+from course_lib.parallel.pipeline.executor import PipelineExecutor, StepResult
 from course_lib.parallel.pipeline.simulation import Costs, Span, Timeline, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
 
@@ -109,7 +109,7 @@ def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 10, ti
     return measured
 
 
-def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dict[str, list[Pass]]:
+def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dict[str, list[StepResult]]:
     """Each table's passes on this rank; their times are on the clock that the ranks of one machine share."""
     dist.init_process_group("gloo")
     executors = {}
@@ -125,7 +125,7 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
         for stage, module in stages.items():
             module.seconds = (seconds[0][stage], seconds[1][stage], seconds[2][stage])
     foreseen = {name: float(simulate(schedule, costs).bubble) for name, schedule in schedules.items()}
-    found: dict[str, list[Pass]] = {name: [] for name in schedules}
+    found: dict[str, list[StepResult]] = {name: [] for name in schedules}
     left = list(schedules)
     for _ in range(tries):
         # By turns, so that what disturbs the machine for seconds spoils one try of several tables and not all of one.
@@ -140,7 +140,7 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
     return found
 
 
-def _bubble(tried: Pass) -> float:
+def _bubble(tried: StepResult) -> float:
     """The bubble of a pass of all ranks; each of them gets the same answer."""
     ends = torch.tensor([-tried.spans[0].start, tried.spans[-1].end], dtype=torch.float64)
     busy = torch.tensor(sum(span.end - span.start for span in tried.spans), dtype=torch.float64)
@@ -149,7 +149,7 @@ def _bubble(tried: Pass) -> float:
     return 1 - float(busy) / (float(ends.sum()) * dist.get_world_size())
 
 
-def _rows(passes: Sequence[Pass]) -> tuple[tuple[Span, ...], ...]:
+def _rows(passes: Sequence[StepResult]) -> tuple[tuple[Span, ...], ...]:
     """What each rank ran in one try, in ms from the first start."""
     start = min(each.spans[0].start for each in passes)
     return tuple(tuple(Span(action, 1000 * (begin - start), 1000 * (end - start)) for action, begin, end in each.spans)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
-from course_lib.parallel.flat_parameter import FlatUnit
+from course_lib.parallel.flat_parameter import FlatParamGroup
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class Waits:
 def slow_gathers(seconds: float) -> Iterator[list[tuple[float, float]]]:
     """Lets no all-gather end earlier than so many seconds after its beginning; yields when a rank waited for that."""
     spans: list[tuple[float, float]] = []
-    ready: dict[FlatUnit, float] = {}
-    gather, wait = FlatUnit.gather, FlatUnit.wait
+    ready: dict[FlatParamGroup, float] = {}
+    gather, wait = FlatParamGroup.gather, FlatParamGroup.wait
 
-    def slow_gather(unit: FlatUnit) -> None:
+    def slow_gather(unit: FlatParamGroup) -> None:
         gather(unit)
         if unit.work is not None:
             ready.setdefault(unit, time.perf_counter() + seconds)
 
-    def slow_wait(unit: FlatUnit) -> None:
+    def slow_wait(unit: FlatParamGroup) -> None:
         begin, until = time.perf_counter(), ready.pop(unit, 0.0)
         if until > begin:
             time.sleep(until - begin)
             spans.append((begin, until))
         wait(unit)
 
-    with mock.patch.object(FlatUnit, "gather", slow_gather), mock.patch.object(FlatUnit, "wait", slow_wait):
+    with mock.patch.object(FlatParamGroup, "gather", slow_gather), mock.patch.object(FlatParamGroup, "wait", slow_wait):
         yield spans

@@ -97,7 +97,7 @@ def train(shape: Shape, steps: int, split: bool = True, seed_by_rank: bool = Fal
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedSplit:
     """One forward and backward, as this rank saw it.
 
     Attributes:
@@ -123,7 +123,7 @@ class Watched:
         return self.forward.count((name, size)), self.backward.count((name, size))
 
 
-def watch(shape: Shape, engine: str = "scratch", **options: Any) -> Watched:
+def watch(shape: Shape, engine: str = "scratch", **options: Any) -> WatchedSplit:
     """One forward and backward under the meter.
 
     Args:
@@ -145,7 +145,8 @@ def watch(shape: Shape, engine: str = "scratch", **options: Any) -> Watched:
     forward, backward = ([(each.name, each.bytes) for each in meter.collectives if (each.start < turn) is before]
                          for before in (True, False))
     held = sum(_local(p).nbytes for p in model.parameters())
-    return Watched(loss.item(), apart / largest, forward, backward, meter.bytes_sent, meter.peak["activations"], held)
+    return WatchedSplit(loss.item(), apart / largest, forward, backward, meter.bytes_sent, meter.peak["activations"],
+                        held)
 
 
 @dataclass(frozen=True)

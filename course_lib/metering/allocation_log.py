@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from course_lib.metering.collective_log import Traffic, Transfer, ring_bytes
+from course_lib.metering.collective_log import CollectiveLog, Transfer, ring_bytes
 from course_lib.parallel.clock import Clock
 
 KINDS = ("parameters", "parameter copies", "gradients", "optimizer states", "communication buffers", "inputs",
@@ -42,7 +42,7 @@ FUNCTIONAL = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather"
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveRecord:
     """A collective as this rank issued it.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Storage:
     bytes: int = 0
 
 
-class Ledger(TorchDispatchMode):
+class AllocationLog(TorchDispatchMode):
     """Notes storages and collectives while it is entered; entered above a ``FakeTensorMode`` it sees that one's.
 
     Args:
@@ -102,10 +102,10 @@ class Ledger(TorchDispatchMode):
         self._hooked = WeakIdKeyDictionary()
         self._outer: list[str] = []
         self._looking = True
-        self._issued: list[Exchange | tuple[str, str]] = []  # of those that Traffic notes only the place
+        self._issued: list[CollectiveRecord | tuple[str, str]] = []  # of those that CollectiveLog notes only the place
 
-    def __enter__(self) -> "Ledger":
-        self._traffic = Traffic(Clock(torch.device("cpu")), self._handed_over, lambda begin, end: None)
+    def __enter__(self) -> "AllocationLog":
+        self._traffic = CollectiveLog(Clock(torch.device("cpu")), self._handed_over, lambda begin, end: None)
         with contextlib.ExitStack() as stack:
             self._traffic.start()
             stack.callback(self._traffic.stop)
@@ -210,10 +210,10 @@ class Ledger(TorchDispatchMode):
         """What comes later is not noted."""
         self._to = len(self._events), len(self._issued)
 
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[CollectiveRecord]:
         """The collectives between start and stop, in the order of issue."""
         noted = iter(self._traffic.transfers)
-        every = [each if isinstance(each, Exchange) else _exchange(next(noted), *each) for each in self._issued]
+        every = [each if isinstance(each, CollectiveRecord) else _exchange(next(noted), *each) for each in self._issued]
         return every[self._from[1]:self._to[1]]
 
     def changes(self) -> Iterator[Change]:
@@ -256,8 +256,8 @@ class Ledger(TorchDispatchMode):
         for tensor in (args[0], result):
             self.hold(tensor, "communication buffers")
         size, ranks = payload.numel() * payload.element_size(), dist.get_world_size(group)
-        self._issued.append(Exchange(name, size, str(payload.dtype).removeprefix("torch."), ranks,
-                                     ring_bytes(name, size, ranks, group.rank()), self.phase, self.module))
+        self._issued.append(CollectiveRecord(name, size, str(payload.dtype).removeprefix("torch."), ranks,
+                                             ring_bytes(name, size, ranks, group.rank()), self.phase, self.module))
 
     def _uses(self, module: nn.Module, _: Any) -> None:
         """A module's own parameters, just before it computes: FSDP2 has put the gathered ones in their place."""
@@ -286,6 +286,6 @@ class Ledger(TorchDispatchMode):
         self.module = name
 
 
-def _exchange(transfer: Transfer, phase: str, module: str) -> Exchange:
-    return Exchange(transfer.name, transfer.bytes, str(transfer.dtype).removeprefix("torch."), len(transfer.ranks),
-                    transfer.sent, phase, module)
+def _exchange(transfer: Transfer, phase: str, module: str) -> CollectiveRecord:
+    dtype = str(transfer.dtype).removeprefix("torch.")
+    return CollectiveRecord(transfer.name, transfer.bytes, dtype, len(transfer.ranks), transfer.sent, phase, module)

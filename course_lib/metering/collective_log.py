@@ -91,7 +91,7 @@ class Transfer:
     end: Stamp | None = None
 
 
-class Traffic:
+class CollectiveLog:
     """Notes every collective between `start` and `stop`.
 
     Args:

@@ -14,17 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.errors import CourseError
 from course_lib.launching.netns import loopback_bytes, not_private
-from course_lib.metering.collective_log import Collective, Traffic, ring_bytes
+from course_lib.metering.collective_log import Collective, CollectiveLog, ring_bytes
 from course_lib.metering.resident_memory import KINDS, Residency, Resident
 from course_lib.parallel.clock import Clock, Stamp
 
-__all__ = ["KINDS", "Collective", "Meter", "Span", "ring_bytes"]
+__all__ = ["KINDS", "Collective", "Meter", "TimelineSpan", "ring_bytes"]
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """A stretch of time on one rank.
 
     Attributes:
@@ -88,7 +88,7 @@ class Meter:
         if Meter._running:
             raise CourseError("a meter is running already", "leave its `with` before another begins")
         self.clock = Clock(_device(self.module))
-        self._traffic = Traffic(self.clock, self._residency.hold_handed_over, self._waited)
+        self._traffic = CollectiveLog(self.clock, self._residency.hold_handed_over, self._waited)
         with contextlib.ExitStack() as stack:
             Meter._running = True
             stack.callback(setattr, Meter, "_running", False)
@@ -213,12 +213,12 @@ class Meter:
         self._waits.append((begin, end))
         self._residency.sample()
 
-    def _timeline(self) -> list[Span]:
+    def _timeline(self) -> list[TimelineSpan]:
         seconds = self.clock.seconds
         waits = _union([(seconds(begin), seconds(end)) for begin, end in self._waits])
-        spans = [Span("compute", name, *rest) for name, begin, end in self._compute
+        spans = [TimelineSpan("compute", name, *rest) for name, begin, end in self._compute
                  for rest in _without((seconds(begin), seconds(end)), waits)]
-        spans += [Span("communication", each.name, each.start, self.end if math.isnan(each.end) else each.end)
+        spans += [TimelineSpan("communication", each.name, each.start, self.end if math.isnan(each.end) else each.end)
                   for each in self.collectives]
         return sorted(spans, key=lambda span: span.start)
 

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 
 from course_lib.errors import CourseError
 from course_lib.parallel.sharding import names_of
-from course_lib.parallel.wrap_checks import Unchanged, check_ranks_agree
+from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -99,7 +99,7 @@ class DataParallel(nn.Module):
         self.module, self.group = module, group
         self.bucket_bytes, self.broadcast_buffers = bucket_bytes, broadcast_buffers
         self.find_unused_parameters, self.communication_hook = find_unused_parameters, communication_hook
-        self._unchanged = Unchanged(module, "DataParallel")
+        self._unchanged = UnchangedModule(module, "DataParallel")
         self._scale = 1 / dist.get_world_size(group)
         self._synchronises = True
         self._broadcast([*module.parameters(), *module.buffers()])

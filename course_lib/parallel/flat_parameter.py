@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.parallel.sharding import Piece, overlap, padded
+from course_lib.parallel.sharding import Shard, overlap, padded
 
 
-class FlatUnit:
+class FlatParamGroup:
     """The parameters of one block, laid end to end in one buffer that is split over the ranks.
 
     Attributes:
@@ -41,11 +41,11 @@ class FlatUnit:
             self.views[parameter] = self.flat[run].view(parameter.shape)
         dist.broadcast(whole, group=group, group_src=0)
         self.shard = self.cut(whole)
-        self.pieces: dict[nn.Parameter, Piece] = {}
+        self.pieces: dict[nn.Parameter, Shard] = {}
         self.runs: dict[nn.Parameter, slice] = {}  # of the shard
         for index, parameter in enumerate(parameters):
             self.runs[parameter], first = self.place(parameter, index)
-            self.pieces[parameter] = Piece(parameter.shape, first, nn.Parameter(
+            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(
                 self.shard[self.runs[parameter]], requires_grad=self.trainable))
         self.absent = self.flat.new_full((1,), float("nan"))
         self.work: dist.Work | None = None
@@ -122,7 +122,7 @@ class FlatUnit:
 class Reduction:
     """A reduce-scatter under way, and the buffers that it works on."""
 
-    def __init__(self, unit: FlatUnit, whole: Tensor, mine: Tensor, work: dist.Work):
+    def __init__(self, unit: FlatParamGroup, whole: Tensor, mine: Tensor, work: dist.Work):
         self.unit, self.whole, self.mine, self.work = unit, whole, mine, work
 
     def finish(self) -> None:

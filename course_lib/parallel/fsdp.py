@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from course_lib.errors import ModelError
 from course_lib.parallel import blocks as partition
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
-from course_lib.parallel.flat_parameter import FlatUnit, Reduction
-from course_lib.parallel.sharding import Piece, check_elementwise, names_of, repoint
-from course_lib.parallel.wrap_checks import Unchanged, check_ranks_agree
+from course_lib.parallel.flat_parameter import FlatParamGroup, Reduction
+from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
+from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -66,7 +66,7 @@ class FullyShardedDataParallel(nn.Module):
     """
 
     strategy = "fsdp"
-    unit_type = FlatUnit
+    unit_type = FlatParamGroup
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None = None,
                  group: dist.ProcessGroup | None = None, reshard_after_forward: bool = True, prefetch: bool = True,
@@ -89,7 +89,7 @@ class FullyShardedDataParallel(nn.Module):
                                      keep_after_forward=each is module or not reshard_after_forward)
                       for each in [module, *chosen]
                       for parameters in partition.alike(p for p in owner if owner[p] is each and p not in whole)]
-        self._pieces = {parameter: Piece(parameter.shape, 0, parameter.detach().view(-1))
+        self._pieces = {parameter: Shard(parameter.shape, 0, parameter.detach().view(-1))
                         for parameter in self.ignored}
         for unit in self.units:
             self._pieces |= unit.pieces
@@ -99,7 +99,7 @@ class FullyShardedDataParallel(nn.Module):
         for index, unit in enumerate(self.units):
             unit.module.register_forward_pre_hook(functools.partial(self._pre_forward, index), with_kwargs=True)
             unit.module.register_forward_hook(functools.partial(self._post_forward, index))
-        self._unchanged = Unchanged(module, type(self).__name__)
+        self._unchanged = UnchangedModule(module, type(self).__name__)
         module.register_state_dict_pre_hook(_refuse)
         module.register_load_state_dict_pre_hook(_refuse)
 
@@ -174,7 +174,7 @@ class FullyShardedDataParallel(nn.Module):
                 gradient.div_(dist.get_world_size(self.group))
         self._backward_runs = False
 
-    def _reduce(self, unit: FlatUnit) -> None:
+    def _reduce(self, unit: FlatParamGroup) -> None:
         """One reduce-scatter runs while the next unit's backward computes; a second one waits for it."""
         unit.owes_gradient = False
         unit.collect()
@@ -232,7 +232,7 @@ class FullyShardedDataParallel(nn.Module):
         for parameter in self.ignored:
             parameter.grad = None
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         """This rank's piece of every parameter, by its first name, in module order."""
         return {name: self._pieces[parameter] for parameter, name in self.names.items()}
 

@@ -24,7 +24,7 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Shard:
     """What one rank holds of a tensor that is split over a group.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Run(NamedTuple):
     length: int
 
 
-def gather_whole(pieces: Mapping[str, Piece], group: dist.ProcessGroup | None = None, *,
+def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = None, *,
                  room: int = 2**26) -> dict[str, torch.Tensor]:
     """Whole tensors from the pieces of all ranks; a collective call.
 
@@ -178,7 +178,7 @@ def _parts(stream: Sequence[_Run], start: int, length: int) -> Iterator[tuple[_R
             yield run, skipped, at, min(run.length - skipped, length - at)
 
 
-def scatter_whole(whole: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:
+def scatter_whole(whole: Mapping[str, torch.Tensor], pieces: Mapping[str, Shard]) -> None:
     """Copy each rank's run of whole tensors into its pieces; no communication."""
     with torch.no_grad():
         for name, piece in pieces.items():

@@ -39,7 +39,7 @@ ANOTHER_SIZE = "choose a tensor-parallel size that divides it"
 
 
 @dataclass(frozen=True)
-class Split:
+class ParameterSplit:
     """How a whole parameter lies over the ranks.
 
     Attributes:
@@ -97,7 +97,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence, self.entered, self.gather_output = group, sequence, entered, gather_output
         self.transposed = not isinstance(linear, nn.Linear)
-        self.splits = {"weight": Split(dim=1 if self.transposed else 0, fused=fused), "bias": Split(dim=0, fused=fused)}
+        self.splits = {"weight": ParameterSplit(dim=1 if self.transposed else 0, fused=fused),
+                       "bias": ParameterSplit(dim=0, fused=fused)}
         self.weight = self.splits["weight"].parameter(linear.get_parameter("weight"), group)
         self.bias = None if linear.bias is None else self.splits["bias"].parameter(linear.get_parameter("bias"), group)
 
@@ -125,7 +126,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear: nn.Module, group: Group = None, *, sequence: bool = False):
         super().__init__()
         self.group, self.sequence, self.transposed = group, sequence, not isinstance(linear, nn.Linear)
-        self.splits = {"weight": Split(dim=0 if self.transposed else 1)}
+        self.splits = {"weight": ParameterSplit(dim=0 if self.transposed else 1)}
         self.weight = self.splits["weight"].parameter(linear.get_parameter("weight"), group)
         self.bias = None if linear.bias is None else linear.get_parameter("bias")
         if sequence and self.bias is not None:
@@ -157,7 +158,7 @@ class VocabParallelEmbedding(nn.Module):
             raise ModelError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be split by rows",
                              "leave these options out")
         check_vocabulary(embedding, dist.get_world_size(group))
-        self.group, self.splits = group, {"weight": Split(dim=0)}
+        self.group, self.splits = group, {"weight": ParameterSplit(dim=0)}
         self.weight = self.splits["weight"].parameter(embedding.weight, group)
         padding, elsewhere = _own_rows(torch.tensor(embedding.padding_idx or 0), len(self.weight), group)
         self.padding_idx = None if embedding.padding_idx is None or elsewhere else int(padding)

@@ -18,8 +18,8 @@ from course_lib.errors import ConfigError, ModelError
 from course_lib.parallel.tensor_parallel import (
     ANOTHER_SIZE,
     ColumnParallelLinear,
+    ParameterSplit,
     RowParallelLinear,
-    Split,
     VocabParallelEmbedding,
     causal_loss,
     sequence_parallel_norm,
@@ -39,7 +39,7 @@ class Role(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """Names of an architecture's modules, and what becomes of them.
 
     Attributes:
@@ -73,13 +73,13 @@ class Plan:
                 setattr(owner, attribute, getattr(owner, attribute) // ranks)
 
 
-PLANS: Mapping[str, Plan] = {
-    "gpt2": Plan(
+PLANS: Mapping[str, TensorPlan] = {
+    "gpt2": TensorPlan(
         blocks="h",
         roles={"ln_1": Role.NORM, "attn.c_attn": Role.QKV, "attn.c_proj": Role.ROW,
                "ln_2": Role.NORM, "mlp.c_fc": Role.COLUMN, "mlp.c_proj": Role.ROW},
         embedding="wte", head="lm_head", final_norm="ln_f", divided={"attn": ("split_size", "num_heads")}),
-    "bert": Plan(
+    "bert": TensorPlan(
         blocks="encoder.layer",
         roles={"attention.self": Role.ENTER, "attention.self.query": Role.COLUMN, "attention.self.key": Role.COLUMN,
                "attention.self.value": Role.COLUMN, "attention.output.dense": Role.ROW,
@@ -87,7 +87,7 @@ PLANS: Mapping[str, Plan] = {
                "output.LayerNorm": Role.NORM},
         embedding="word_embeddings", head="predictions.decoder", own_loss=False,
         divided={"attention.self": ("num_attention_heads", "all_head_size")}),
-    "llama": Plan(
+    "llama": TensorPlan(
         blocks="layers",
         roles={"input_layernorm": Role.NORM, "self_attn": Role.ENTER, "self_attn.q_proj": Role.COLUMN,
                "self_attn.k_proj": Role.COLUMN, "self_attn.v_proj": Role.COLUMN, "self_attn.o_proj": Role.ROW,
@@ -123,8 +123,8 @@ class TensorParallel(nn.Module):
         ModelError: the ranks' models differ, there is no plan, or a block has parameters that the plan does not know.
     """
 
-    def __init__(self, module: nn.Module, group: Group = None, *, plan: Plan | None = None, sequence: bool = False,
-                 split_vocabulary: bool = True, split_loss: bool = False):
+    def __init__(self, module: nn.Module, group: Group = None, *, plan: TensorPlan | None = None,
+                 sequence: bool = False, split_vocabulary: bool = True, split_loss: bool = False):
         super().__init__()
         self.plan, config = plan_of(module, plan)
         self.module, self.group, self.sequence = module, group, sequence
@@ -134,7 +134,7 @@ class TensorParallel(nn.Module):
         take_over_first(module, group)
 
         self._pieces: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter: what this rank keeps of it
-        self._splits: dict[nn.Parameter, Split] = {}
+        self._splits: dict[nn.Parameter, ParameterSplit] = {}
         for name, block in blocks.items():
             self._split_block(name, block)
         if sequence:
@@ -243,7 +243,7 @@ class TensorParallel(nn.Module):
                     module._parameters[name] = self._pieces[parameter]
 
 
-def plan_of(module: nn.Module, plan: Plan | None = None) -> tuple[Plan, Any]:
+def plan_of(module: nn.Module, plan: TensorPlan | None = None) -> tuple[TensorPlan, Any]:
     """The plan for a model or a stage of one, and its transformers config.
 
     Raises:
@@ -263,7 +263,8 @@ def named(module: nn.Module, name: str) -> str | None:
                  and not re.search(r"\.\d+\.", f".{each}")), None)
 
 
-def check_splittable(plan: Plan, blocks: Mapping[str, nn.Module], config: Any, ranks: int, sequence: bool) -> None:
+def check_splittable(plan: TensorPlan, blocks: Mapping[str, nn.Module], config: Any, ranks: int,
+                     sequence: bool) -> None:
     """Refuse a model that the plan does not fit, before anything is changed.
 
     Raises:

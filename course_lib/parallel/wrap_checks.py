@@ -50,7 +50,7 @@ def _difference(first: dict[str, str], other: dict[str, str]) -> str:
     return f"the order of the parameters: {', '.join(other)}, and was to be {', '.join(first)}"
 
 
-class Unchanged:
+class UnchangedModule:
     """Notices that a wrapped module is not the one that was wrapped: its gradients would not be reduced any more.
 
     Args:

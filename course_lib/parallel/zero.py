@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
-from course_lib.parallel.sharding import Piece, check_elementwise, names_of, overlap, padded, repoint
-from course_lib.parallel.wrap_checks import Unchanged, check_ranks_agree
+from course_lib.parallel.sharding import Shard, check_elementwise, names_of, overlap, padded, repoint
+from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
 
 
-class Bucket:
+class ShardedBucket:
     """Parameters of one group and dtype, laid end to end and cut into N equal slices, one a rank.
 
     Attributes:
@@ -50,13 +50,13 @@ class Bucket:
         dist.broadcast(self.flat, group=group, group_src=0)
         self.mine = self.flat[rank * length : (rank + 1) * length]
         self.master = self.mine if self.flat.dtype == torch.float32 else self.mine.float()
-        self.pieces: dict[nn.Parameter, Piece] = {}
+        self.pieces: dict[nn.Parameter, Shard] = {}
         self.places: dict[nn.Parameter, slice] = {}  # of this rank's slice
         for parameter, run in self.runs.items():
             first, numel = overlap(run.start, parameter.numel(), rank * length, length)
             begin = run.start + first - rank * length if numel else 0
             self.places[parameter] = place = slice(begin, begin + numel)
-            self.pieces[parameter] = Piece(parameter.shape, first, nn.Parameter(self.master[place]))
+            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(self.master[place]))
         self.gradient: Tensor | None = None
         self.sending: Tensor | None = None
         self.received: Tensor | None = None
@@ -132,14 +132,14 @@ class Zero1(nn.Module):
         self.module, self.optimizer, self.group = module, optimizer, group
         self.names = names_of(module)
         groups = [[p for p in reversed(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
-        self.buckets = [Bucket(parameters, group) for parameters in _cut(groups, bucket_bytes)]
-        trained: dict[Tensor, Piece] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
+        self.buckets = [ShardedBucket(parameters, group) for parameters in _cut(groups, bucket_bytes)]
+        trained: dict[Tensor, Shard] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
         self.frozen = [parameter for parameter in self.names if parameter not in trained]
         for tensor in [*self.frozen, *module.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
-        self._pieces = {p: trained.get(p) or Piece(p.shape, 0, p.detach().view(-1)) for p in self.names}
+        self._pieces = {p: trained.get(p) or Shard(p.shape, 0, p.detach().view(-1)) for p in self.names}
         repoint(optimizer, {p: _worth_updating(piece) for p, piece in self._pieces.items()})
-        self._unchanged = Unchanged(module, type(self).__name__)
+        self._unchanged = UnchangedModule(module, type(self).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._unchanged.check()
@@ -155,7 +155,7 @@ class Zero1(nn.Module):
     def reduce(self) -> None:
         """Reduce: every rank receives the mean gradient of its own slice. Done once, however often called."""
         if any(p.grad is not None for bucket in self.buckets for p in bucket.runs):
-            before: Bucket | None = None
+            before: ShardedBucket | None = None
             for bucket in self.buckets:  # two at a time: one travels while the next is filled
                 bucket.send()
                 if before is not None:
@@ -197,7 +197,7 @@ class Zero1(nn.Module):
             for parameter, piece in bucket.pieces.items():
                 parameter.grad = piece.data.grad = None
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         """This rank's piece of every parameter, by its first name, in module order; a frozen one is whole."""
         return {name: self._pieces[parameter] for parameter, name in self.names.items()}
 
@@ -238,7 +238,7 @@ class Zero2(Zero1):
         """Accumulate. Each micro-batch is reduced all the same, for a rank has no room for whole gradients."""
         yield
 
-    def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _arrived(self, bucket: ShardedBucket, parameter: nn.Parameter) -> None:
         """A gradient is there: move it, and send what is complete, in the same order on every rank."""
         if self._next is None:
             self._next = 0
@@ -284,12 +284,12 @@ class OverlappedZero1(Zero2):
         finally:
             self.synchronise = before
 
-    def _arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _arrived(self, bucket: ShardedBucket, parameter: nn.Parameter) -> None:
         if self.synchronise:
             super()._arrived(bucket, parameter)
 
 
-def _worth_updating(piece: Piece) -> Tensor | None:
+def _worth_updating(piece: Shard) -> Tensor | None:
     """A piece's data, or None where this rank holds nothing of the parameter."""
     return piece.data if piece.data.numel() else None
 

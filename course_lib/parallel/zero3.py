@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from course_lib.parallel.flat_parameter import FlatUnit, Reduction
+from course_lib.parallel.flat_parameter import FlatParamGroup, Reduction
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import padded
 
 
-class SplitUnit(FlatUnit):
+class SplitUnit(FlatParamGroup):
     """The parameters of one block, each cut into N equal chunks, one a rank.
 
     With c_j the chunk of parameter j, a rank's ``shard`` is its chunks end to end, L elements. What all ranks send is

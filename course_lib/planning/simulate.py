@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from course_lib.errors import ConfigError, nearest
-from course_lib.metering.allocation_log import KINDS, Exchange, Ledger
+from course_lib.metering.allocation_log import KINDS, AllocationLog, CollectiveRecord
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
@@ -104,7 +104,7 @@ class Simulated:
     modules: dict[str, dict[str, int]]
     resident: dict[str, int]
     phase: str
-    exchanges: list[Exchange]
+    exchanges: list[CollectiveRecord]
     parameters: int
 
 
@@ -127,7 +127,7 @@ def simulate(model: "str | Model | PreTrainedConfig", setting: Setting) -> Simul
         else:
             mesh = init_device_mesh("cpu", (setting.world_size,))
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # to_empty turns meta tensors into fake ones
-        ledger = Ledger(config.vocab_size)
+        ledger = AllocationLog(config.vocab_size)
         parameters = _step(config, head, setting, mesh, ledger, mode)
     return _read(ledger, parameters)
 
@@ -173,7 +173,7 @@ def _fake_group(setting: Setting) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceMesh, ledger: Ledger,
+def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceMesh, ledger: AllocationLog,
           mode: FakeTensorMode) -> int:
     """Build, set up, and run a step; returns the whole model's parameters."""
     from transformers.initialization import no_init_weights
@@ -227,7 +227,7 @@ def _all_reduce(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
 
 def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting,
-         ledger: Ledger) -> None:
+         ledger: AllocationLog) -> None:
     """A forward pass, a backward pass and a step, counted."""
     units = blocks(model)
     inside = tuple(f"{name}." for name in units)
@@ -273,7 +273,7 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _read(ledger: Ledger, parameters: int) -> Simulated:
+def _read(ledger: AllocationLog, parameters: int) -> Simulated:
     """Replay what was noted."""
     now: Counter[tuple[str, str]] = Counter()
     kinds = dict.fromkeys(KINDS, 0)

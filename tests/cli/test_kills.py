@@ -9,7 +9,7 @@ import pytest
 
 from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree
 from testing import fault_injection
-from testing.fault_injection import Case
+from testing.fault_injection import FaultCase
 from tests.cli.conftest import command, run
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def undisturbed(tmp_path_factory):
     """The run of one process with all its checkpoints, and its digest."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert fault_injection.attempt(Case("basic", "none", "none", 0), folder, [], save_total_limit=None) is None
+    assert fault_injection.attempt(FaultCase("basic", "none", "none", 0), folder, [], save_total_limit=None) is None
     return folder, fault_injection.digest(folder)
 
 
@@ -30,7 +30,7 @@ def arguments(case, folder):
 @pytest.mark.timeout(200)
 def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undisturbed):
     """By the very command that it was started with, as a scheduler repeats it."""
-    case, folder = Case("basic", "SIGKILL", "saving", 0), tmp_path / "run"
+    case, folder = FaultCase("basic", "SIGKILL", "saving", 0), tmp_path / "run"
     train = ["train", *arguments(case, folder)]
     process = subprocess.Popen(command(*train), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -57,7 +57,7 @@ def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undistur
 def test_a_killed_rank():
     """benchmarks/reliability.py does all seven trainers, four faults and six phases."""
     wanted = fault_injection.undisturbed("pipeline", 1)
-    result = fault_injection.broken(Case("pipeline", "SIGKILL", "backward", 1), wanted)
+    result = fault_injection.broken(FaultCase("pipeline", "SIGKILL", "backward", 1), wanted)
     assert result.struck and result.ending == "RankError" and not result.hung
     assert result.lost == 0 and result.redone < fault_injection.SAVE_STEPS
     assert result.finished and result.equal
@@ -76,5 +76,5 @@ def test_a_wrong_resume_would_be_seen(undisturbed):
         kept["exp_avg"].zero_()
     safetensors_tree.save(state, folder / "optimizer.safetensors")
     manifest.seal(folder)
-    assert fault_injection.attempt(Case("basic", "none", "none", 0), run_dir, []) is None
+    assert fault_injection.attempt(FaultCase("basic", "none", "none", 0), run_dir, []) is None
     assert fault_injection.digest(run_dir) != wanted

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from course_lib.config import build
 from course_lib.errors import DesyncError
-from course_lib.hangs.desync import Ranks, compare, digest_of, local, replicas, topic
+from course_lib.hangs.desync import GatheringRanks, compare, digest_of, local, replicas, topic
 from course_lib.launching.launch import launch
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.training.callbacks import Callback, desync
@@ -79,7 +79,7 @@ def said_of_tensors(elements):
 
 def heard(topics):
     try:
-        compare(topics(), "now", Ranks(torch.device("cpu")))
+        compare(topics(), "now", GatheringRanks(torch.device("cpu")))
     except DesyncError as error:
         return str(error)
     return None

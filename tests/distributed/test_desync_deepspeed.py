@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import build
 from course_lib.errors import DesyncError
-from course_lib.hangs.desync import Ranks, compare, digest_of, replicas
+from course_lib.hangs.desync import GatheringRanks, compare, digest_of, replicas
 from course_lib.launching.launch import launch
 from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
@@ -81,7 +81,7 @@ class Looks(Callback):
 
 def compared(tensors, device):
     try:
-        compare([replicas(tensors, "nothing is to be mended")], "by their shards", Ranks(device))
+        compare([replicas(tensors, "nothing is to be mended")], "by their shards", GatheringRanks(device))
     except DesyncError as error:
         return str(error)
     return ""

@@ -23,7 +23,7 @@ from course_lib.errors import CheckpointError, ConfigError, TrainingInterrupted
 from course_lib.launching.launch import RankError, launch
 from course_lib.launching.seeding import rng_state, seed_everything
 from course_lib.modeling import presets
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import (
     async_save,
@@ -440,7 +440,7 @@ def saved_without_a_shared_disk(folder):
     run_dir = folder / f"machine {rank}"
     with mock.patch.dict(os.environ, LOCAL_RANK="0"):
         saver = async_save.BackgroundSaver(run_dir, None, torch.distributed.barrier)
-        piece = Piece(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
+        piece = Shard(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
         saver.start(1, lambda part: (part / f"rank-{rank}").touch(), {"model/w": piece})
         saver.wait()
     return sorted(path.name for path in (run_dir / checkpoint.name(1)).iterdir())
@@ -476,7 +476,7 @@ def saved_while_training(folder):
         saver = async_save.BackgroundSaver(folder, None, torch.distributed.barrier)
         for step in (1, 2):
             weights.fill_(step)
-            piece = Piece(torch.Size([12]), 6 * torch.distributed.get_rank(), weights)
+            piece = Shard(torch.Size([12]), 6 * torch.distributed.get_rank(), weights)
             saver.start(step, lambda _: None, {"model/w": piece})
             weights.fill_(step + 1)
             gone_on.set()

@@ -9,9 +9,9 @@ from torch import nn
 from course_lib.errors import ConfigError, ModelError
 from course_lib.launching.launch import launch
 from course_lib.parallel import blocks
-from course_lib.parallel.flat_parameter import FlatUnit, Reduction
+from course_lib.parallel.flat_parameter import FlatParamGroup, Reduction
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.sharding import Piece, gather_whole, scatter_whole
+from course_lib.parallel.sharding import Shard, gather_whole, scatter_whole
 from tests.distributed.fsdp_cases import (
     LAYERS,
     Case,
@@ -71,7 +71,7 @@ def trained(case, group):
     return outcome | {"weights": gather_whole(engine.pieces(), group)}
 
 
-class Unreduced(FlatUnit):
+class Unreduced(FlatParamGroup):
     """Each rank keeps its own gradient of its piece: FSDP without the reduction."""
 
     def reduce_scatter(self):
@@ -144,7 +144,7 @@ def two_forwards_one_backward(group):
     model = build(Case(model="bert"))
     engine = shard(Case(model="bert"), model, group)
     loss(engine).backward()
-    gradients = {name: Piece(piece.shape, piece.start, piece.data.grad) for name, piece in engine.pieces().items()}
+    gradients = {name: Shard(piece.shape, piece.start, piece.data.grad) for name, piece in engine.pieces().items()}
     whole = gather_whole(gradients, group)
     return max(gradient.abs().max() for gradient in expected.values()), furthest(whole or expected, expected)
 

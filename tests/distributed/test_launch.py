@@ -222,7 +222,7 @@ def test_a_rank_that_dies_is_named(end, told):
 
 def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(monkeypatch):
     looking, told = threading.Event(), threading.Event()
-    says = supervisor.Watch.launcher_says
+    says = supervisor.RankSupervisor.launcher_says
 
     def launcher_says(self, error):
         assert looking.wait(20)
@@ -234,8 +234,8 @@ def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(m
         assert told.wait(20)
         return "died"
 
-    monkeypatch.setattr(supervisor.Watch, "launcher_says", launcher_says)
-    monkeypatch.setattr(supervisor.Watch, "_how_it_died", too_late)
+    monkeypatch.setattr(supervisor.RankSupervisor, "launcher_says", launcher_says)
+    monkeypatch.setattr(supervisor.RankSupervisor, "_how_it_died", too_late)
     with pytest.raises(RankError, match="rank 0 exited with code 7 before the function returned"):
         launch(lambda: os._exit(7), num_processes=1, timeout=60)
 

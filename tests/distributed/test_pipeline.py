@@ -17,7 +17,7 @@ from course_lib.metering.meter import Meter
 from course_lib.modeling.stages import cut, shared_weights, split_evenly
 from course_lib.parallel.pipeline.backward import SplitBackward
 from course_lib.parallel.pipeline.executor import PipelineExecutor
-from course_lib.parallel.pipeline.p2p import Mail
+from course_lib.parallel.pipeline.p2p import P2PChannel
 from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
 from course_lib.parallel.pipeline.validation import in_flight
@@ -112,11 +112,11 @@ def run(schedule, group=None, engine=PipelineExecutor, **options):
 
 def broken(schedule):
     """The same without one of the mechanisms: a gradient message, the weights' half, the order of micro-batches."""
-    take = Mail.take
-    lost = mock.patch.object(Mail, "take", lambda mail, user: tuple(
+    take = P2PChannel.take
+    lost = mock.patch.object(P2PChannel, "take", lambda mail, user: tuple(
         torch.zeros_like(each) if user.kind in "BI" else each for each in take(mail, user)))
     forgotten = mock.patch.object(SplitBackward, "weight", lambda _: None)
-    swapped = mock.patch.object(Mail, "take", lambda mail, user: tuple(
+    swapped = mock.patch.object(P2PChannel, "take", lambda mail, user: tuple(
         each.detach().flip(0).requires_grad_() if user.kind == "F" else each for each in take(mail, user)))
     found = {}
     for name, patch in {"gradients lost": lost, "weights forgotten": forgotten, "rows swapped": swapped}.items():

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from course_lib.errors import EXIT_HUNG, CourseError
 from course_lib.hangs.diagnosis import BUSY_FACTOR
 from course_lib.hangs.flight_recorder import FlightRecorder
-from course_lib.hangs.rank_state import ENDED, Page, read_page
+from course_lib.hangs.rank_state import ENDED, RankState, read_page
 from course_lib.hangs.watchdog import ANSWER_SECONDS, Watchdog, read_reports
 from course_lib.launching.launch import RankError, launch
 from course_lib.metering.meter import Meter
@@ -223,7 +223,7 @@ def seen():
     rank, found = dist.get_rank(), {}
 
     def recorded(function):
-        page = Page()
+        page = RankState()
         recorder = FlightRecorder(page)
         recorder.start()
         function()
@@ -244,7 +244,7 @@ def seen():
     schedule.step(*batch, **target)
     found["pipeline"] = recorded(lambda: schedule.step(*batch, **target))  # pipeline
 
-    recorder, page = FlightRecorder(first := Page()), Page()
+    recorder, page = FlightRecorder(first := RankState()), RankState()
     later, reduced = FlightRecorder(page), torch.ones(4)
     recorder.start()
     with Meter() as inside:  # the meter within the recorder

@@ -13,7 +13,7 @@ from course_lib.launching import seeding
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.parallel import collectives
-from course_lib.parallel.sharding import Piece, gather_whole
+from course_lib.parallel.sharding import Shard, gather_whole
 from course_lib.training import evaluation, precision, run
 from course_lib.training.engines import build_engine, process_group
 from tests.gpu import training as t
@@ -198,12 +198,12 @@ def whole_from_pieces():
     starts = [0, 3, 11, 20]
     mine = a[starts[rank] : starts[rank + 1]]
     pieces = {
-        "on GPUs": Piece(torch.Size([4, 5]), starts[rank], mine.to(device)),
-        "on the host": Piece(torch.Size([4, 5]), starts[rank], mine.clone()),
-        "here and there": Piece(torch.Size([4, 5]), starts[rank], mine.to(device) if rank else mine.clone()),
-        "on one": Piece(torch.Size([9]), 0, (b if rank == 2 else b[:0]).to(device)),
-        "on all": Piece(torch.Size([2, 3]), 0, c.to(device)),
-        "twice": Piece(torch.Size([2, 3]), 3 * (rank > 0), c[3 * (rank > 0) :][:3].to(device)),
+        "on GPUs": Shard(torch.Size([4, 5]), starts[rank], mine.to(device)),
+        "on the host": Shard(torch.Size([4, 5]), starts[rank], mine.clone()),
+        "here and there": Shard(torch.Size([4, 5]), starts[rank], mine.to(device) if rank else mine.clone()),
+        "on one": Shard(torch.Size([9]), 0, (b if rank == 2 else b[:0]).to(device)),
+        "on all": Shard(torch.Size([2, 3]), 0, c.to(device)),
+        "twice": Shard(torch.Size([2, 3]), 3 * (rank > 0), c[3 * (rank > 0) :][:3].to(device)),
     }
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -12,7 +12,7 @@ def graded(lessons, planted):
     import torch
 
     from course_lib.grading import masters, selftest
-    from course_lib.grading.check import Job, Report, observe
+    from course_lib.grading.check import CheckJob, Report, observe
     from course_lib.grading.hidden import solutions_folder
     from course_lib.grading.tasks import TASKS
 
@@ -26,7 +26,7 @@ def graded(lessons, planted):
     jobs = []
     for task in chosen:
         source = masters.answers(solutions_folder() / f"{task.lesson}.ipynb")[task.name]
-        jobs += [Job(task, selftest.function_of(task, source), case) for case in task.cases(random.Random(0))]
+        jobs += [CheckJob(task, selftest.function_of(task, source), case) for case in task.cases(random.Random(0))]
     reports = [Report(job.task, tuple(job.task.judge(job.case, seen)))
                for job, seen in zip(jobs, observe(jobs), strict=True)]
     return [str(report) for report in reports if report.failed], len(jobs)

@@ -12,7 +12,7 @@ from torch import nn
 
 from course_lib.config import build
 from course_lib.hangs.flight_recorder import FlightRecorder
-from course_lib.hangs.rank_state import ENDED, WAITED_FOR, Page, read_page
+from course_lib.hangs.rank_state import ENDED, WAITED_FOR, RankState, read_page
 from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.launching.launch import RankError, launch
 from course_lib.lessons.faults import lab
@@ -183,7 +183,7 @@ def is_recorded():
     dist.all_reduce(x)
     x.sum().item()
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    page = Page()
+    page = RankState()
     recorder = FlightRecorder(page)
     recorder.start()
     if rank == 1:

@@ -19,7 +19,7 @@ from course_lib.grading import sandbox as sandbox_module
 from course_lib.grading.cgroup import pids_folder, processes_limited
 from course_lib.grading.runner import grade_source
 from course_lib.grading.supervisor import THREADS
-from course_lib.grading.watch import Limits, Watch
+from course_lib.grading.watch import Limits, ProcessWatch
 from tests.grading.conftest import RIGHT
 from tests.grading.test_bombs import BOMBS
 from tests.grading.toys import toy_tasks
@@ -168,7 +168,7 @@ def noted(peaks, limits):
 @pytest.mark.skipif(os.geteuid() != 0, reason="RLIMIT_NPROC limits an ordinary user's processes with or without")
 def test_a_bomb_meets_the_limit_where_the_grader_does_not_look(possible, sandbox):
     def graded(source, limited):
-        with mock.patch.object(Watch, "_broken", lambda self: ""), \
+        with mock.patch.object(ProcessWatch, "_broken", lambda self: ""), \
                 mock.patch.object(sandbox_module, "processes_limited", limited):
             return grade_source(toy_tasks.TOTAL, source, hidden=None, limits=LIMITS, sandbox=sandbox)
 

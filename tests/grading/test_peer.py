@@ -124,5 +124,5 @@ def seen(result, arrived, told=("all_reduce 8",), joined=("all_reduce 8",)):
 def test_what_a_meeting_shows(told, holds):
     """Rank 0 brings 1 and 3, its peer 3 and 3."""
     gradients = [[np.array([1.0], np.float32), np.array([3.0], np.float32)]] * 2
-    met = trusted_peer.Meeting(Case(2, {"gradients": gradients}), 3.0)
+    met = trusted_peer.PeerMeeting(Case(2, {"gradients": gradients}), 3.0)
     assert [each.holds for each in trusted_peer.judge(BUCKETING, met, told)] == holds

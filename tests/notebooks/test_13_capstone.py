@@ -74,7 +74,7 @@ def evidence(project, **changed):
         config = decisions.rented_config(project, plan)
         gpus = accelerators(project.instance_type)
         priced = estimate(Job(config, project.instance_type, project.instance_count, gpus, max_hours=project.hours))
-        job = judged.Submission("slurm", "job.sbatch", priced.job, config.output.save_steps)
+        job = judged.JobSubmission("slurm", "job.sbatch", priced.job, config.output.save_steps)
     runs = [Tracked(arm, seed, 256, 1 + seed / 100, 70.0, 16.0, 9.0) for seed in (1, 2) for arm in ("chosen", "other")]
     whole = Resumed("", 1000, 0, record(1, 16))
     killed = Broken("rank 1 was killed by SIGKILL", True, 13, "checkpoint-000010", 3, {1: 1.1})

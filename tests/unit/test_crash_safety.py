@@ -306,11 +306,11 @@ def test_left_overs_are_never_taken_for_checkpoints(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_nothing_that_is_read_back_is_unpickled(tmp_path):
-    from course_lib.parallel.sharding import Piece
+    from course_lib.parallel.sharding import Shard
 
     values = torch.arange(6.0)
     safetensors_tree.save({"a": [1, (2.0, None), {"b": values}]}, tmp_path / "tree.safetensors")
-    sharded.save({"model/w": Piece(values.shape, 0, values)}, tmp_path)
+    sharded.save({"model/w": Shard(values.shape, 0, values)}, tmp_path)
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors"}
 
     def work():

@@ -11,13 +11,24 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from course_lib.hangs import backend_records, watchdog
-from course_lib.hangs.diagnosis import judge
+from course_lib.hangs.diagnosis import diagnose
 from course_lib.hangs.liveness import Activity
 from course_lib.hangs.pending_calls import AHEAD, Pending
-from course_lib.hangs.rank_state import CALLS, ENDED, ISSUED, KEPT, WAITED_FOR, Call, Page, Sighting, digest, read_page
+from course_lib.hangs.rank_state import (
+    CALLS,
+    ENDED,
+    ISSUED,
+    KEPT,
+    WAITED_FOR,
+    Call,
+    RankSnapshot,
+    RankState,
+    digest,
+    read_page,
+)
 from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.metering import collective_hooks, graph_captures
-from course_lib.metering.collective_log import Traffic
+from course_lib.metering.collective_log import CollectiveLog
 
 GPU = torch.device("cuda", 0)
 
@@ -35,8 +46,8 @@ def rank(number, *calls, **more):
     orders = {}
     for each in calls:
         orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
-    return Sighting(number, "running", pid=100 + number, host="here", calls=calls, orders=orders, stalled=9.0,
-                    placed_at=99.0, words={"file": "train.py", "line": 70 + number}, **more)
+    return RankSnapshot(number, "running", pid=100 + number, host="here", calls=calls, orders=orders, stalled=9.0,
+                        placed_at=99.0, words={"file": "train.py", "line": 70 + number}, **more)
 
 
 def p2p(serial, kind, source, target, sequence=1, **more):
@@ -45,7 +56,7 @@ def p2p(serial, kind, source, target, sequence=1, **more):
 
 
 def blamed(*sightings):
-    return [(v.rank, v.what, v.collective, v.sequence) for v in judge(sightings)]
+    return [(v.rank, v.what, v.collective, v.sequence) for v in diagnose(sightings)]
 
 
 # --- who is to blame --------------------------------------------------------------------------------------------------
@@ -62,13 +73,13 @@ def test_all_have_issued_everything_and_the_gpus_wait_in_a_circle():
                 for number, order in enumerate(("ab", "ba"))]
 
     assert blamed(*crossed(True)) == [(0, "behind", "all_reduce", 1), (1, "behind", "all_reduce", 1)]
-    assert judge(crossed(False)) == (), "a CPU's calls stand in no queue"
+    assert diagnose(crossed(False)) == (), "a CPU's calls stand in no queue"
 
 
 def test_calls_that_no_stream_waits_for_stand_before_none_of_another_group():
     apart = [rank(0, call(1, stream="a", state=ISSUED), call(2, stream="b", state=ISSUED)),
              rank(1, call(1, stream="b", state=ISSUED), call(2, stream="a", state=ISSUED))]
-    assert judge(apart) == ()
+    assert diagnose(apart) == ()
     same = [rank(0, call(1, 1, state=ISSUED), call(2, 2, state=ISSUED)), rank(1, call(1, 1, state=ISSUED))]
     assert blamed(*same) == [], "the first stands before the second, and to it both have come"
 
@@ -87,7 +98,7 @@ def test_sends_before_receives_deadlock_on_a_gpu_though_all_are_issued():
     assert blamed(first, second) == [(0, "behind", "send", 1), (1, "behind", "send", 1)]
     together = [rank(n, p2p(1, "send", n, 1 - n, batch=1, waited=2), p2p(2, "recv", 1 - n, n, batch=1, waited=2))
                 for n in range(2)]
-    assert judge(together) == (), "those of a batch run side by side"
+    assert diagnose(together) == (), "those of a batch run side by side"
 
 
 def test_a_send_that_nobody_waits_for_holds_up_what_stands_behind_it():
@@ -102,7 +113,7 @@ def test_a_send_that_nobody_waits_for_holds_up_what_stands_behind_it():
 def test_in_a_circle_the_rank_whose_host_does_not_wait_for_its_gpu_is_the_one(spins, culprits):
     """Stage 1 was to send a gradient back, and its host does something else; its GPU waits for the next activation."""
     stages = [rank(n, p2p(1, "recv", 1 - n, n), spins=spins[n]) for n in range(2)]
-    assert [(verdict.rank, verdict.what) for verdict in judge(stages)] == culprits
+    assert [(verdict.rank, verdict.what) for verdict in diagnose(stages)] == culprits
 
 
 def test_who_stands_still_and_keeps_a_core_busy_spins():
@@ -122,7 +133,7 @@ def test_who_stands_still_and_keeps_a_core_busy_spins():
 
 
 def test_the_oldest_open_calls_are_kept_until_they_have_ended():
-    page, total = Page(), CALLS + KEPT + 5
+    page, total = RankState(), CALLS + KEPT + 5
     text = json.dumps({"name": "all_reduce", "stream": "0", "shape": [], "dtype": None, "tensors": 1, "peer": None,
                        "root": None, "file": None, "line": 1, "ranks": [0, 1], "on_gpu": True}).encode()
     for serial in range(1, total + 1):
@@ -301,7 +312,7 @@ def test_the_tap_tells_captures_and_batches_and_leaves_nothing_behind(monkeypatc
 def test_a_call_without_a_work_ends_in_its_stream_and_was_waited_for():
     stretches, stamps = [], iter(("end", "end on the CPU"))
     clock = SimpleNamespace(stamp=lambda device: next(stamps))
-    traffic = Traffic(clock, lambda tensors: None, lambda begin, end: stretches.append((begin, end)))
+    traffic = CollectiveLog(clock, lambda tensors: None, lambda begin, end: stretches.append((begin, end)))
     on_gpu, on_cpu = (SimpleNamespace(start="start", end=None) for _ in range(2))
     traffic._follow(on_gpu, {"tensors": [torch.ones(2).as_subclass(OnGPU)]}, None)
     traffic._follow(on_cpu, {"tensors": [torch.ones(2)]}, None)

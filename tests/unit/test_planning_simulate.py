@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from course_lib import cli
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
-from course_lib.metering.allocation_log import KINDS, Ledger
+from course_lib.metering.allocation_log import KINDS, AllocationLog
 from course_lib.metering.meter import Meter
 from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.planning import memory, models
@@ -58,7 +58,8 @@ def real_rank(strategy: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
 def test_a_real_rank_holds_and_sends_the_same(strategy):
     peak, sent = launch(real_rank, strategy, num_processes=2, timeout=90)[0]
-    with mock.patch("course_lib.planning.simulate.Ledger", lambda vocabulary: Ledger()):  # logits as activations
+    # Logits count as activations.
+    with mock.patch("course_lib.planning.simulate.AllocationLog", lambda vocabulary: AllocationLog()):
         found = simulate(tiny(), setting(strategy, precision="fp32"))
     assert [(each.name, each.bytes) for each in found.exchanges] == sent
     assert found.peak["parameters"] + found.peak["parameter copies"] == peak["parameters"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.hangs.diagnosis import is_hang, judge
+from course_lib.hangs.diagnosis import diagnose, is_hang
 from course_lib.hangs.flight_recorder import FlightRecorder
 from course_lib.hangs.liveness import Activity, process_state, start_ticks
 from course_lib.hangs.rank_state import (
@@ -27,13 +27,13 @@ from course_lib.hangs.rank_state import (
     RUNNING,
     WAITED_FOR,
     Call,
-    Page,
-    Sighting,
+    RankSnapshot,
+    RankState,
     digest,
     read_page,
     spans,
 )
-from course_lib.hangs.rank_state_exchange import Board, Identity
+from course_lib.hangs.rank_state_exchange import Identity, RankStateExchange
 
 SECONDS = 5.0
 
@@ -49,12 +49,13 @@ def rank(number, *calls, life="running", **more):
     orders = {}
     for each in calls:
         orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
-    return Sighting(number, life, pid=100 + number, host="here", calls=calls, orders=orders,
-                    **{"stalled": 9.0, "placed_at": 99.0, "words": {"file": "train.py", "line": 70 + number}, **more})
+    return RankSnapshot(number, life, pid=100 + number, host="here", calls=calls, orders=orders,
+                        **{"stalled": 9.0, "placed_at": 99.0, "words": {"file": "train.py", "line": 70 + number},
+                           **more})
 
 
 def blamed(*sightings):
-    return [(v.rank, v.what, v.collective, v.sequence, v.line) for v in judge(sightings)]
+    return [(v.rank, v.what, v.collective, v.sequence, v.line) for v in diagnose(sightings)]
 
 
 def test_a_rank_that_has_not_come_is_elsewhere_stopped_dead_or_has_left():
@@ -63,16 +64,16 @@ def test_a_rank_that_has_not_come_is_elsewhere_stopped_dead_or_has_left():
                        ("failed", "dead"), ("left", "behind"), ("unseen", "behind")):
         missing = rank(1, call(1), life=life)
         assert blamed(waits, missing) == [(1, what, "all_reduce", 2, 71)], life
-        sentence = judge([waits, missing])[0].sentence
+        sentence = diagnose([waits, missing])[0].sentence
         assert "rank 0 waits for it in all_reduce #2 of float32 (4,) at train.py:20" in sentence
     error = rank(1, call(1), life="failed", words={"error": "ValueError: bad row at data.py:3"})
-    assert "has left the training with ValueError: bad row at data.py:3" in judge([waits, error])[0].sentence
+    assert "has left the training with ValueError: bad row at data.py:3" in diagnose([waits, error])[0].sentence
 
 
 def test_where_it_was_is_the_main_threads_place_unless_a_call_is_younger():
     waits, missing = rank(0, call(1), call(2, state=WAITED_FOR)), rank(1, call(1, line=33), life="stopped")
-    assert judge([waits, missing])[0].line == 71
-    assert judge([waits, dataclasses.replace(missing, placed_at=0.5)])[0].line == 33
+    assert diagnose([waits, missing])[0].line == 71
+    assert diagnose([waits, dataclasses.replace(missing, placed_at=0.5)])[0].line == 33
 
 
 def test_a_dead_rank_is_blamed_for_a_collective_that_ended_with_an_error_and_not_before_a_stopped_one():
@@ -84,7 +85,7 @@ def test_the_rank_that_differs_from_the_others_is_mismatched():
     for odd in (call(2, name="broadcast", root=0), call(2, shape=(5,)), call(2, dtype="float64")):
         others = [call(1), call(2, state=WAITED_FOR, line=20)]
         odd = dataclasses.replace(odd, line=66)
-        found = judge([rank(0, *others), rank(1, call(1), odd), rank(2, *others)])
+        found = diagnose([rank(0, *others), rank(1, call(1), odd), rank(2, *others)])
         assert [(v.rank, v.what, v.collective, v.line) for v in found] == [(1, "mismatched", odd.name, 66)]
         assert "where ranks 0, 2 all_reduce #2 of float32 (4,) at train.py:20" in found[0].sentence
 
@@ -102,15 +103,15 @@ def test_of_two_ranks_the_one_that_left_the_pattern_is_mismatched():
 
 
 def test_a_rank_that_a_mismatch_killed_is_not_just_dead():
-    found = judge([rank(0, call(1), call(2, state=WAITED_FOR)), rank(1, call(1), call(2, shape=(9,)), life="dead"),
-                   rank(2, call(1), call(2, state=WAITED_FOR))])
+    found = diagnose([rank(0, call(1), call(2, state=WAITED_FOR)), rank(1, call(1), call(2, shape=(9,)), life="dead"),
+                      rank(2, call(1), call(2, state=WAITED_FOR))])
     assert [(v.rank, v.what) for v in found] == [(1, "mismatched")] and "has died of it" in found[0].sentence
 
 
 def test_uneven_collectives_and_what_has_ended_on_all_are_no_mismatch():
     uneven = [rank(n, call(1, name="all_to_all", shape=(n + 1,)), call(2, state=WAITED_FOR)) for n in range(2)]
     ended = [rank(n, call(1, shape=(n + 1,)), call(2, state=WAITED_FOR)) for n in range(2)]
-    assert judge(uneven) == judge(ended) == ()
+    assert diagnose(uneven) == diagnose(ended) == ()
 
 
 def p2p(kind, source, target, sequence=1, state=WAITED_FOR, line=10):
@@ -128,7 +129,8 @@ def test_a_receive_waits_for_its_send():
 def test_ranks_that_wait_in_a_circle_are_all_named():
     circle = [rank(n, p2p("recv", (n + 1) % 3, n, line=30 + n)) for n in range(3)]
     assert blamed(*circle) == [(n, "behind", "recv", 1, 30 + n) for n in range(3)]
-    assert "rank 0 waits for rank 1 in recv #1 from rank 1 of float32 (4,) at train.py:30" in judge(circle)[0].sentence
+    sentence = diagnose(circle)[0].sentence
+    assert "rank 0 waits for rank 1 in recv #1 from rank 1 of float32 (4,) at train.py:30" in sentence
     bystander = rank(3, p2p("recv", 0, 3))
     assert [v[0] for v in blamed(*circle, bystander)] == [0, 1, 2]
 
@@ -145,7 +147,7 @@ def test_in_a_circle_of_groups_the_rank_that_no_wait_holds_up_is_the_one():
 
 
 def test_nobody_is_blamed_where_all_have_come():
-    assert judge([rank(n, call(1, state=WAITED_FOR)) for n in range(2)]) == ()
+    assert diagnose([rank(n, call(1, state=WAITED_FOR)) for n in range(2)]) == ()
     assert blamed(rank(0, call(1)), rank(1, call(1))) == [(0, "elsewhere", "all_reduce", 1, 70),
                                                           (1, "elsewhere", "all_reduce", 1, 71)]
 
@@ -218,14 +220,14 @@ def test_no_accusation_in_200_slow_but_healthy_runs_and_the_culprit_in_200_that_
             accused, sightings = run.hang()
             assert run.now < frozen_at + 5 * SECONDS * 4 + SECONDS + 2, seed  # after the longest evaluation under way
         if not run.waiting[run.frozen]:
-            assert [each.rank for each in judge(sightings)] == [run.frozen], seed
+            assert [each.rank for each in diagnose(sightings)] == [run.frozen], seed
             others_arrive = [run.until[number] for number in range(run.size) if number != run.frozen]
             assert run.now <= max([frozen_at, *others_arrive]) + SECONDS + 2
     assert waited > 500, "some ranks had waited for longer than the watchdog's time"
 
 
 def page_of(*steps):
-    page = Page()
+    page = RankState()
     for serial, (stream, sequence) in enumerate(steps, start=1):
         text = {"stream": stream, "name": "all_reduce", "shape": [2, 3], "dtype": "float32", "tensors": 1, "peer": None,
                 "root": None, "file": "a.py", "line": serial, "ranks": spans(tuple(range(0, 64, 8)))}
@@ -274,7 +276,7 @@ def test_what_was_cut_short_is_left_out():
     ("train.py", (0, 1)), ("/home/проект/" * 60 + "train.py", (0, 1)), ("train.py", (*range(200), 999)),
     ("/home/проект/" * 60 + "train.py", (*range(200), 999))])
 def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_ranks(path, ranks):
-    page, group = Page(), SimpleNamespace(rank=lambda: 0)
+    page, group = RankState(), SimpleNamespace(rank=lambda: 0)
     recorder = FlightRecorder(page)
     recorder._groups["0"] = ranks
     key = "allreduce_", (2, 3), torch.float32, 1, "0", None, None, False, 0, 7
@@ -309,7 +311,7 @@ def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
             return dataclasses.replace(own(page), machine="one" if machine == "one" else f"machine {number}")
 
         monkeypatch.setattr(Identity, "own", named)
-        boards.append(Board(number, 2, store))
+        boards.append(RankStateExchange(number, 2, store))
     boards[1].page.write_step(4)
     assert boards[0].sightings()[1].life == "unseen"
     opening = threading.Thread(target=boards[0].open)

@@ -20,7 +20,7 @@ GIB, MIB, MB = 2**30, 2**20, 1e6
 
 
 @dataclass(frozen=True)
-class Submission:
+class JobSubmission:
     """The job for the rented machines, ready to be sent.
 
     Attributes:
@@ -56,7 +56,7 @@ class Evidence:
     differing: Sequence[str]
     broken: Broken
     resumed: Resumed
-    submitted: Submission | None
+    submitted: JobSubmission | None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from course_lib.lessons.faults.tools import (
     OWN_CHECK,
     TIMES,
     WATCHDOG,
-    Outcome,
+    FaultOutcome,
     Tool,
 )
 
@@ -86,9 +86,9 @@ class Scenario:
 class Trial:
     """A scenario, broken, inspected and fixed, and the ranks that the tool named."""
 
-    broken: Outcome
-    inspected: Outcome
-    fixed: Outcome
+    broken: FaultOutcome
+    inspected: FaultOutcome
+    fixed: FaultOutcome
     named: set[int]
 
 
@@ -164,7 +164,7 @@ def trial(scenario: Scenario, world_size: int = 3, device: str = "cpu") -> Trial
 
 
 def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool | None = None,
-        device: str = "cpu") -> Outcome:
+        device: str = "cpu") -> FaultOutcome:
     """Run a scenario on real ranks.
 
     Args:
@@ -193,9 +193,9 @@ def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool
         reports = tuple(read_reports(folder))
         records = tuple(_read(folder / f"records{rank}.json").get("entries", []) for rank in range(world_size))
     raised_at = {rank: each["at"] for rank, each in enumerate(last) if "raised" in each}
-    return Outcome(tuple(_said(rank, each, error) for rank, each in enumerate(last)),
-                   tuple(each.get("value") for each in last), tuple(sorted(raised_at, key=raised_at.__getitem__)),
-                   error, reports, records, starts, time.monotonic() - started)
+    return FaultOutcome(tuple(_said(rank, each, error) for rank, each in enumerate(last)),
+                        tuple(each.get("value") for each in last), tuple(sorted(raised_at, key=raised_at.__getitem__)),
+                        error, reports, records, starts, time.monotonic() - started)
 
 
 def _launched(function: OnRank, folder: Path, joined: bool, impatient: bool, tool: Tool | None, world_size: int,

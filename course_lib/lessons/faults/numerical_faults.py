@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.errors import TrainingDiverged
-from course_lib.hangs.desync import Ranks, compare, replicas
+from course_lib.hangs.desync import GatheringRanks, compare, replicas
 from course_lib.lessons.faults.scenarios import CULPRIT, STEPS, is_culprit
 
 MIB = 2**20
@@ -123,7 +123,7 @@ def diverging_parameters(folder: Path) -> dict[str, Any]:
 def diverging_is_looked_for(folder: Path) -> dict[str, Any]:
     weight = _own_weight()
     topic = replicas({"weight": weight}, "let every rank read the same checkpoint")
-    compare([topic], "before the first step", Ranks(weight.device))
+    compare([topic], "before the first step", GatheringRanks(weight.device))
     return _fit_from(weight)
 
 

@@ -20,7 +20,7 @@ from course_lib.lessons.faults.scenarios import PATIENCE
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FaultOutcome:
     """What became of a run.
 
     Attributes:
@@ -58,7 +58,7 @@ class Tool:
     """
 
     name: str
-    named: Callable[[Outcome], set[int]]
+    named: Callable[[FaultOutcome], set[int]]
     join: Callable[[], None] | None = None
     around: Callable[[Path], AbstractContextManager] | None = None
     until_timeout: bool = False
@@ -69,41 +69,41 @@ class Tool:
         return self.join is self.around is None
 
 
-def _of_reports(outcome: Outcome) -> set[int]:
+def _of_reports(outcome: FaultOutcome) -> set[int]:
     return {verdict.rank for report in outcome.reports for verdict in report.verdicts}
 
 
-def _of_fingerprints(outcome: Outcome) -> set[int]:
+def _of_fingerprints(outcome: FaultOutcome) -> set[int]:
     """The rank that most others differ from; two ranks name each other."""
     others = Counter(int(rank) for said in outcome.said for rank in re.findall(r"but Rank (\d+) is running", said))
     return {rank for rank, count in others.items() if count == max(others.values())}
 
 
-def _of_first_cause(outcome: Outcome) -> set[int]:
+def _of_first_cause(outcome: FaultOutcome) -> set[int]:
     return {outcome.error.rank} if isinstance(outcome.error, RankError) else set()
 
 
-def _of_missing_key(outcome: Outcome) -> set[int]:
+def _of_missing_key(outcome: FaultOutcome) -> set[int]:
     return {int(rank) for said in outcome.said for rank in re.findall(r"keys: \S*/(\d+)", said)}
 
 
-def _of_barrier(outcome: Outcome) -> set[int]:
+def _of_barrier(outcome: FaultOutcome) -> set[int]:
     """Rank 0 alone knows; the others say so."""
     failed = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", outcome.said[0])
     return {int(rank) for rank in failed[1].split(",")} if failed else set()
 
 
-def _of_message(outcome: Outcome) -> set[int]:
+def _of_message(outcome: FaultOutcome) -> set[int]:
     return {int(rank) for rank in re.findall(r"of rank (\d+) is not", str(outcome.error))}
 
 
-def _of_times(outcome: Outcome) -> set[int]:
+def _of_times(outcome: FaultOutcome) -> set[int]:
     """The rank that the others wait for waits least itself."""
     waited = [sum(waiting for _, waiting in steps) for steps in outcome.values]
     return {waited.index(min(waited))}
 
 
-def _of_records(outcome: Outcome) -> set[int]:
+def _of_records(outcome: FaultOutcome) -> set[int]:
     """The ranks that recorded the fewest collectives, where not all recorded as many."""
     counts = [len(entries) for entries in outcome.records]
     return {rank for rank, count in enumerate(counts) if count < max(counts)}

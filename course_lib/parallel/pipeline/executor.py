@@ -18,7 +18,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.clock import Clock, Stamp
 from course_lib.parallel.pipeline.actions import COMPUTE, SEND_B, SEND_F, Action, B, F, I, Schedule
 from course_lib.parallel.pipeline.backward import SplitBackward
-from course_lib.parallel.pipeline.p2p import Forms, Mail, Tensors
+from course_lib.parallel.pipeline.p2p import Forms, P2PChannel, Tensors
 from course_lib.parallel.pipeline.passes import lower, without_communication
 from course_lib.parallel.pipeline.simulation import Span
 from course_lib.parallel.pipeline.validation import check
@@ -28,7 +28,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class Pass:
+class StepResult:
     """What one rank did in one pass over its row.
 
     Attributes:
@@ -115,7 +115,7 @@ class PipelineExecutor:
         self._forward_tables: dict[int, Schedule] = {}
 
     def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
-             keep_outputs: bool = False, **extras: Tensor) -> Pass:
+             keep_outputs: bool = False, **extras: Tensor) -> StepResult:
         """Forward and backward of one batch; a collective call.
 
         Every rank is given the same batch, cut into micro-batches along the first dimension; it uses what its stages
@@ -136,7 +136,7 @@ class PipelineExecutor:
         with torch.enable_grad():
             return _Run(self, self.table, inputs, targets, extras, scale, keep_outputs).walk()
 
-    def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, **extras: Tensor) -> Pass:
+    def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, **extras: Tensor) -> StepResult:
         """The table's forwards alone, without gradients; a collective call.
 
         Like :meth:`step`, but a batch may have fewer rows than the table has micro-batches. Outputs are kept; losses
@@ -167,11 +167,11 @@ class _Run:
         self.targets = [None] * parts if targets is None else targets.tensor_split(parts)
         kinds = [(torch.is_grad_enabled(), *((each.shape, each.dtype) for each in (*some, *others.values())))
                  for some, others in zip(self.inputs, self.extras, strict=True)]
-        self.mail = Mail(table, executor.group, executor.device, executor.forms, kinds)
+        self.mail = P2PChannel(table, executor.group, executor.device, executor.forms, kinds)
         self.held: dict[tuple[int, int], _Activations] = {}
-        self.done = Pass(clock=executor.clock)
+        self.done = StepResult(clock=executor.clock)
 
-    def walk(self) -> Pass:
+    def walk(self) -> StepResult:
         """Do what the row says, from its first action to its last."""
         for action in self.table.rows[self.executor.rank]:
             if action.kind in COMPUTE:

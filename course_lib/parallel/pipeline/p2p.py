@@ -13,7 +13,7 @@ from course_lib.parallel.pipeline.passes import partner
 Tensors = tuple[Tensor, ...]
 
 
-class Form(NamedTuple):
+class TensorMeta(NamedTuple):
     """What a tensor looks like, so that a rank can make room for it."""
 
     shape: torch.Size
@@ -21,15 +21,15 @@ class Form(NamedTuple):
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Form":
+    def of(cls, tensor: Tensor) -> "TensorMeta":
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
-Forms = dict[tuple, tuple[Form, ...]]
+Forms = dict[tuple, tuple[TensorMeta, ...]]
 """What a stage's outputs look like, by stage and kind of micro-batch."""
 
 
-class Mail:
+class P2PChannel:
     """The letters of one pass: each is what a forward or backward of one stage gives to that of the next.
 
     A letter bears the name of the action that will use it; a letter for ``2I0`` is addressed to ``2B0``. The first
@@ -65,7 +65,7 @@ class Mail:
         peer = self._peer(action)
         key = action.stage, self.kinds[action.microbatch]
         if action.kind == SEND_F and key not in self.forms:
-            self.forms[key] = tuple(map(Form.of, letter))
+            self.forms[key] = tuple(map(TensorMeta.of, letter))
             dist.send_object_list([self.forms[key]], group=self.group, group_dst=peer, device=self._told_on)
         tensors = tuple(tensor.detach().contiguous() for tensor in letter)
         works = [_begun(dist.isend(tensor, group=self.group, group_dst=peer)) for tensor in tensors]

@@ -98,7 +98,7 @@ def _interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, stages_pe
     return alternate(forwards, backwards, warmup=(stages_per_rank - 1) * group + ranks - 1 - rank, lag=rank)
 
 
-class _Tape:
+class _RowBuilder:
     """A row under construction: each stage takes its micro-batches in order, forward and backward."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def _zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
     """No bubble where F, I and W take equally long, and no more activations than 1F1B."""
     down, up, behind = rank, 2 * ranks - 1 - rank, ranks - rank
     full = max(microbatches, 2 * ranks - 1)  # a pipeline full of micro-batches; the surplus is struck out at the end
-    tape = _Tape()
+    tape = _RowBuilder()
     # warm-up: the first micro-batches go down the V and come up again
     for _ in range(2 * behind - 1):
         tape.forward(down)
@@ -170,7 +170,7 @@ def _zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
 def _dualpipev(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
     """A forward and a backward of the rank's two stages side by side, which a runtime may overlap."""
     down, up, behind = rank, 2 * ranks - 1 - rank, ranks - 1 - rank
-    tape = _Tape()
+    tape = _RowBuilder()
     # warm-up: down the V, then both ways
     for _ in range(2 * behind):
         tape.forward(down)
@@ -205,7 +205,7 @@ def _dualpipev(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleSpec:
     """How one kind of schedule is made, and what is legal for it.
 
     Attributes:
@@ -224,15 +224,15 @@ class Kind:
 
 
 KINDS = {
-    "gpipe": Kind(_gpipe),
-    "1f1b": Kind(_one_f_one_b),
-    "interleaved": Kind(_interleaved, stages_per_rank=None, equal_groups=True),
-    "looped_bfs": Kind(_looped_bfs, stages_per_rank=None),
-    "zb_h1": Kind(_zb_h1),
-    "zb_h2": Kind(_zb_h2),
-    "interleaved_zero_bubble": Kind(_interleaved_zero_bubble, stages_per_rank=None, equal_groups=True),
-    "zbv": Kind(_zbv, v_shape, stages_per_rank=2),
-    "dualpipev": Kind(_dualpipev, v_shape, stages_per_rank=2, paired=True),
+    "gpipe": ScheduleSpec(_gpipe),
+    "1f1b": ScheduleSpec(_one_f_one_b),
+    "interleaved": ScheduleSpec(_interleaved, stages_per_rank=None, equal_groups=True),
+    "looped_bfs": ScheduleSpec(_looped_bfs, stages_per_rank=None),
+    "zb_h1": ScheduleSpec(_zb_h1),
+    "zb_h2": ScheduleSpec(_zb_h2),
+    "interleaved_zero_bubble": ScheduleSpec(_interleaved_zero_bubble, stages_per_rank=None, equal_groups=True),
+    "zbv": ScheduleSpec(_zbv, v_shape, stages_per_rank=2),
+    "dualpipev": ScheduleSpec(_dualpipev, v_shape, stages_per_rank=2, paired=True),
 }
 
 

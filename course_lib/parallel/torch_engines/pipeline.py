@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from course_lib.errors import ConfigError
 from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.actions import Schedule
-from course_lib.parallel.pipeline.executor import LossFunction, Pass
+from course_lib.parallel.pipeline.executor import LossFunction, StepResult
 from course_lib.parallel.pipeline.passes import without_communication
 from course_lib.parallel.pipeline.validation import check
 
@@ -56,7 +56,7 @@ class TorchPipeline:
         self._engines: dict[tuple, Any] = {}
 
     def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
-             keep_outputs: bool = False, **extras: Tensor) -> Pass:
+             keep_outputs: bool = False, **extras: Tensor) -> StepResult:
         """Forward and backward of one batch; as :meth:`PipelineExecutor.step`, without spans and peak."""
         if scale is None:
             scale = 1 / self.table.microbatches
@@ -65,7 +65,7 @@ class TorchPipeline:
         output = self._engine(inputs, extras).step(*self._own(inputs), target=targets, losses=losses,
                                                    return_outputs=keep_outputs, **extras)
         outputs = [] if output is None else list(output.detach().tensor_split(self.table.microbatches))
-        return Pass([loss.detach() / scale for loss in losses], outputs)
+        return StepResult([loss.detach() / scale for loss in losses], outputs)
 
     def _own(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The inputs, where the first stage is."""

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 
 from course_lib.parallel.tensor_parallel import check_vocabulary
 from course_lib.parallel.tensor_plans import (
-    Plan,
     Role,
+    TensorPlan,
     check_splittable,
     exchange_hidden,
     named,
@@ -53,7 +53,7 @@ class TorchTensorParallel(nn.Module):
         ModelError: the ranks' models differ, there is no plan, or a block has parameters that the plan does not know.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, *, plan: Plan | None = None, sequence: bool = False,
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, *, plan: TensorPlan | None = None, sequence: bool = False,
                  split_vocabulary: bool = True):
         super().__init__()
         self.plan, config = plan_of(module, plan)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from course_lib.config import Config, flatten
-from course_lib.hangs.desync import Ranks, Topic, compare, replicas, topic
+from course_lib.hangs.desync import GatheringRanks, Topic, compare, replicas, topic
 from course_lib.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class AgreementCheck(Callback):
         if trainer.num_processes > 1:
             parameters = trainer.engine.parameters()
             compare([_config(trainer), _data(trainer), _model(trainer, parameters, parameters)],
-                    "before the first step", Ranks(trainer.device))
+                    "before the first step", GatheringRanks(trainer.device))
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         self._compare(trainer, "before the first step")
@@ -58,7 +58,7 @@ class AgreementCheck(Callback):
                      _step(trainer),
                      replicas(alike, "look for what that rank alone does, and resume from a checkpoint before it",
                               part, self.elements, self.steps)],
-                    f"{when} (they agreed {self.agreed})" if self.agreed else when, Ranks(trainer.device))
+                    f"{when} (they agreed {self.agreed})" if self.agreed else when, GatheringRanks(trainer.device))
         self.agreed = when
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.training.checkpoints import checkpoint, sharded
 
 
@@ -32,7 +32,7 @@ class BackgroundSaver:
         self.thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: futures.Future[int] | None = None
 
-    def start(self, step: int, write_files: Callable[[Path], None], pieces: Mapping[str, Piece]) -> None:
+    def start(self, step: int, write_files: Callable[[Path], None], pieces: Mapping[str, Shard]) -> None:
         """Write the small files, copy the pieces, and go on while they are written."""
         self.wait()
         with checkpoint.saving(str(self.run_dir / checkpoint.name(step))):
@@ -47,7 +47,7 @@ class BackgroundSaver:
         copies = {name: replace(piece, data=piece.data.detach().to("cpu", copy=True)) for name, piece in pieces.items()}
         self.writing = self.thread.submit(self._write, step, copies)
 
-    def _write(self, step: int, copies: dict[str, Piece]) -> int:
+    def _write(self, step: int, copies: dict[str, Shard]) -> int:
         folder = checkpoint.beside(self.run_dir, step)
         with checkpoint.saving(str(self.run_dir / checkpoint.name(step))):
             try:

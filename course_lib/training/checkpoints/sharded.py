@@ -1,7 +1,7 @@
 """Checkpoints that outlive the number of ranks: each rank writes its pieces, any number reads them.
 
 Every strategy's weights and optimizer states are brought to one form, a run of each flattened
-tensor a rank (:class:`~course_lib.parallel.sharding.Piece`), which torch.distributed.checkpoint
+tensor a rank (:class:`~course_lib.parallel.sharding.Shard`), which torch.distributed.checkpoint
 writes as safetensors, one file a rank, with the offset of each run. So what ZeRO-3 saved on four
 ranks FSDP can read on three. Nothing is pickled.
 """
@@ -26,18 +26,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from course_lib.errors import CheckpointError
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 
 SHARDS = "shards"
 
 
-class Run:
+class ElementRun:
     """A piece as torch.distributed.checkpoint wants it: one chunk of a 1-D tensor.
 
     Implements the protocol of ``torch.distributed._checkpointable``, as DTensor does.
     """
 
-    def __init__(self, piece: Piece):
+    def __init__(self, piece: Shard):
         self.numel, self.start, self.data = piece.shape.numel(), piece.start, piece.data.detach()
 
     def _chunk(self) -> ChunkStorageMetadata:
@@ -91,7 +91,7 @@ def _as_os_error() -> Iterator[None]:
         raise RuntimeError(f"rank {rank} could not save its pieces: {cause!r}") from error
 
 
-def save(pieces: Mapping[str, Piece], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+def save(pieces: Mapping[str, Shard], folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write every rank's pieces below ``folder``; a collective call.
 
     Args:
@@ -100,12 +100,12 @@ def save(pieces: Mapping[str, Piece], folder: Path, group: dist.ProcessGroup | N
         group: of all ranks; another than training uses where training goes on meanwhile.
     """
     with _as_os_error():
-        dcp.save({name: Run(piece) for name, piece in pieces.items()}, planner=_Saving(flatten_state_dict=False),
+        dcp.save({name: ElementRun(piece) for name, piece in pieces.items()}, planner=_Saving(flatten_state_dict=False),
                  storage_writer=dcp.HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True),
                  process_group=group)
 
 
-def load(pieces: Mapping[str, Piece], folder: Path) -> None:
+def load(pieces: Mapping[str, Shard], folder: Path) -> None:
     """Fill every rank's pieces from what any number of ranks saved; a collective call.
 
     Raises:
@@ -117,7 +117,7 @@ def load(pieces: Mapping[str, Piece], folder: Path) -> None:
             raise CheckpointError(
                 f"checkpoint {folder} is from another model or optimizer: {name} has {there.get(name, 'no')} elements "
                 f"there and {piece.shape.numel()} here", "give the --model and --optimizer it was trained with")
-    dcp.load({name: Run(piece) for name, piece in pieces.items()},
+    dcp.load({name: ElementRun(piece) for name, piece in pieces.items()},
              storage_reader=dcp.HuggingFaceStorageReader(str(folder / SHARDS)),
              planner=_Loading(flatten_state_dict=False))
 
@@ -130,11 +130,11 @@ def sizes(folder: Path, prefix: str) -> dict[str, int]:
 
 def whole(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors whose names begin with ``prefix``, whole and flat, on the CPU, read by this process alone."""
-    found = {name: Piece(about.size, 0, torch.empty(about.size, dtype=about.properties.dtype))
+    found = {name: Shard(about.size, 0, torch.empty(about.size, dtype=about.properties.dtype))
              for name, about in _stored(folder).items() if name.startswith(prefix)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a process reads alone is meant
-        dcp.load({name: Run(piece) for name, piece in found.items()}, no_dist=True,
+        dcp.load({name: ElementRun(piece) for name, piece in found.items()}, no_dist=True,
                  storage_reader=dcp.HuggingFaceStorageReader(str(folder / SHARDS)),
                  planner=_Loading(flatten_state_dict=False))
     return {name.removeprefix(prefix): piece.data for name, piece in found.items()}

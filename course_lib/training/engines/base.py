@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.launching import launch_environment
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.training.engines import process_group
 from course_lib.training.precision import autocast, pick_device, pick_precision
 from course_lib.training.votes import Votes
@@ -245,7 +245,7 @@ class Engine:
         """What else belongs into the run's summary."""
         return {}
 
-    def tensors(self) -> dict[str, Piece]:
+    def tensors(self) -> dict[str, Shard]:
         """This rank's pieces of all that a checkpoint stores in pieces; see :class:`ShardedEngine`."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from course_lib.errors import ConfigError
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.training.engines.sharded import ShardedEngine
@@ -70,9 +70,9 @@ class Scratch(ShardedEngine):
     def zero_grad(self) -> None:
         (self.optimizer if self.strategy == "ddp" else self.wrapped).zero_grad()
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         if self.strategy == "ddp":
-            return {name: Piece(p.shape, 0, p.detach().view(-1)) for name, p in self.parameters().items()}
+            return {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.parameters().items()}
         return self.wrapped.pieces()
 
     def refresh(self) -> None:

@@ -23,7 +23,7 @@ from course_lib.parallel.pipeline.executor import PipelineExecutor
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
-from course_lib.parallel.sharding import Piece, gather_whole
+from course_lib.parallel.sharding import Shard, gather_whole
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from course_lib.parallel.zero import Zero1
@@ -247,25 +247,25 @@ class PipelineEngine(ShardedEngine):
 
     # --- checkpoints, and the whole model ---
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
         device = self.device
-        found = {name: Piece(self.state_shapes[name], 0, torch.empty(0, device=device)) for name in self.all_names}
+        found = {name: Shard(self.state_shapes[name], 0, torch.empty(0, device=device)) for name in self.all_names}
         return found | self._own_pieces()
 
-    def _own_pieces(self) -> dict[str, Piece]:
+    def _own_pieces(self) -> dict[str, Shard]:
         local = self.zero.pieces() if self.zero else {
-            name: Piece(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
+            name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
         return {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
 
     def parameters(self) -> dict[str, Tensor]:
         return {self.names[parameter]: parameter for parameter in self.model.parameters()}
 
-    def tensors(self) -> dict[str, Piece]:
+    def tensors(self) -> dict[str, Shard]:
         return ({f"model/{name}": piece for name, piece in self.stored(self.pieces()).items()}
                 | {f"optimizer/{name}": piece for name, piece in self.stored(self.optimizer_pieces()).items()})
 
-    def stored(self, pieces: Mapping[str, Piece], keep_shape: bool = False) -> dict[str, Piece]:
+    def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> dict[str, Shard]:
         """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
 
         Args:
@@ -279,7 +279,7 @@ class PipelineEngine(ShardedEngine):
             if key not in elsewhere and key.rpartition("/")[0] not in elsewhere:
                 kept[key] = piece
             elif keep_shape:
-                kept[key] = Piece(piece.shape, 0, piece.data[:0])
+                kept[key] = Shard(piece.shape, 0, piece.data[:0])
         return kept
 
     def whole_weights(self) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from course_lib.errors import CheckpointError, ConfigError
-from course_lib.parallel.sharding import Piece, gather_whole, scatter_whole
+from course_lib.parallel.sharding import Shard, gather_whole, scatter_whole
 from course_lib.training.checkpoints.formats import device_of_step
 from course_lib.training.engines.base import Engine
 
@@ -25,7 +25,7 @@ class ShardedEngine(Engine):
     trained_names: list[str]
     """Names of the trained parameters, in the order of the optimizer's groups."""
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         """This rank's piece of every parameter, by name, whose data may be overwritten."""
         raise NotImplementedError
 
@@ -33,7 +33,7 @@ class ShardedEngine(Engine):
         """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
         raise NotImplementedError
 
-    def tensors(self) -> dict[str, Piece]:
+    def tensors(self) -> dict[str, Shard]:
         """This rank's pieces of all that a checkpoint stores in pieces."""
         return ({f"model/{name}": piece for name, piece in self.pieces().items()}
                 | {f"optimizer/{name}": piece for name, piece in self.optimizer_pieces().items()})
@@ -81,7 +81,7 @@ class ShardedEngine(Engine):
         for name, buffer in self.buffers().items():
             buffer.copy_(values[name])
 
-    def updated(self) -> dict[str, tuple[Piece, torch.Tensor]]:
+    def updated(self) -> dict[str, tuple[Shard, torch.Tensor]]:
         """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here.
 
         It is the piece's own data, or the parameter where the optimizer updates the model's.
@@ -99,7 +99,7 @@ class ShardedEngine(Engine):
         """The optimizer that holds this rank's state."""
         return self.optimizer
 
-    def optimizer_pieces(self) -> dict[str, Piece]:
+    def optimizer_pieces(self) -> dict[str, Shard]:
         """This rank's piece of every tensor of optimizer state, by ``parameter/state``."""
         found = {}
         for name, (piece, key) in self.updated().items():
@@ -107,13 +107,13 @@ class ShardedEngine(Engine):
                 found[f"{name}/{state}"] = self.state_piece(piece, value)
         return found
 
-    def state_piece(self, piece: Piece, value: torch.Tensor) -> Piece:
+    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
         """A tensor of state as a piece: like its parameter's, or a number that all ranks share."""
         if value.numel() == piece.data.numel() and value.ndim:
-            return Piece(piece.shape, piece.start, value.view(-1))
-        return Piece(torch.Size([1]), 0, value.view(1))
+            return Shard(piece.shape, piece.start, value.view(-1))
+        return Shard(torch.Size([1]), 0, value.view(1))
 
-    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Piece]:
+    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
         """Room for the optimizer's state before its first step.
 
         Args:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.training.checkpoints.formats import device_of_step
 from course_lib.training.engines.sharded import ShardedEngine
 
@@ -82,7 +82,7 @@ class _Home(NamedTuple):
 
     flat: torch.Tensor
     offset: int
-    piece: Piece
+    piece: Shard
 
 
 class DeepSpeedZero(ShardedEngine):
@@ -181,30 +181,30 @@ class DeepSpeedZero(ShardedEngine):
                 start = mapping.lp_fragment_address.start
             if length:
                 data = flat.detach().narrow(0, offset, length)
-                found[name] = _Home(flat, offset, Piece(self.state_shapes[name], start, data))
+                found[name] = _Home(flat, offset, Shard(self.state_shapes[name], start, data))
         return found
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         homes, found = self.homes(), {}
         for name, parameter in self.model.named_parameters():
             if name in homes:
                 found[name] = homes[name].piece
             elif parameter.requires_grad:
-                found[name] = Piece(self.state_shapes[name], 0, torch.empty(0, device=self.accelerator.device))
+                found[name] = Shard(self.state_shapes[name], 0, torch.empty(0, device=self.accelerator.device))
             else:
                 found[name] = self.frozen_piece(name, parameter)
         return found
 
-    def frozen_piece(self, name: str, parameter: Any) -> Piece:
+    def frozen_piece(self, name: str, parameter: Any) -> Shard:
         """A parameter without gradient: whole, or under stage 3 this rank's run of it."""
         if self.stage != "zero3":
-            return Piece(self.state_shapes[name], 0, parameter.detach().view(-1))
+            return Shard(self.state_shapes[name], 0, parameter.detach().view(-1))
         length = parameter.ds_tensor.numel()
         start = dist.get_rank() * length
         kept = max(0, min(length, self.state_shapes[name].numel() - start))
-        return Piece(self.state_shapes[name], start if kept else 0, parameter.ds_tensor.detach()[:kept])
+        return Shard(self.state_shapes[name], start if kept else 0, parameter.ds_tensor.detach()[:kept])
 
-    def optimizer_pieces(self) -> dict[str, Piece]:
+    def optimizer_pieces(self) -> dict[str, Shard]:
         found = {}
         for name, (flat, offset, piece) in self.homes().items():
             for state, value in sorted(self.optimizer.state.get(flat, {}).items()):
@@ -214,7 +214,7 @@ class DeepSpeedZero(ShardedEngine):
                 found[f"{name}/{state}"] = self._state_run(value, offset, piece)
         return found
 
-    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Piece]:
+    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
         homes, room = self.homes(), {}
         for key in states:
             name, state = key.rsplit("/", 1)
@@ -229,10 +229,10 @@ class DeepSpeedZero(ShardedEngine):
         return room
 
     @staticmethod
-    def _state_run(value: torch.Tensor, offset: int, piece: Piece) -> Piece:
+    def _state_run(value: torch.Tensor, offset: int, piece: Shard) -> Shard:
         if not value.ndim:
-            return Piece(torch.Size([1]), 0, value.view(1))
-        return Piece(piece.shape, piece.start, value.narrow(0, offset, piece.data.numel()))
+            return Shard(torch.Size([1]), 0, value.view(1))
+        return Shard(piece.shape, piece.start, value.narrow(0, offset, piece.data.numel()))
 
     def refresh(self) -> None:
         if self.config.parallel.offload != "none":

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
-from course_lib.parallel.sharding import Piece
+from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
 from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
@@ -59,8 +59,8 @@ class TorchZero1(ShardedEngine):
     def refresh(self) -> None:
         pass  # the next forward reads what stands in the pieces
 
-    def pieces(self) -> dict[str, Piece]:
-        return {name: Piece(parameter.shape, 0, parameter.detach().view(-1))
+    def pieces(self) -> dict[str, Shard]:
+        return {name: Shard(parameter.shape, 0, parameter.detach().view(-1))
                 for name, parameter in self.model.named_parameters()}
 
     @property
@@ -108,7 +108,7 @@ class TorchFSDP(ShardedEngine):
     def refresh(self) -> None:
         pass  # the next forward gathers what stands in the pieces
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, Shard]:
         for unit in self.model.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # after a forward pass without backward the root is still gathered
@@ -118,11 +118,11 @@ class TorchFSDP(ShardedEngine):
             _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh,
                                                               parameter.placements)
             row = parameter.shape[1:].numel()
-            found[name] = Piece(parameter.shape, offset[0] * row if offset else 0,
+            found[name] = Shard(parameter.shape, offset[0] * row if offset else 0,
                                 parameter.detach().to_local().view(-1))
         return found
 
-    def state_piece(self, piece: Piece, value: torch.Tensor) -> Piece:
+    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
         return super().state_piece(piece, value.to_local() if isinstance(value, DTensor) else value)
 
 

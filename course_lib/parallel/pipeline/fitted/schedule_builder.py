@@ -9,7 +9,7 @@ from course_lib.parallel.pipeline.actions import Action, F, Schedule, W
 from course_lib.parallel.pipeline.simulation import Costs, ticks
 
 
-class Board:
+class ScheduleBuilder:
     """Each action is put as early as its rank and its input allow; times and bytes are whole numbers of small units.
 
     Args:

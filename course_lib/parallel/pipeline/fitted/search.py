@@ -20,7 +20,7 @@ NAMES = (*KINDS, *FITTED)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScheduleCandidate:
     """A table that was looked at.
 
     Attributes:
@@ -103,7 +103,7 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs:
 
 def search(ranks: int, microbatches: Sequence[int], costs: Costs, limit: Number | None = None,
            stages_per_rank: Sequence[int] = (2,), names: Sequence[str] = NAMES, measured_at: int | None = None,
-           overhead: Number = 0) -> list[Candidate]:
+           overhead: Number = 0) -> list[ScheduleCandidate]:
     """Simulate every table, and rank them: those that fit, the fastest first (of equals the one that
     holds least), then those that do not, and why.
 
@@ -137,14 +137,15 @@ def search(ranks: int, microbatches: Sequence[int], costs: Costs, limit: Number 
 
 
 def _examine(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, limit: Number | None,
-             size: Fraction) -> Candidate:
+             size: Fraction) -> ScheduleCandidate:
     try:
         timeline = simulate(build(name, ranks, microbatches, stages_per_rank, costs, limit), costs)
     except ConfigError as error:
-        return Candidate(name, microbatches, stages_per_rank, None, str(error))
+        return ScheduleCandidate(name, microbatches, stages_per_rank, None, str(error))
     peak = max(timeline.peak_bytes)
     problem = ""
     if limit is not None and peak > exact(limit):
         rank = timeline.peak_bytes.index(peak)
         problem = f"rank {rank} holds {float(peak):g} > {float(limit):g}"
-    return Candidate(name, microbatches, stages_per_rank, timeline, problem, timeline.makespan / (microbatches * size))
+    return ScheduleCandidate(name, microbatches, stages_per_rank, timeline, problem,
+                             timeline.makespan / (microbatches * size))

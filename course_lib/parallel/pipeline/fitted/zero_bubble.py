@@ -12,7 +12,7 @@ from itertools import product
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.pipeline.actions import F, I, Schedule, W, loop, v_shape
-from course_lib.parallel.pipeline.fitted.schedule_builder import Board
+from course_lib.parallel.pipeline.fitted.schedule_builder import ScheduleBuilder
 from course_lib.parallel.pipeline.simulation import Costs, Number, exact
 
 
@@ -28,12 +28,12 @@ def fit(ranks: int, microbatches: int, costs: Costs, limit: Number) -> Schedule:
     Raises:
         ConfigError: a rank cannot hold even one micro-batch.
     """
-    boards = [_fit(Board(loop(ranks), microbatches, costs, exact(limit)), *settings)
+    boards = [_fit(ScheduleBuilder(loop(ranks), microbatches, costs, exact(limit)), *settings)
               for settings in product((True, False), repeat=3)]
-    return min(boards, key=Board.longest).schedule("zb_auto")
+    return min(boards, key=ScheduleBuilder.longest).schedule("zb_auto")
 
 
-def _fit(board: Board, wait_for_first: bool, backward_first: bool, eager: bool) -> Board:
+def _fit(board: ScheduleBuilder, wait_for_first: bool, backward_first: bool, eager: bool) -> ScheduleBuilder:
     """One table: rounds of at most one forward and exactly one backward on every rank."""
     ranks = board.ranks
     _warm_up(board, wait_for_first)
@@ -53,7 +53,7 @@ def _fit(board: Board, wait_for_first: bool, backward_first: bool, eager: bool) 
     return board
 
 
-def _warm_up(board: Board, wait_for_first: bool) -> None:
+def _warm_up(board: ScheduleBuilder, wait_for_first: bool) -> None:
     """The first micro-batch down and up again, with further forwards while its gradient is on the way."""
     ranks, total = board.ranks, board.microbatches
     for rank in range(ranks):
@@ -80,7 +80,7 @@ def _warm_up(board: Board, wait_for_first: bool) -> None:
         board.put(rank, I)
 
 
-def _holds_back(board: Board, rank: int) -> bool:
+def _holds_back(board: ScheduleBuilder, rank: int) -> bool:
     """Whether a rank had better wait for the next gradient than begin a forward that the next rank cannot use yet."""
     if rank + 1 == board.ranks or board.done[rank, F] < board.done[rank + 1, F] + 2:
         return False
@@ -113,15 +113,16 @@ def fit_v(ranks: int, microbatches: int, costs: Costs, limit: Number | None = No
     most = 2 * ranks * costs.of("activation", 2 * ranks)[0] if limit is None else exact(limit)
     boards = []
     for settings in product((True, False), repeat=2):
-        boards.append(_fit_v(Board(v_shape(ranks), microbatches, costs, most), [0] * ranks, *settings))
+        boards.append(_fit_v(ScheduleBuilder(v_shape(ranks), microbatches, costs, most), [0] * ranks, *settings))
         worst = None
         while worst is None or max(boards[-1].waits) < worst:  # again, knowing how long each rank waits
             worst = max(boards[-1].waits)
-            boards.append(_fit_v(Board(v_shape(ranks), microbatches, costs, most), boards[-1].waits, *settings))
-    return min(boards, key=Board.longest).schedule("zbv_auto")
+            empty = ScheduleBuilder(v_shape(ranks), microbatches, costs, most)
+            boards.append(_fit_v(empty, boards[-1].waits, *settings))
+    return min(boards, key=ScheduleBuilder.longest).schedule("zbv_auto")
 
 
-def _fit_v(board: Board, expected: list[int], spill_forward: bool, spill_backward: bool) -> Board:
+def _fit_v(board: ScheduleBuilder, expected: list[int], spill_forward: bool, spill_backward: bool) -> ScheduleBuilder:
     """One attempt: rounds of at most one forward and exactly one backward on every rank.
 
     A micro-batch makes four laps: forward down and up the V, back down and up again as gradients.
@@ -151,7 +152,7 @@ def _fit_v(board: Board, expected: list[int], spill_forward: bool, spill_backwar
     return board
 
 
-def _next_forward(board: Board, down: int, up: int) -> int | None:
+def _next_forward(board: ScheduleBuilder, down: int, up: int) -> int | None:
     """Which of a rank's two stages goes forward next: the second if its input is there, else the first."""
     if not board.left(up, F):
         return None
@@ -162,7 +163,7 @@ def _next_forward(board: Board, down: int, up: int) -> int | None:
     return down if board.left(down, F) and (down == 0 or board.arrival(down, F) is not None) else None
 
 
-def _warm_up_v(board: Board) -> None:
+def _warm_up_v(board: ScheduleBuilder) -> None:
     """The first micro-batches down the V and up again, then more of both so that no rank has fewer than the one above.
     """
     ranks, total = board.ranks, board.microbatches
@@ -186,7 +187,7 @@ def _warm_up_v(board: Board) -> None:
             rising = not rising
 
 
-def _behind(board: Board, rank: int) -> bool:
+def _behind(board: ScheduleBuilder, rank: int) -> bool:
     """Whether a rank has fewer forwards than the one above it, or no more of the second stage."""
     last = board.stages - 1
     down, up = board.done[rank, F], board.done[last - rank, F]
@@ -225,7 +226,7 @@ def repeat(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     """
     block, activations = BLOCKS[name]
     limit = 2 * activations(ranks) * costs.of("activation", 2 * ranks)[0]
-    board = Board(v_shape(ranks), microbatches, costs, limit)
+    board = ScheduleBuilder(v_shape(ranks), microbatches, costs, limit)
     actions = []
     for rank in range(ranks):
         down, up = rank, 2 * ranks - 1 - rank
