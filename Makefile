@@ -20,14 +20,17 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
 # Tests and lessons that measure moments have the machine to themselves; three files of the others, which wait a lot, at a time.
-ALONE := $(addprefix tests/distributed/test_,meter.py pipeline_lab.py) \
+ALONE := tests/metering/test_meter.py tests/lessons/test_pipeline_lab.py \
     $(addprefix tests/notebooks/test_,01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
+# The folders with the longest files first, so that at the end nobody waits for one of them.
+FIRST := $(patsubst %,tests/%/,commands gpu cloud notebooks training)
+REST := $(filter-out $(FIRST),$(sort $(dir $(wildcard tests/*/test_*.py)))) $(wildcard tests/test_*.py)
 
 # Both groups run, whatever the first one finds.
 test: check  ## everything that needs no GPU: linters, types, all tests
 	$(BIN)/python tests/gpu_sim/build.py
 	@failed=0; set -x; \
-	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/cli tests/gpu tests/cloud tests/notebooks tests/distributed tests/grading tests/unit \
+	OMP_WAIT_POLICY=passive $(BIN)/pytest $(FIRST) $(REST) \
 	    $(ALONE:%=--ignore=%) -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25 || failed=$$?; \
 	$(BIN)/pytest $(ALONE) --durations 15 || failed=$$?; \
 	{ set +x; } 2>/dev/null; exit $$failed
@@ -39,11 +42,11 @@ long: setup  ## more cases of what `make test` shows
 	$(BIN)/pytest -m long
 
 # Files with slow tests alone are not imported either: importing is much of what the fast ones take.
-SLOW := $(shell grep -lE '^pytestmark = .*\bslow\b' tests/unit/*.py tests/cli/*.py)
+SLOW := tests/gpu tests/notebooks tests/cloud tests/grading $(shell grep -rlE '^pytestmark = .*\bslow\b' tests --include=*.py)
 
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check
-	OMP_WAIT_POLICY=passive $(BIN)/pytest tests/unit tests/cli $(SLOW:%=--ignore=%) -m "not slow" -n 2 --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/pytest tests $(SLOW:%=--ignore=%) -m "not slow" -n 2 --dist loadfile
 
 check: setup  ## ruff, import-linter and mypy
 	$(BIN)/ruff check

@@ -25,7 +25,7 @@ from course_lib.planning.plan import Plan
 from course_lib.writing import write_text
 
 HERE = Path(__file__).parent
-PUBLISHED = HERE.parent / "tests/unit/data/published.json"
+PUBLISHED = HERE.parent / "tests/planning/published.json"
 CALIBRATION = HERE.parent / "course_lib/planning/catalogue/calibration.yaml"
 
 

@@ -11,7 +11,7 @@ from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 from course_lib.training.engines import process_group
-from tests.distributed import tensor_cases as cases
+from tests.parallel import tensor_cases as cases
 
 pytestmark = pytest.mark.timeout(300)
 def ours(model, **options):

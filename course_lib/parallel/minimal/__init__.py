@@ -1,0 +1,1 @@
+"""Each parallelism at its shortest, one file each: what a lesson shows first, before the full one beside it."""

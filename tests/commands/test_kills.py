@@ -1,0 +1,80 @@
+"""Real runs, killed and gone on from: the trained model is that of a run that nothing happened to."""
+
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree
+from testing import fault_injection
+from testing.fault_injection import FaultCase
+from tests.commands.conftest import command, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The run of one process with all its checkpoints, and its digest."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert fault_injection.attempt(FaultCase("basic", "none", "none", 0), folder, [], save_total_limit=None) is None
+    return folder, fault_injection.digest(folder)
+
+
+def arguments(case, folder):
+    return [text for name, value in case.options(folder).items() for text in (f"--{name}", str(value))]
+
+
+@pytest.mark.timeout(200)
+def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undisturbed):
+    """By the very command that it was started with, as a scheduler repeats it."""
+    case, folder = FaultCase("basic", "SIGKILL", "saving", 0), tmp_path / "run"
+    train = ["train", *arguments(case, folder)]
+    process = subprocess.Popen(command(*train), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+    second = folder / checkpoint.name(2 * fault_injection.SAVE_STEPS)
+    end = time.monotonic() + 100
+    while not checkpoint.beside(folder, 3 * fault_injection.SAVE_STEPS).exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, "no checkpoint was begun"
+        time.sleep(0.001)
+    process.kill()
+    out, _ = process.communicate(timeout=20)
+    assert "beginning anew" in out
+    kept = {path.name for path in folder.iterdir()}
+    assert second.name in kept and ".checkpoint-000006.writing" in kept, "it was killed in the middle"
+    done = run(*train, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from {second} (step 4 of 10)" in done.stdout
+    assert fault_injection.digest(folder) == undisturbed[1]
+    assert not list(folder.glob(".checkpoint-*"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_killed_rank():
+    """benchmarks/reliability.py does all seven trainers, four faults and six phases."""
+    wanted = fault_injection.undisturbed("pipeline", 1)
+    result = fault_injection.broken(FaultCase("pipeline", "SIGKILL", "backward", 1), wanted)
+    assert result.struck and result.ending == "RankError" and not result.hung
+    assert result.lost == 0 and result.redone < fault_injection.SAVE_STEPS
+    assert result.finished and result.equal
+
+
+@pytest.mark.timeout(200)
+def test_a_wrong_resume_would_be_seen(undisturbed):
+    """A run that goes on from a checkpoint without the first moments: the comparison can fail."""
+    run_dir, wanted = undisturbed
+    for later in checkpoint.in_order(run_dir)[2:]:
+        shutil.rmtree(later)
+    folder = checkpoint.latest(run_dir)
+    assert folder.name == checkpoint.name(4)
+    state = safetensors_tree.load(folder / "optimizer.safetensors")
+    for kept in state["state"].values():
+        kept["exp_avg"].zero_()
+    safetensors_tree.save(state, folder / "optimizer.safetensors")
+    manifest.seal(folder)
+    assert fault_injection.attempt(FaultCase("basic", "none", "none", 0), run_dir, []) is None
+    assert fault_injection.digest(run_dir) != wanted

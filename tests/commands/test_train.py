@@ -1,0 +1,131 @@
+"""`train` and `evaluate` from end to end: what they leave behind, and which ranks they run on."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+from transformers import pipeline
+
+from course_lib import config_files
+from course_lib.training.checkpoints import checkpoint
+from tests.commands.conftest import QUICK, command, run
+
+pytestmark = pytest.mark.slow
+
+ACCELERATE = ("-m", "accelerate.commands.launch")
+TORCHRUN = ("-m", "torch.distributed.run")
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.timeout(300)
+def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_path):
+    code, out, _ = course("train", *QUICK, "--training-type", "basic", "--output_dir", tmp_path / "run")
+    assert code == 0 and "fine-tuned" in out and "majority class" in out and "TF-IDF" in out
+    folder = tmp_path / "run"
+    config = config_files.load([folder / "config.yaml"])
+    assert config.model.model == "tiny-bert" and config.run.max_steps == 6
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert any("eval.accuracy" in line for line in lines)
+    summary = summary_of(folder)
+    assert summary["training_type"] == "basic" and summary["world_size"] == 1 and summary["strategy"] == "single"
+    assert summary["cpu_kernels"] == "torch" and "fast CPU kernels" not in out
+    assert set(summary["eval"]) == {"split", "loss", "accuracy", "macro_f1", "rows"} and summary["eval"]["rows"] == 61
+    assert set(summary["baselines"]) == {"majority_class", "tfidf_logistic_regression"}
+    assert summary["train"]["steps"] == 6 and summary["train"]["samples"] == 24
+    assert summary["train"]["final_loss"] == lines[5]["loss"] and summary["train"]["samples_per_second"] > 0
+    assert len(summary["memory"]["peak_bytes"]) == 1 and summary["memory"]["peak_bytes"][0] > 10**8
+    assert {"torch", "transformers", "accelerate"} <= set(summary["versions"]) and "git_revision" in summary
+    answer = pipeline("text-classification", str(folder / "model"))("what a lovely day")[0]
+    assert answer["label"] in ("negative", "neutral", "positive")
+    card = (folder / "model" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["model-index"] and f"{summary['eval']['accuracy']:.4f}" in card
+
+    code, out, _ = course("evaluate", "--model", folder / "model", "--training_type", "basic", "--max_length", "32",
+                          "--max_eval_samples", "61", "--split", "test", "--json")
+    scores = json.loads(out.splitlines()[-1])
+    assert code == 0 and scores["accuracy"] == summary["eval"]["accuracy"]
+    assert scores["loss"] == pytest.approx(summary["eval"]["loss"], abs=1e-6)
+
+
+@pytest.mark.timeout(300)
+def test_causal_and_masked_language_models(course, tmp_path):
+    for task, model in (("causal_lm", "tiny-gpt2"), ("masked_lm", "tiny-bert")):
+        code, out, err = course("train", *QUICK, "--task", task, "--model", model, "--training_type", "basic",
+                                "--output_dir", tmp_path / task)
+        assert code == 0, err
+        scores = summary_of(tmp_path / task)["eval"]
+        assert scores["perplexity"] > 1 and "accuracy" not in scores and "perplexity" in out
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("launcher", "options", "env"), [
+    ((), ("--num_processes", "2"), {}),
+    ((*ACCELERATE, "--cpu", "--num_processes", "2"), (), {}),
+    pytest.param((*TORCHRUN, "--standalone", "--nproc_per_node", "2"), (), {"OMP_NUM_THREADS": "1"},
+                 marks=pytest.mark.long),
+], ids=["plainly", "accelerate-launch-that-starts-one", "torchrun"])
+def test_two_ranks_however_it_is_started(tmp_path, launcher, options, env):
+    done = run("train", *QUICK, "--output_dir", tmp_path, *options, launcher=launcher, **env)
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path)
+    assert summary["world_size"] == 2 and summary["strategy"] == "ddp" and len(summary["memory"]["peak_bytes"]) == 2
+    assert summary["train"]["samples"] == 48 and summary["train"]["global_batch_size"] == 8
+    assert summary["cpu_kernels"] == "fast" and "fast CPU kernels" in done.stdout
+    if "--cpu" in launcher:
+        assert "asked for 2 processes and started one" in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_fewer_ranks_than_asked_for_are_refused(tmp_path):
+    done = run("train", *QUICK, "--output_dir", tmp_path, "--num_processes", "3",
+               launcher=(*TORCHRUN, "--standalone", "--nproc_per_node", "2"), OMP_NUM_THREADS="1")
+    assert done.returncode != 0 and "num_processes is 3, and the launcher started 2" in done.stderr
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_ctrl_c_saves_and_exits_130_and_the_run_goes_on(tmp_path, ranks):
+    options = ("train", *QUICK, "--output_dir", tmp_path, "--max_steps", "2000", "--save_steps", "0",
+               "--num_processes", ranks, "--num_epochs", "1000", "--eval_steps", "0")
+    process = subprocess.Popen(command(*options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_lines(tmp_path / "metrics.jsonl", 5, process)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted at step" in err and "Traceback" not in err
+    saved = checkpoint.latest(tmp_path)
+    assert not psutil.wait_procs(below, timeout=10)[1], "a rank was left running"
+    step = json.loads((saved / "state.json").read_text())["state"]["step"]
+    done = run(*options, "--resume_from_checkpoint", "latest", "--max_steps", step + 3)
+    assert done.returncode == 0 and f"resumed from {saved}" in done.stdout
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if '"loss"' in line]
+    assert steps[: step + 3] == list(range(1, step + 4))
+
+
+def wait_for_lines(path, count, process):
+    end = time.monotonic() + 120
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end, "no step in two minutes"
+        time.sleep(0.1)
+
+
+def test_help_imports_nothing_heavy():
+    """What keeps it under 0.3 s; benchmarks/startup.py measures it."""
+    code = ("import sys; from course_lib import cli\n"
+            "try: cli.parse(['train', '--help'])\n"
+            "except SystemExit: print(*{'torch', 'numpy', 'transformers', 'pydantic', 'yaml'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--batch_size" in done.stdout and done.stdout.splitlines()[-1] == ""

@@ -1,0 +1,62 @@
+"""What `course train --watchdog` leaves when a rank stops or dies: one line, the reports, and no process."""
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from course_lib.errors import EXIT_HUNG
+from course_lib.hangs.watchdog import read_reports
+from tests.commands.conftest import QUICK, command
+
+pytestmark = pytest.mark.slow
+
+
+def ranks_of(process):
+    """The training processes below a launcher, by rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        environ = child.environ()
+        if "RANK" in environ:
+            found.setdefault(int(environ["RANK"]), child)
+    return found
+
+
+def is_alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("fault", "what", "seconds"), [
+    (signal.SIGSTOP, "is stopped", 2), pytest.param(signal.SIGKILL, "is gone", 60, marks=pytest.mark.long)])
+def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what, seconds):
+    options = command("train", *QUICK, "--max_steps", 100_000, "--save_steps", 0, "--eval_steps", 0, "--num_processes",
+                      2, "--watchdog", seconds, "--num_workers", 1, "--desync_check", "off", "--output_dir", tmp_path)
+    process = subprocess.Popen(options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log, shared = tmp_path / "metrics.jsonl", set(os.listdir("/dev/shm"))
+    while not log.exists() or len(log.read_text().splitlines()) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    ranks, below = ranks_of(process), psutil.Process(process.pid).children(recursive=True)
+    ranks[1].send_signal(fault)
+    end = time.monotonic() + 30
+    _, left = psutil.wait_procs(ranks.values(), timeout=30)
+    assert not left, "a stopped rank is ended, and a death is seen long before the watchdog's 60 seconds are over"
+    _, err = process.communicate()
+    line, = [line for line in err.splitlines() if line.startswith("watchdog: ")]
+    assert f"rank 1 {what}" in line and " #" in line and str(tmp_path / "hang") in line, err
+    assert process.returncode == EXIT_HUNG and "Traceback" not in err
+    while left := [child for child in below if is_alive(child)]:
+        assert time.monotonic() < end + 15, left  # a dead rank's worker looks for its parent every 5 seconds
+        time.sleep(0.1)
+    theirs = {str(child.pid) for child in below}  # other tests use that folder, too
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if theirs & set(name.split("_"))]
+    report, = read_reports(tmp_path / "hang")
+    assert report.rank == 0 and [verdict.rank for verdict in report.verdicts] == [1]
+    assert report.states[1].file and report.verdicts[0].file and report.verdicts[0].line

@@ -1,0 +1,119 @@
+"""The checks are checked: stubs earn nothing, solutions all, and every planted wrong answer loses what it should."""
+
+import os
+import time
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+
+from course_lib.errors import ConfigError
+from course_lib.grading import check as checking
+from course_lib.grading import selftest
+from course_lib.grading.check import check
+from course_lib.grading.tasks import TASKS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return selftest.table()
+
+
+def test_every_answer_goes_as_it_should(rows):
+    planted = Counter(row.task for row in rows if row.loses)
+    assert set(planted) == set(TASKS) and len(TASKS) == 43
+    assert min(planted.values()) >= 3 and sum(planted.values()) >= 230
+    assert len(rows) == 3 * len(TASKS) + sum(planted.values())
+    assert [row for row in rows if not row.holds] == []
+
+
+def test_every_property_is_shown_to_reject_something(rows):
+    """A property that no planted answer fails would be worth nothing."""
+    failed = {(row.task, name) for row in rows if row.loses for name in row.failed}
+    every = {(task.name, name) for task in TASKS.values() for name in task.properties}
+    assert len(every) > 130
+    assert every - failed == set()
+
+
+def test_stubs_and_idlers_earn_nothing_and_solutions_all(rows):
+    for row in rows:
+        if row.answer in ("stub", "does nothing"):
+            assert row.points == 0 and not row.loses
+        elif row.answer == "solution":
+            assert row.points == row.maximum > 0 and not row.failed
+        else:
+            assert row.points < row.maximum and row.loses in row.failed
+
+
+def blocking(model):
+    def send(parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    return lambda: None
+
+
+def test_what_a_learner_reads(capsys):
+    report = check("ddp.overlap", blocking)
+    said = capsys.readouterr().out
+    assert report.failed == ("does not block backward",) and report.points == 6
+    assert "ddp.overlap: 6 of 9 points" in said and "yes  mean gradient (3)" in said
+    assert "no   does not block backward (3)\n       expected on rank 0: no wait before backward" in said
+
+
+def hangs_on_rank_1(tensor):
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(tensor)
+
+
+def dies_on_rank_1(tensor):
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.all_reduce(tensor)
+
+
+def raises_on_rank_1(tensor):
+    if dist.get_rank() == 1:
+        raise ValueError("not today")
+    dist.all_reduce(tensor)
+
+
+def test_ranks_that_hang_die_or_raise_are_named(monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS_A_CASE", 3.0)
+    monkeypatch.setattr(checking, "_seconds", lambda jobs: 8.0)
+    report = check("ddp.ring", hangs_on_rank_1)
+    assert report.points == 0 and {each.rank for each in report.findings} == {1}
+    assert {each.found for each in report.findings} == {"still in the function when the time was over"}
+    report = check("ddp.ring", dies_on_rank_1)
+    assert report.points == 0 and "rank 1 exited with code 3" in report.findings[0].found
+    report = check("ddp.ring", raises_on_rank_1)
+    assert report.points == 0 and any("ValueError: not today" in each.found for each in report.findings)
+
+
+def test_a_function_of_a_notebook_cell_is_checked(capsys):
+    scope = {}
+    exec("def perplexity(loss_sum, tokens):\n    print('here')\n    return 1.0", scope)
+    assert check("evaluation.perplexity", scope["perplexity"]).points == 0
+    assert "here" in capsys.readouterr().out, "what it prints is shown"
+
+
+def test_an_unknown_exercise_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean `ddp.ring`"):
+        check("ddp.rings", print)
+
+
+def test_an_answer_that_goes_otherwise_makes_the_self_test_fail(monkeypatch, capsys):
+    """A planted answer that is as good as the solution: its row says so, and so does the exit code."""
+    task = TASKS["pipeline.bubble"]
+    harmless = selftest.Planted(task.name, "harmless", "1F1B", "return (ranks - 1)", "return (ranks + 0 - 1)")
+    assert selftest.report({task.name: task}) == 0
+    assert "1 exercises, 3 planted answers: all went as they should" in capsys.readouterr().out
+    monkeypatch.setattr(selftest, "planted", lambda folder: [harmless])
+    assert selftest.report({task.name: task}) == 1
+    out = capsys.readouterr().out
+    assert "NO, 1F1B" in out and "1 rows went otherwise than they should" in out

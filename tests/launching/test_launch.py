@@ -1,0 +1,444 @@
+"""The launcher: real ranks, labelled output, first causes, stacks of hung ranks, and nothing left running."""
+
+import atexit
+import datetime
+import gc
+import multiprocessing.forkserver
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import cloudpickle
+import nbformat
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from torch.distributed.rendezvous import rendezvous
+
+from course_lib.errors import ConfigError, LaunchError
+from course_lib.launching import forks, rank_process, supervisor
+from course_lib.launching.launch import RankError, RanksHung, launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """No process, descriptor or environment variable outlives a launch."""
+    before = environment(), len(os.listdir("/proc/self/fd"))
+    yield
+    # Python's resource tracker is one process for all spawned ones, as is the fork server, and stays.
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    below = [p for p in psutil.Process().children(recursive=True)
+             if "resource_tracker" not in " ".join(p.cmdline()) and p.pid != server]
+    assert not psutil.wait_procs(below, timeout=5)[1]
+    assert environment() == before[0]
+    assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
+
+
+@pytest.fixture(params=["fork", "forkserver"])
+def either(request, monkeypatch):
+    """The test runs with ranks that are forked from here, and with such from the fork server."""
+    monkeypatch.setattr(forks, "default_start_method", lambda: request.param)
+    if request.param == "fork":
+        yield
+        return
+    forks.serve()
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import all that tests do
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def environment():
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def add_up(value):
+    dist.init_process_group("gloo")
+    tensor = torch.full((3,), float(rank() + value))
+    dist.all_reduce(tensor)
+    return {"rank": rank(), "sum": tensor, "world": dist.get_world_size()}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
+def test_values_come_back_by_rank(num_processes):
+    results = launch(add_up, 10, num_processes=num_processes, timeout=60)
+    expected = sum(10.0 + r for r in range(num_processes))
+    assert [result["rank"] for result in results] == list(range(num_processes))
+    assert all(torch.equal(result["sum"], torch.full((3,), expected)) for result in results)
+    assert results[0]["world"] == num_processes
+
+
+@pytest.mark.usefixtures("either")
+def test_a_closure_and_the_callers_memory_after_it_used_its_cores():
+    torch.randn(400, 400) @ torch.randn(400, 400)
+    big = torch.arange(160_000).view(400, 400)
+    assert launch(lambda scale: int(big.sum()) * scale, scale=2) == [int(big.sum()) * 2] * 2
+
+
+def work_on_all_cores():
+    torch.set_num_threads(2)
+    return float((torch.ones(600, 600) @ torch.ones(600, 600)).mean())
+
+
+def collected():
+    return gc.get_freeze_count(), len(gc.get_objects())
+
+
+def test_a_rank_looks_for_garbage_in_what_it_makes_itself_alone():
+    (kept, own), = launch(collected, num_processes=1, timeout=60)
+    assert kept > 100_000 > own
+
+
+def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
+    """Without ending OpenMP's workers first, a forked rank waits for workers that it does not have."""
+    threads = torch.get_num_threads()
+    try:
+        work_on_all_cores()
+        assert launch(work_on_all_cores, num_processes=1, timeout=30) == [600.0]
+        assert launch(work_on_all_cores, num_processes=2, timeout=30) == [600.0, 600.0]
+        work_on_all_cores()
+        monkeypatch.setattr("course_lib.launching.forks.end_openmp_threads", lambda: None)
+        with pytest.raises(RanksHung):
+            launch(work_on_all_cores, num_processes=1, timeout=4)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("either")
+def test_accelerate_finds_the_ranks():
+    def look():
+        state, accelerator = PartialState(), Accelerator()
+        return state.num_processes, accelerator.num_processes, accelerator.process_index, str(accelerator.device.type)
+
+    Accelerator()  # one in the notebook itself does not stand in the way
+    try:
+        assert launch(look) == [(2, 2, 0, "cpu"), (2, 2, 1, "cpu")]
+        assert PartialState._shared_state  # and stays
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("either")
+def test_cores_are_shared_out(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch(torch.get_num_threads) == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+
+
+def look_for_the_store():
+    """Rank 1 never looks, and rank 0 does not wait for it."""
+    if rank() == 0:
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
+        store.set("key", "found")
+        return store.get("key")
+
+
+@pytest.mark.usefixtures("either")
+def test_the_ranks_store_is_not_on_one_of_them():
+    assert launch(look_for_the_store) == [b"found", None]
+
+
+def talk():
+    for i in range(20):
+        print("line", i, "of", rank(), flush=True)
+        time.sleep(0.002)
+    sys.stderr.write("a warning\n")
+    os.system("echo from a shell")
+    print("no newline", end="")
+
+
+@pytest.mark.usefixtures("either")
+def test_output_is_labelled_line_by_line(capsys):
+    launch(talk)
+    lines = capsys.readouterr().out.splitlines()
+    for r in (0, 1):
+        mine = [line.removeprefix(f"[rank {r}] ") for line in lines if line.startswith(f"[rank {r}] ")]
+        assert [line for line in mine if line.startswith("line")] == [f"line {i} of {r}" for i in range(20)]
+        assert {"a warning", "from a shell", "no newline"} <= set(mine)
+    assert all(re.match(r"\[rank [01]\] ", line) for line in lines), "something came without its label"
+
+
+def test_output_can_be_dropped(capsys):
+    launch(talk, stream=False)
+    assert capsys.readouterr().out == ""
+
+
+def fail_on_one():
+    dist.init_process_group("gloo")
+    if rank() == 1:
+        raise ValueError("bad luck on this rank")
+    dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.usefixtures("either")
+def test_the_first_cause_is_raised_at_once_with_its_traceback():
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        launch(fail_on_one, timeout=60)
+    assert time.monotonic() - start < 15
+    assert error.value.rank == 1 and isinstance(error.value.cause, ValueError)
+    assert "rank 1 raised ValueError: bad luck on this rank" in str(error.value)
+    assert "in fail_on_one" in str(error.value)
+
+
+@pytest.mark.usefixtures("either")
+def test_a_users_mistake_is_raised_as_it_was():
+    def wrong():
+        raise ConfigError("batch_size is 0", "use 1")
+
+    with pytest.raises(ConfigError, match="batch_size is 0: use 1"):
+        launch(wrong)
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize(("end", "told"), [
+    (lambda: os._exit(7), "rank 1 exited with code 7"),
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL"),
+])
+def test_a_rank_that_dies_is_named(end, told):
+    def die():
+        if rank() == 1:
+            end()
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=told):
+        launch(die, timeout=60)
+    assert time.monotonic() - start < 15
+
+
+def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(monkeypatch):
+    looking, told = threading.Event(), threading.Event()
+    says = supervisor.RankSupervisor.launcher_says
+
+    def launcher_says(self, error):
+        assert looking.wait(20)
+        says(self, error)
+        told.set()
+
+    def too_late(self, rank):
+        looking.set()
+        assert told.wait(20)
+        return "died"
+
+    monkeypatch.setattr(supervisor.RankSupervisor, "launcher_says", launcher_says)
+    monkeypatch.setattr(supervisor.RankSupervisor, "_how_it_died", too_late)
+    with pytest.raises(RankError, match="rank 0 exited with code 7 before the function returned"):
+        launch(lambda: os._exit(7), num_processes=1, timeout=60)
+
+
+def wait_for_the_other():
+    dist.init_process_group("gloo")
+    subprocess.Popen(["sleep", "300"])  # a child of the rank, which has to go with it
+    if rank() == 0:
+        dist.all_reduce(torch.zeros(1))
+    time.sleep(300)
+
+
+@pytest.mark.usefixtures("either")
+def test_a_hang_ends_with_every_ranks_stack():
+    with pytest.raises(RanksHung) as error:
+        launch(wait_for_the_other, timeout=4)
+    assert set(error.value.stacks) == {0, 1}
+    assert all("wait_for_the_other" in stack for stack in error.value.stacks.values())
+    assert "all_reduce" in error.value.stacks[0] and "all_reduce" not in error.value.stacks[1]
+    assert "rank_process.py" not in str(error.value)
+
+
+@pytest.mark.parametrize("stuck", [{0, 1}, {1}])
+def test_ranks_that_hang_before_they_have_started_are_ended_too(monkeypatch, stuck):
+    leave = rank_process._leave_caller
+
+    def hang():
+        if rank() in stuck:
+            time.sleep(300)
+        leave()
+
+    monkeypatch.setattr(rank_process, "_leave_caller", hang)
+    start = time.monotonic()
+    with pytest.raises(RanksHung) as error:
+        launch(rank, timeout=3)
+    assert time.monotonic() - start < 30
+    assert {r for r in (0, 1) if "it had not started" in error.value.stacks[r]} == stuck
+
+
+def test_ranks_that_have_returned_and_do_not_end_are_ended_and_told(monkeypatch):
+    monkeypatch.setattr(supervisor, "EXIT_SECONDS", 3.0)
+
+    def linger():
+        atexit.register(time.sleep, 300) if rank() == 1 else None
+        return rank()
+
+    start = time.monotonic()
+    with pytest.warns(RuntimeWarning, match=r"rank 1 returned, did not end within 3 s(.|\n)*rank_process.py"):
+        assert launch(linger, timeout=20) == [0, 1]
+    assert time.monotonic() - start < 15
+
+
+@pytest.mark.usefixtures("either")
+def test_what_cannot_be_returned_is_named():
+    with pytest.raises(LaunchError, match=r"rank \d returned a generator"):
+        launch(lambda: (i for i in range(3)))
+
+
+def test_a_reader_that_goes_away_ends_the_ranks():
+    code = ("from course_lib.launching.launch import launch\n"
+            "def talk():\n"
+            "    while True: print('x' * 1000)\n"
+            "launch(talk, timeout=60)")
+    shell = f"{sys.executable} -c {shlex.quote(code)} | head -n 3"
+    start = time.monotonic()
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=50, check=False)
+    assert done.stdout.count("\n") == 3 and "BrokenPipeError" in done.stderr and time.monotonic() - start < 45
+
+
+@pytest.mark.usefixtures("either")
+def test_it_serves_again_after_failures():
+    for _ in range(3):
+        with pytest.raises(RankError):
+            launch(lambda: 1 / 0)
+        assert launch(rank) == [0, 1]
+
+
+def test_what_cannot_be_started_is_refused(monkeypatch):
+    with pytest.raises(LaunchError, match="num_processes is 0"):
+        launch(rank, num_processes=0)
+    with pytest.raises(LaunchError, match="asked for 2 ranks on GPUs, and there are 0"):
+        launch(rank, device="cuda")
+    with pytest.raises(LaunchError, match=r"this process is rank \d of a launch already"):
+        launch(lambda: launch(rank))
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(LaunchError, match="WSL"):
+        launch(rank)
+
+
+# A script without `if __name__ == "__main__"`, whose ranks get a class of its own.
+CALLER = """
+import os, sys, time
+from course_lib.launching.launch import launch
+
+class Mine:
+    pass
+
+def talk(mine):
+    return isinstance(mine, Mine), os.environ["TOLD"], os.getcwd(), Mine()
+
+def wait():
+    print("waits", flush=True)
+    time.sleep(200)
+
+if sys.argv[2:]:
+    for folder in sys.argv[2:]:
+        os.environ["TOLD"] = folder
+        os.chdir(folder)
+        for mine, told, here, back in launch(talk, Mine(), start_method=sys.argv[1], timeout=60):
+            assert mine and told == here == folder and type(back) is Mine
+    print("done")
+else:
+    launch(wait, start_method=sys.argv[1], timeout=200)
+"""
+
+
+def test_a_script_and_what_it_changes_between_launches(tmp_path):
+    script, folders = tmp_path / "script.py", [tmp_path / "a", tmp_path / "b"]
+    script.write_text(CALLER)
+    for folder in folders:
+        folder.mkdir()
+    done = subprocess.run([sys.executable, str(script), "forkserver", *map(str, folders)], capture_output=True,
+                          text=True, timeout=80)
+    assert done.stdout == "done\n", done.stderr
+
+
+def ended(number):
+    """Exit code of a caller that gets a signal while its ranks wait, and what of its processes is left."""
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, "forkserver"], stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True)
+    for _ in range(2):
+        assert caller.stdout.readline().startswith("[rank")
+    below = psutil.Process(caller.pid).children(recursive=True)
+    assert len(below) == 4, "two ranks, the fork server and Python's resource tracker"
+    caller.send_signal(number)
+    told = caller.communicate(timeout=60)[1]
+    _, left = psutil.wait_procs(below, timeout=20)
+    for process in left:
+        process.kill()
+    return caller.returncode, left, "KeyboardInterrupt" in told
+
+
+@pytest.mark.timeout(200)
+def test_nothing_outlives_a_caller_that_is_killed_or_interrupted():
+    signals = [signal.SIGKILL, signal.SIGINT]
+    with ThreadPoolExecutor(2) as side_by_side:
+        found = dict(zip(signals, side_by_side.map(ended, signals), strict=True))
+    assert found == {number: (-number, [], number == signal.SIGINT) for number in signals}
+
+
+def test_what_cannot_be_sent_is_refused():
+    lock = threading.Lock()
+    with pytest.raises(LaunchError, match=r"cannot be sent to a new process \(cannot pickle '_thread.lock' object\)"):
+        launch(lambda: lock, start_method="forkserver")
+    with pytest.raises(LaunchError, match="unknown start_method 'thread': leave it out, or use fork, forkserver or sp"):
+        launch(rank, start_method="thread")
+    with pytest.raises(LaunchError, match="asked for 81 ranks, and a fork server starts 80 at most"):
+        launch(rank, num_processes=81, start_method="forkserver")
+
+
+def test_where_the_fork_server_cannot_serve_ranks_are_spawned_and_a_line_says_so(monkeypatch, capsys):
+    """As where something that it imports has used a GPU."""
+    monkeypatch.setattr(forks, "_proven", set())
+    monkeypatch.setattr(forks, "accelerators", lambda: 1)
+    monkeypatch.setattr(forks, "_prove", os.close)  # fails, with a Connection for an argument
+    assert forks.default_start_method() == "spawn"
+    assert capsys.readouterr().out == ("a process of the fork server cannot train (it died): the ranks are spawned, "
+                                       "which takes some seconds each\n")
+
+
+def random_numbers():
+    return torch.rand(2).tolist(), torch.get_num_threads()
+
+
+@pytest.mark.usefixtures("either")
+def test_ranks_begin_with_the_callers_random_state_and_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        torch.set_num_threads(3)
+        torch.manual_seed(11)
+        assert launch(random_numbers) == [random_numbers()] * 2
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+
+
+def test_spawned_ranks():
+    assert [result["rank"] for result in launch(add_up, 1, start_method="spawn", timeout=80)] == [0, 1]
+
+
+def test_from_a_notebook_cell(tmp_path):
+    cells = ["import os\nfrom course_lib.launching.launch import launch\nimport torch",
+             "factor = 3\ndef work(x):\n    print('working')\n    return int(os.environ['RANK']) + factor * x",
+             "print(launch(work, 2))",
+             "def bad():\n    raise KeyError('missing')\ntry:\n    launch(bad)\nexcept Exception as error:\n"
+             "    print(type(error).__name__, error)"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    subprocess.run([sys.executable, "-m", "papermill", tmp_path / "in.ipynb", tmp_path / "out.ipynb"], check=True)
+    cells = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells
+    text = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    assert "[rank 0] working\n" in text and "[rank 1] working\n" in text and "[6, 7]" in text
+    assert "RankError rank" in text and "KeyError: 'missing'" in text
+    assert "CUDA" not in text and "Launching" not in text

@@ -1,0 +1,124 @@
+"""The hang lab: every fault looks as it is said to, its tool names the culprit, and its cure works, on real ranks."""
+
+import math
+import re
+import statistics
+
+import pytest
+
+from course_lib.launching.launch import RanksHung
+from course_lib.lessons.faults import lab
+from course_lib.lessons.faults.tools import TORCH_RECORDER, WATCHDOG
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+
+RANKS = 3
+LEFT_WAITING = r"Timed out waiting 1000ms|Connection (closed|reset)|was still waiting"
+NO_KEY = r"keys: \S+/1$|was still waiting"
+LOOKS = {
+    "mismatched collectives": [LEFT_WAITING] * 3,
+    "skipped step": [LEFT_WAITING, r"returned \[0\.0, 3\.0, 7\.0\]", LEFT_WAITING],
+    "different shapes": [r"."] * 3,  # it depends on which message comes first
+    "different dtypes": [r"returned 256\.00", r"returned \d{10}", r"returned 256\.00"],
+    "shorter data loader": [LEFT_WAITING, "returned 3", LEFT_WAITING],
+    "dead rank": [LEFT_WAITING, "was killed by SIGKILL", LEFT_WAITING],
+    "stopped rank": [LEFT_WAITING, "was still waiting", LEFT_WAITING],
+    "wrong port": [NO_KEY, r"was still waiting|trying to connect to \(127\.0\.0\.1, 1\)", NO_KEY],
+    "wrong address": [NO_KEY, r"was still waiting|trying to connect to \(192\.0\.2\.1", NO_KEY],
+    "deadlocked pipeline": [r"was still in `send`, called at scenarios\.py:\d+"] * 3,
+    "straggler": [r"returned"] * 3,
+    "NaN on one rank": [r"returned \[\d\.\d+, \d\.\d+, nan, nan\]"] * 3,
+    "diverging parameters": [r"returned"] * 3,
+    "out of memory": ["was still waiting", r"can't allocate memory: you tried to allocate 536870912 bytes",
+                      "was still waiting"],
+    "full disk": [r"raised RuntimeError: .*unexpected pos", "was still waiting", "was still waiting"],
+}
+CURED = {
+    "mismatched collectives": 3.0,
+    "skipped step": [0.0, 3.0, 4.0, 9.0],
+    "different shapes": 14.0,
+    "different dtypes": 384.0,
+    "shorter data loader": 3,
+    "dead rank": 2,  # the second start does the two steps that were left
+    "stopped rank": [0.0, 3.0, 6.0, 9.0],
+    "wrong port": 3,
+    "wrong address": 3,
+    "out of memory": 3.0,
+}
+
+
+def check_shapes(broken, fixed):
+    assert broken.values != (CURED["different shapes"],) * RANKS
+
+
+def check_pipeline(broken, fixed):
+    assert isinstance(broken.error, RanksHung) and not broken.reporters, "nobody says anything"
+    assert fixed.values == ([1.0], [0.0, 2.0], [1.0])
+
+
+def check_straggler(broken, fixed):
+    """Its steps are no slower than anybody's, and it waits least; dealt out, all compute alike."""
+    computing, waiting = ([statistics.median(step[i] for step in steps) for steps in broken.values] for i in (0, 1))
+    assert computing[1] > 3 * computing[0] and waiting[1] < min(waiting[0], waiting[2])
+    dealt = [statistics.median(step[0] for step in steps) for steps in fixed.values]
+    assert max(dealt) < max(computing) and max(dealt) / min(dealt) < computing[1] / computing[0]
+
+
+def check_nan(broken, fixed):
+    losses = fixed.values[0]
+    assert fixed.values == (losses,) * RANKS and len(losses) == 3 and all(map(math.isfinite, losses))
+    assert losses[:2] == broken.values[0][:2], "up to the hole they are the same run"
+
+
+def check_diverging(broken, fixed):
+    weights = [value["weight"] for value in broken.values]
+    losses = broken.values[0]["losses"]
+    assert weights[0] == weights[2] != weights[1] and losses[0] > losses[-1], "and yet the loss falls"
+    assert fixed.values == (fixed.values[0],) * RANKS
+
+
+def check_disk(broken, fixed):
+    assert fixed.values[0].startswith("step-1.pt holds 4; step 2 was not saved")
+    assert fixed.values == (fixed.values[0],) * RANKS
+
+
+CHECKS = {"different shapes": check_shapes, "deadlocked pipeline": check_pipeline, "straggler": check_straggler,
+          "NaN on one rank": check_nan, "diverging parameters": check_diverging, "full disk": check_disk}
+
+
+def test_the_list_is_complete():
+    assert len(lab.SCENARIOS) == len(LOOKS) == 15 and lab.SCENARIOS.keys() == LOOKS.keys()
+    assert CURED.keys() | CHECKS.keys() == LOOKS.keys()
+    assert len({scenario.tool.name for scenario in lab.SCENARIOS.values()}) == 8
+
+
+@pytest.fixture(scope="module", params=LOOKS)
+def trial(request):
+    return request.param, lab.trial(lab.SCENARIOS[request.param], RANKS)
+
+
+def test_broken_inspected_fixed(trial):
+    name, trial = trial
+    broken, fixed = trial.broken, trial.fixed
+    for said, look in zip(broken.said, LOOKS[name], strict=True):
+        assert re.search(look, said.splitlines()[0]), said
+    assert trial.named == lab.SCENARIOS[name].culprits
+    assert fixed.error is None and not fixed.reports and None not in fixed.values
+    assert fixed.starts == (2 if name == "dead rank" else 1)
+    if name in CURED:
+        assert fixed.values == (CURED[name],) * RANKS != broken.values
+    CHECKS.get(name, lambda *outcomes: None)(broken, fixed)
+
+
+def test_of_two_ranks_each_is_the_others_only_suspect():
+    scenario = lab.SCENARIOS["different dtypes"]
+    assert scenario.tool.named(lab.run(scenario, 2, "inspected")) == {0, 1}
+
+
+def test_torchs_recorder_and_the_watchdogs_agree():
+    scenario = lab.SCENARIOS["shorter data loader"]
+    watched, recorded = (lab.run(scenario, RANKS, "inspected", tool) for tool in (WATCHDOG, TORCH_RECORDER))
+    assert WATCHDOG.named(watched) == TORCH_RECORDER.named(recorded) == {1}
+    assert [state.sequence for state in watched.reports[0].states] == [4, 3, 4]
+    assert [entries[-1]["collective_seq_id"] for entries in recorded.records] == [4, 3, 4]
+    assert TORCH_RECORDER.named(lab.run(scenario, RANKS, "fixed")) == set(), "where nobody records"

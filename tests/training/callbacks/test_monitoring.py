@@ -1,0 +1,140 @@
+"""The monitors on real ranks: each rank's own memory, the share of communication, traces, and alerts said once."""
+
+import json
+from unittest import mock
+
+import pandas as pd
+import pytest
+import torch
+
+from course_lib.config import build
+from course_lib.errors import DataError
+from course_lib.launching.launch import launch
+from course_lib.training import run as runs
+from course_lib.training.callbacks import Callback
+from course_lib.training.callbacks.monitoring import (
+    CommunicationMonitor,
+    MemoryMonitor,
+    Profiler,
+    monitors,
+    profile_table,
+    summary,
+)
+from course_lib.training.engines.base import Engine
+
+pytestmark = pytest.mark.slow
+
+QUICK = {"model": "tiny-gpt2", "max_train_samples": 64, "max_eval_samples": 8, "max_length": 32, "max_steps": 8,
+         "logging_steps": 4, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
+         "baselines": False, "batch_size": 4, "tracker": "none", "keep_best": False}
+BALLAST_MIB = 400
+
+
+class HoldsMore(Callback):
+    """Rank 1 holds some hundred MiB that rank 0 does not, from step 4 on."""
+
+    def on_step_end(self, trainer):
+        if trainer.rank == 1 and trainer.state.step == 4:
+            self.held = torch.ones(BALLAST_MIB * 2**18)
+
+
+class GradientBytes(Callback):
+    """Adds up what an all-reduce of all gradients carries."""
+
+    def on_train_end(self, trainer):
+        self.bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
+
+
+def train_all(folder: str) -> dict:
+    """Runs one after another on two ranks; gives what each rank's monitors kept."""
+    found = {}
+
+    def train(name, callbacks=(), **options):
+        with mock.patch.object(Engine, "close", Engine.barrier):
+            summary = runs.train(build(QUICK | {"output_dir": f"{folder}/{name}"} | options), callbacks)
+        return summary["train"]["final_loss"]
+
+    sizes = GradientBytes()
+    found["plain"] = train("plain", [sizes])
+    found["gradient bytes"] = sizes.bytes
+    memory = MemoryMonitor(every=2, alert=0.999, imbalance=1.2)
+    found["held"] = train("held", [HoldsMore(), memory])
+    found["alerts"] = memory.alerts
+    tight = MemoryMonitor(every=4, alert=1e-4, imbalance=100.0)
+    found["tight loss"] = train("tight", [tight])
+    found["tight"] = tight.alerts
+    found["all"] = train("all", memory_steps=4, communication_steps=3, profile_steps=2, profile_wait=1)
+    train("pipeline", communication_steps=4, training_type="pipeline")
+    train("too short", [Profiler(wait=20)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("monitored")
+    return folder, launch(train_all, str(folder), num_processes=2, timeout=150)
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_holds_more_is_seen_and_said_once(trained):
+    folder, (first, second) = trained
+    table = pd.read_csv(folder / "held" / "monitor" / "memory.csv").pivot(index="step", columns="rank", values="mib")
+    assert list(table.index) == [2, 4, 6, 8]
+    apart = table[1] - table[0]
+    assert apart[6] - apart[2] == pytest.approx(BALLAST_MIB, rel=0.2)
+    assert first["alerts"] == second["alerts"] and len(first["alerts"]) == 1
+    assert first["alerts"][0]["step"] in (4, 6) and first["alerts"][0]["alert"].startswith("rank 1 holds")
+    assert pd.read_csv(folder / "held" / "monitor" / "alerts.csv")["alert"].tolist() == [first["alerts"][0]["alert"]]
+
+
+@pytest.mark.timeout(180)
+def test_a_threshold_is_reported_for_each_rank_once(trained):
+    alerts = trained[1][0]["tight"]
+    assert [each["alert"][:12] for each in alerts] == ["rank 0 holds", "rank 1 holds"]
+    assert all(each["step"] == 4 and "the threshold is 0%" in each["alert"] for each in alerts)
+
+
+@pytest.mark.timeout(180)
+def test_the_share_of_communication_is_metered_on_every_rank_and_nothing_is_changed(trained):
+    folder, (first, _) = trained
+    table = pd.read_csv(folder / "all" / "monitor" / "communication.csv")
+    assert table[["step", "rank"]].to_numpy().tolist() == [[3, 0], [3, 1], [6, 0], [6, 1]]
+    assert table["communication"].between(1e-4, 1).all() and (table["exposed"] <= table["communication"]).all()
+    assert table["mb_sent"].tolist() == pytest.approx([first["gradient bytes"] / 1e6] * 4, rel=0.01), (
+        "an all-reduce on two ranks sends each gradient once")
+    assert first["all"] == first["plain"] == first["held"], "watching leaves the training as it is"
+    piped = pd.read_csv(folder / "pipeline" / "monitor" / "communication.csv")
+    assert len(piped) == 4 and (piped["mb_sent"] > 0).all()
+
+
+@pytest.mark.timeout(180)
+def test_each_rank_leaves_a_trace_and_a_table_of_operators(trained):
+    folder = trained[0]
+    for rank in (0, 1):
+        (trace,) = (folder / "all" / "monitor").glob(f"rank-{rank}.*.pt.trace.json")
+        names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert {"aten::addmm", "ProfilerStep#2", "ProfilerStep#3"} <= names and "ProfilerStep#1" not in names
+        assert any("allreduce" in name or "all_reduce" in name for name in names)
+        table = profile_table(folder / "all", rank, rows=5)
+        assert len(table) == 5 and table["share"].is_monotonic_decreasing and 0 < table["share"].sum() <= 1
+    assert not list((folder / "too short").glob("monitor/*.json"))
+    with pytest.raises(DataError, match="train with --profile_steps"):
+        profile_table(folder / "too short")
+
+
+@pytest.mark.timeout(180)
+def test_the_summary_has_a_row_a_rank(trained):
+    table = summary(trained[0] / "all")
+    assert list(table.index) == [0, 1] and table.index.name == "rank"
+    assert list(table.columns) == ["memory_mib", "memory_share", "seconds", "communication", "exposed", "mb_sent"]
+    with pytest.raises(DataError, match="no monitor has kept anything"):
+        summary(trained[0] / "plain")
+
+
+def test_the_config_switches_them_on():
+    assert monitors(build(QUICK)) == []
+    memory, communication, profiler = monitors(build({"memory_steps": 5, "memory_alert": 0.5, "imbalance_alert": 2,
+                                                      "communication_steps": 7, "profile_steps": 3}))
+    assert isinstance(memory, MemoryMonitor) and isinstance(profiler, Profiler)
+    assert (memory.every, memory.alert, memory.imbalance) == (5, 0.5, 2)
+    assert isinstance(communication, CommunicationMonitor) and communication.every == 7

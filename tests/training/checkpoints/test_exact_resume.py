@@ -1,0 +1,539 @@
+"""Going on from a checkpoint is as if nothing had happened: state equal to the bit, the same rows, each once."""
+
+import dataclasses
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from course_lib import modeling
+from course_lib.config import build
+from course_lib.data import DataConnector, DataProcessor
+from course_lib.errors import CheckpointError, ConfigError, TrainingInterrupted
+from course_lib.launching.launch import RankError, launch
+from course_lib.launching.seeding import rng_state, seed_everything
+from course_lib.modeling import presets
+from course_lib.parallel.sharding import Shard
+from course_lib.training.callbacks import Callback
+from course_lib.training.checkpoints import (
+    async_save,
+    checkpoint,
+    formats,
+    manifest,
+    resuming,
+    run_folder,
+    safetensors_tree,
+    sharded,
+)
+from course_lib.training.state import TrainState
+from course_lib.training.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+
+# 22 rows in global batches of 4: six steps an epoch, the last with two rows.
+BASE = {"dataset": "tweets", "max_train_samples": 22, "max_eval_samples": 8, "max_length": 24, "model": "tiny-bert",
+        "training_type": "basic", "batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 14,
+        "learning_rate": 1e-2, "warmup_steps": 3, "logging_steps": 4, "eval_steps": 4, "best_metric": "loss",
+        "save_steps": 3, "save_total_limit": None, "early_stopping_patience": 50, "progress_bar": False,
+        "device": "cpu", "mixed_precision": "no", "tracker": "none"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_models():
+    """The presets with one narrow layer and few words, for which one thread is enough."""
+    small = {name: dataclasses.replace(preset, sizes={**preset.sizes, "num_hidden_layers": 1, "hidden_size": 16,
+                                                      **({"intermediate_size": 32} if name != "tiny-gpt2" else {})})
+             for name, preset in presets.TINY.items()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with mock.patch.dict(presets.TINY, small), mock.patch.object(presets, "VOCABULARY_SIZE", 300):
+        yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def data_of(data, model, seed):
+    text = DataConnector(data, seed).load()
+    loaded = load(model, data, seed, text)
+    processor = DataProcessor(data, loaded.tokenizer, max_positions=loaded.max_positions)
+    return text, processor, processor.process(text)
+
+
+def load(model, data, seed, text):
+    return modeling.load(model, data.task, label_names=text.label_names, texts=text.splits["train"]["text"],
+                         seed=seed, max_length=data.max_length)
+
+
+class Crash(Exception):
+    """What ends a run without a word."""
+
+
+class Recorder(Callback):
+    """Keeps rows and random draws of each step, the whole state at each save and where the run began; may crash it."""
+
+    def __init__(self, crash_at=None):
+        self.crash_at, self.steps, self.draws, self.saved, self.begun = crash_at, {}, {}, {}, None
+
+    def on_train_begin(self, trainer):
+        self.begun = snapshot(trainer)
+        rows = {tuple(ids): row for row, ids in enumerate(trainer.data.splits["train"]["input_ids"])}
+        train_step = trainer.train_step
+
+        def watched(micro_batches):
+            self.steps[trainer.state.step + 1] = [
+                rows.get(tuple(ids[mask.bool()].tolist()), tuple(ids.tolist()))  # a masked row is its own name
+                for batch in micro_batches for ids, mask, label in zip(batch["input_ids"], batch["attention_mask"],
+                                                                       batch["labels"], strict=True)
+                if (label != -100).any()]
+            return train_step(micro_batches)
+
+        trainer.train_step = watched
+
+    def on_step_end(self, trainer):
+        self.draws[trainer.state.step] = random.random(), np.random.rand(), torch.rand(()).item()
+        if trainer.state.step == self.crash_at:
+            raise Crash
+
+    def on_save(self, trainer, folder):
+        self.saved[trainer.state.step] = snapshot(trainer)
+
+
+def snapshot(trainer):
+    """All that makes up a run, by item, on this rank; tensors as lists of their bits."""
+    tree = {"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state(),
+            "random": rng_state(trainer.device),
+            "state": {k: v for k, v in trainer.state.as_dict().items() if k not in ("seconds", "max_steps")},
+            "rates": [group["lr"] for group in trainer.optimizer.param_groups],
+            "best weights": safetensors_tree.load(trainer.best_file) if trainer.state.best_step else {}}
+    over, tree["state"]["step_in_epoch"] = divmod(trainer.state.step_in_epoch, trainer.state.steps_per_epoch)
+    tree["state"]["epoch"] += over  # the end of an epoch is the beginning of the next
+    if trainer.config.parallel.strategy == "ddp" and trainer.config.run.training_type != "pipeline":
+        tree |= {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()["state"]}
+    else:
+        tree["pieces"] = {name: (piece.start, piece.data) for name, piece in trainer.engine.tensors().items()}
+    return dict(leaves(tree, ""))
+
+
+def leaves(node, where):
+    if isinstance(node, torch.Tensor):
+        yield where, (str(node.dtype), node.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from leaves(value, f"{where}/{key}")
+    elif isinstance(node, list | tuple):
+        for i, value in enumerate(node):
+            yield from leaves(value, f"{where}/{i}")
+    else:
+        yield where, repr(node)
+
+
+def differing(found, wanted):
+    """Names of the items of two snapshots that are not equal to the bit."""
+    return [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+
+
+def trainer_of(folder, recorder, **options):
+    config = build(BASE | {"output_dir": str(folder)} | options)
+    text, processor, data = data_of(config.data, config.model, config.run.seed)
+    seed_everything(config.run.seed)
+    loaded = load(config.model, config.data, config.run.seed, text)
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(config, loaded, data, processor, [recorder])
+    if config.run.training_type == "basic":
+        # fp16's scaler has no use on a CPU; here it scales fp32, and doubles every second step.
+        trainer.engine.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    return trainer
+
+
+def run(folder, crash_at=None, **options):
+    """A run until its end or its crash; gives what was recorded, and the end."""
+    recorder = Recorder(crash_at)
+    trainer = trainer_of(folder, recorder, **options)
+    try:
+        trainer.train()
+    except Crash:
+        return recorder, None
+    return recorder, snapshot(trainer)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return folder, *run(folder)
+
+
+def test_the_rows_of_the_undisturbed_run(undisturbed):
+    """Two epochs and two steps, each row once an epoch."""
+    _, recorder, end = undisturbed
+    assert list(recorder.steps) == list(range(1, 15)) and len(end) > 100
+    for first in (1, 7):
+        rows = [row for step in range(first, first + 6) for row in recorder.steps[step]]
+        assert sorted(rows) == list(range(22))
+    assert recorder.steps[1] != recorder.steps[7]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("options", "crashes", "starts"), [
+    ({}, (4, 7, 8, 11, 14), [0, 3, 6, 6, 9, 12]),
+    ({"num_workers": 2, "task": "masked_lm", "max_steps": 9}, (5, 8), [0, 3, 6]),
+], ids=["five resumes", "two, with masks drawn in two workers"])
+def test_a_chain_of_resumes_is_the_undisturbed_run(tmp_path, undisturbed, options, crashes, starts):
+    """Crashes a step or two beyond a checkpoint, in the middle of epochs and at their end."""
+    wanted, end = undisturbed[1:] if not options else run(tmp_path / "through", **options)
+    folder, steps, found = tmp_path / "run", {}, []
+    for crash_at in (*crashes, None):
+        recorder, ended = run(folder, crash_at, resume_from_checkpoint="auto", **options)
+        begun = min(recorder.steps) - 1
+        if begun:
+            assert differing(recorder.begun, wanted.saved[begun]) == []
+        steps |= recorder.steps
+        found.append(begun)
+        assert recorder.steps == {step: wanted.steps[step] for step in recorder.steps}
+        assert recorder.draws == {step: wanted.draws[step] for step in recorder.draws}
+    assert found == starts and steps == wanted.steps
+    assert differing(ended, end) == []
+    lines = [[json.loads(line) for line in (each / "metrics.jsonl").read_text().splitlines()]
+             for each in (folder, tmp_path / "through" if options else undisturbed[0])]
+    timeless = [[{k: v for k, v in line.items() if "second" not in k} for line in each]
+                for each in lines]
+    assert timeless[0] == timeless[1]
+
+
+FRESH = {"python": random.Random(1).getstate(), "torch": torch.Generator().manual_seed(1).get_state()}
+
+
+def edit(folder, name, change):
+    """Change one file of state as if an item had not been saved, and sum anew."""
+    tree = safetensors_tree.load(folder / name)
+    change(tree)
+    safetensors_tree.save(tree, folder / name)
+
+
+def zeros(state):
+    return lambda tree: [kept[state].zero_() for kept in tree["state"].values()]
+
+
+def forget(name, value):
+    """A number of state.json at what a new run has."""
+    def drop(folder):
+        saved = json.loads((folder / "state.json").read_text())
+        assert saved["state"][name] != value
+        saved["state"][name] = value
+        (folder / "state.json").write_text(json.dumps(saved))
+    return drop
+
+
+def tree(name, change):
+    return lambda folder: edit(folder, name, change)
+
+
+DROPPED = {
+    "weights": (tree("model.safetensors", lambda t: [w.zero_() for n, w in t.items() if "query" in n]), "/model"),
+    "first moment": (tree("optimizer.safetensors", zeros("exp_avg")), "/optimizer"),
+    "second moment": (tree("optimizer.safetensors", zeros("exp_avg_sq")), "/optimizer"),
+    "optimizer's step": (tree("optimizer.safetensors", zeros("step")), "/optimizer"),
+    "schedule": (tree("engine.safetensors", lambda t: t["scheduler"].update(last_epoch=0)), "/scheduler"),
+    "scale": (tree("engine.safetensors", lambda t: t["engine"]["scaler"].update(scale=8.0)), "/engine"),
+    "scaler's count": (tree("engine.safetensors", lambda t: t["engine"]["scaler"].update(_growth_tracker=0)),
+                       "/engine"),
+    "Python's stream": (tree("random-0.safetensors", lambda t: t.update(python=FRESH["python"])), "/random/python"),
+    "NumPy's stream": (tree("random-0.safetensors", lambda t: t["numpy"]["state"].update(pos=0)), "/random/numpy"),
+    "torch's stream": (tree("random-0.safetensors", lambda t: t.update(torch=FRESH["torch"])), "/random/torch"),
+    "best weights": (lambda folder: shutil.copy(folder / "model.safetensors", folder / "best.safetensors"),
+                     "/best weights"),
+    "step": (forget("step", 0), "/state/step"),
+    "epoch": (forget("epoch", 0), "/state/epoch"),
+    "place in the epoch": (forget("step_in_epoch", 0), "/state/step_in_epoch"),
+    "samples": (forget("samples", 0), "/state/samples"),
+    "tokens": (forget("tokens", 0), "/state/tokens"),
+    "FLOPs": (forget("flops", 0.0), "/state/flops"),
+    "losses not yet logged": (forget("window", []), "/state/window"),
+    "last loss": (forget("last_loss", None), "/state/last_loss"),
+    "best value": (forget("best_value", None), "/state/best_value"),
+    "best step": (forget("best_step", None), "/state/best_step"),
+    "evaluations since": (forget("evaluations_since_best", 0), "/state/evaluations_since_best"),
+    "step of the last evaluation": (forget("evaluated_at", None), "/state/evaluated_at"),
+}
+
+
+@pytest.fixture(scope="module")
+def nine(undisturbed):
+    return undisturbed[0] / checkpoint.name(9)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("item", [None, *DROPPED])
+def test_whatever_is_not_put_back_is_noticed(tmp_path, undisturbed, nine, item):
+    """Step 9 is the third of the second epoch, one after an evaluation and a logged line."""
+    folder = tmp_path / nine.name
+    shutil.copytree(nine, folder)
+    if item:
+        DROPPED[item][0](folder)
+        manifest.seal(folder)
+    recorder = Recorder()
+    trainer = trainer_of(tmp_path / "run", recorder, resume_from_checkpoint=str(folder))
+    resuming.resume(trainer)
+    found = differing(snapshot(trainer), undisturbed[1].saved[9])
+    assert [name for name in found if name.startswith(DROPPED[item][1])] if item else not found
+
+
+def test_the_mutants_are_at_least_twelve():
+    assert len(DROPPED) == 23
+    state = {f.name for f in dataclasses.fields(TrainState)}
+    tested = {place.removeprefix("/state/") for _, place in DROPPED.values() if place.startswith("/state/")}
+    assert state - tested == {"max_steps", "steps_per_epoch", "seconds", "stop"}, "planned anew, or a matter of time"
+
+
+@pytest.mark.timeout(60)
+def test_without_its_best_weights_a_checkpoint_begins_the_search_anew(tmp_path, nine, capsys):
+    folder = tmp_path / nine.name
+    shutil.copytree(nine, folder)
+    (folder / "best.safetensors").unlink()
+    manifest.seal(folder)
+    trainer = trainer_of(tmp_path / "run", Recorder(), resume_from_checkpoint=str(folder))
+    trainer.train()
+    assert "holds no weights of the best evaluation" in capsys.readouterr().out
+    assert trainer.state.best_step > 9 and trainer.best_file.exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_in_the_middle_of_an_accumulation_lets_the_step_finish(tmp_path, undisturbed):
+    _, wanted, end = undisturbed
+    trainer = trainer_of(tmp_path, recorder := Recorder(), save_steps=0)
+    micro_batches, loss = [], trainer.loss
+
+    def interrupted(*arguments):
+        micro_batches.append(trainer.state.step)
+        if micro_batches == [0, 0, 1, 1, 2]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(*arguments)
+
+    trainer.loss = interrupted
+    with pytest.raises(TrainingInterrupted, match="interrupted at step 3"):
+        trainer.train()
+    assert micro_batches == [0, 0, 1, 1, 2, 2] and list(recorder.steps) == [1, 2, 3]
+    again, ended = run(tmp_path, resume_from_checkpoint="latest")
+    assert differing(again.begun, wanted.saved[3]) == []
+    assert recorder.steps | again.steps == wanted.steps and differing(ended, end) == []
+
+
+def test_auto_begins_anew_where_nothing_is_whole_and_says_so(tmp_path, nine, capsys):
+    fresh, damaged, whole = (tmp_path / name for name in ("fresh", "damaged", "whole"))
+    for folder in (damaged, whole):
+        shutil.copytree(nine, folder / nine.name)
+    os.truncate(damaged / nine.name / "model.safetensors", 100)
+    for folder, step in ((fresh, 0), (damaged, 0), (whole, 9)):
+        trainer = trainer_of(folder, Recorder(), resume_from_checkpoint="auto")
+        resuming.resume(trainer)
+        assert trainer.state.step == step
+        said = capsys.readouterr().out
+        assert ("no whole checkpoint" in said and "beginning anew" in said) == (step == 0)
+        assert ("model.safetensors has 100 bytes" in said) == (folder == damaged)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        resuming.resume(trainer_of(damaged, Recorder(), resume_from_checkpoint="latest"))
+
+
+def test_auto_takes_a_folder_of_a_run_and_no_other(tmp_path):
+    config = build(BASE | {"output_dir": str(tmp_path), "resume_from_checkpoint": "auto"})
+    (tmp_path / ".config.yaml.abc").touch()  # of a run that was killed before its config stood
+    run_folder.check(config)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="holds files that are no run"):
+        run_folder.check(config)
+    checkpoint.write(tmp_path, 3, lambda folder: (folder / "file").touch())
+    run_folder.check(config)
+    run_folder.claim(config)
+    shutil.rmtree(tmp_path / checkpoint.name(3))
+    run_folder.check(config)
+
+
+def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
+    """Machines without a shared disk: one has a damaged copy, or lacks the newest."""
+    def trainer(asked, other):
+        config = build(BASE | {"output_dir": str(tmp_path / "x"), "resume_from_checkpoint": asked})
+        return SimpleNamespace(config=config, output_dir=nine.parent, is_main=True, barrier=lambda: None,
+                               say=lambda line: None, gather_objects=lambda mine: [mine, other])
+
+    for asked in ("latest", "auto", str(nine)):
+        with pytest.raises(CheckpointError, match="rank 1: it is damaged: bring the whole checkpoint"):
+            resuming.find(trainer(asked, CheckpointError("it is damaged")))
+    with pytest.raises(CheckpointError, match="rank 0 would go on from .*checkpoint-000012, and rank 1 from elsewhere"):
+        resuming.find(trainer("latest", ("elsewhere", "another sum")))
+    copied = "elsewhere", manifest.sum_of(nine.parent / checkpoint.name(12))
+    assert resuming.find(trainer("auto", copied)) == nine.parent / checkpoint.name(12)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_dies_meanwhile_is_no_fault_of_the_checkpoint(tmp_path, nine):
+    trainer = trainer_of(tmp_path, Recorder(), resume_from_checkpoint=str(nine))
+    for error, told in ((RuntimeError("Connection closed by peer [127.0.0.1]:9"), RuntimeError),
+                        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+                        (KeyError("weight"), CheckpointError)):
+        with mock.patch.object(formats, "read", side_effect=error), pytest.raises(told):
+            resuming.resume(trainer)
+
+
+SHARDED = [{"strategy": "ddp", "engine": "torch"}, {"strategy": "zero1", "engine": "torch"},
+           {"strategy": "zero2", "engine": "scratch"}, {"strategy": "zero3", "engine": "scratch"},
+           {"strategy": "fsdp", "engine": "torch", "async_save": True},
+           {"training_type": "pipeline", "batch_size": 2, "model": "tiny-gpt2", "task": "causal_lm"}]
+
+
+def chain(folder, options):
+    """The undisturbed run and a chain of two resumes on the ranks that are here; gives what differs, and the starts."""
+    def one(place, crash_at=None, **more):
+        AcceleratorState._reset_state()  # the process group stays
+        GradientState._reset_state()
+        plain = {"training_type": "accelerated", "batch_size": 1, "max_steps": 9}
+        return run(folder / place, crash_at, **(plain | options | more))
+
+    wanted, end = one("through")
+    found, starts = [], []
+    for crash_at in (4, 8, None):
+        recorder, ended = one("run", crash_at, resume_from_checkpoint="auto")
+        starts.append(min(recorder.steps) - 1)
+        found += [name for step in recorder.steps if recorder.steps[step] != wanted.steps[step]
+                  for name in [f"rows of step {step}"]]
+    return starts, found + differing(ended, end), len(end), wanted.steps
+
+
+def on_two_ranks(folder):
+    """Everything that needs ranks, in one start."""
+    torch.distributed.init_process_group("gloo")
+    found = {"chains": [chain(folder / str(i), options) for i, options in enumerate(SHARDED)]}
+
+    first = folder / "0" / "through" / checkpoint.name(3)
+    if not torch.distributed.get_rank():
+        shutil.copytree(first, folder / "one rank" / first.name)
+        (folder / "one rank" / first.name / "random-1.safetensors").unlink()
+        manifest.seal(folder / "one rank" / first.name)
+    torch.distributed.barrier()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    begun = torch.get_rng_state()
+    trainer = trainer_of(folder / "more ranks", Recorder(), training_type="accelerated", batch_size=1,
+                         resume_from_checkpoint=str(folder / "one rank" / first.name))
+    at_first = torch.get_rng_state()
+    resuming.resume(trainer)
+    found["streams"] = [state.sum().item() for state in (begun, at_first, torch.get_rng_state())]
+
+    for name, copy in (("copied", async_save.replace), ("not copied", lambda piece, data: piece)):
+        with mock.patch.object(async_save, "replace", copy):
+            found[name] = saved_while_training(folder / name)
+
+    found["parts"] = saved_without_a_shared_disk(folder / "parts")
+    found["best"] = [best_without_a_shared_disk(folder / f"best {i}", SHARDED[i]) for i in (0, 1, 4, 5)]
+    return found
+
+
+def saved_without_a_shared_disk(folder):
+    """The files of each machine's part of a checkpoint that was written while training went on, a rank a machine."""
+    rank = torch.distributed.get_rank()
+    run_dir = folder / f"machine {rank}"
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        saver = async_save.BackgroundSaver(run_dir, None, torch.distributed.barrier)
+        piece = Shard(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
+        saver.start(1, lambda part: (part / f"rank-{rank}").touch(), {"model/w": piece})
+        saver.wait()
+    return sorted(path.name for path in (run_dir / checkpoint.name(1)).iterdir())
+
+
+def best_without_a_shared_disk(folder, options):
+    """Lose the weights after an evaluation that was the best; gives what came back otherwise, and who has the file."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    plain = {"training_type": "accelerated", "batch_size": 1}
+    trainer = trainer_of(folder / f"machine {torch.distributed.get_rank()}", Recorder(), **(plain | options))
+    tensors = ({name: piece.data for name, piece in trainer.engine.pieces().items()} if trainer.engine.shards_state
+               else trainer.model.state_dict())
+    trainer.saver.save_best()
+    best = dict(leaves(tensors, ""))
+    for tensor in tensors.values():
+        tensor.zero_()
+    lost = differing(dict(leaves(tensors, "")), best)
+    trainer.state.best_step, trainer.state.step = 1, 2
+    trainer.saver.load_best()
+    return len(lost), differing(dict(leaves(tensors, "")), best), trainer.best_file.exists()
+
+
+def saved_while_training(folder):
+    """What is stored of two steps whose successors changed the weights before the first byte was written, by step."""
+    gone_on, weights = threading.Event(), torch.zeros(6)
+
+    def late(*arguments, real=sharded.save):
+        assert gone_on.wait(30)
+        real(*arguments)
+
+    with mock.patch.object(sharded, "save", late):
+        saver = async_save.BackgroundSaver(folder, None, torch.distributed.barrier)
+        for step in (1, 2):
+            weights.fill_(step)
+            piece = Shard(torch.Size([12]), 6 * torch.distributed.get_rank(), weights)
+            saver.start(step, lambda _: None, {"model/w": piece})
+            weights.fill_(step + 1)
+            gone_on.set()
+            saver.wait()
+            gone_on.clear()
+    return {step: set(sharded.whole(folder / checkpoint.name(step), "model/")["w"].tolist()) for step in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, small_models):
+    return launch(on_two_ranks, tmp_path_factory.mktemp("ranks"), num_processes=2, timeout=400)
+
+
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("i", range(len(SHARDED)), ids=[f"{o.get('strategy', 'pipeline')}" for o in SHARDED])
+def test_ranks_resume_to_the_bit(two_ranks, i):
+    results = [rank["chains"][i] for rank in two_ranks]
+    for starts, differences, items, _ in results:
+        assert starts == [0, 3, 6] and differences == [] and items > 60
+    if "model" not in SHARDED[i]:
+        both = [results[0][3][step] + results[1][3][step] for step in range(1, 7)]
+        assert sorted(row for rows in both for row in rows) == list(range(22)), "an epoch, each row on one rank"
+
+
+@pytest.mark.timeout(450)
+def test_a_rank_more_than_saved_has_a_stream_of_its_own(two_ranks):
+    (_, before_0, after_0), (_, before_1, after_1) = (rank["streams"] for rank in two_ranks)
+    assert len({before_0, after_0, before_1, after_1}) == 4
+
+
+@pytest.mark.timeout(450)
+def test_asynchronous_saving_never_mixes_two_steps(two_ranks):
+    for rank in two_ranks:
+        assert rank["copied"] == {1: {1.0}, 2: {2.0}}
+        assert rank["not copied"] == {1: {2.0}, 2: {3.0}}, "the copy is what does it"
+
+
+@pytest.mark.timeout(450)
+def test_machines_without_a_shared_disk_keep_their_parts_and_get_the_best_weights_back(two_ranks):
+    first, second = two_ranks
+    assert first["parts"] == [manifest.MANIFEST, "rank-0", "shards"] and second["parts"] == ["rank-1", "shards"]
+    for rank in two_ranks:
+        assert [differences for _, differences, _ in rank["best"]] == [[]] * 4
+        assert all(lost for lost, _, _ in rank["best"]) and len(rank["best"]) == 4
+    assert {has for *_, has in first["best"]} == {True} and {has for *_, has in second["best"]} == {False}
+
+
+def fails_alone(folder):
+    """Rank 1 fails a step after a checkpoint was begun, which the other rank knows nothing of."""
+    torch.distributed.init_process_group("gloo")
+    recorder = Recorder(crash_at=4 if torch.distributed.get_rank() else None)
+    trainer_of(folder, recorder, **{"training_type": "accelerated", "batch_size": 1} | SHARDED[4]).train()
+
+
+@pytest.mark.timeout(100)
+def test_a_rank_that_fails_while_a_checkpoint_is_written_says_so_and_waits_for_nobody(tmp_path):
+    with pytest.raises(RankError, match=r"rank 1 raised \S+Crash"):
+        launch(fails_alone, tmp_path, num_processes=2, timeout=60)

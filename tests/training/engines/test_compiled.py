@@ -1,0 +1,42 @@
+"""Blocks that were compiled before an engine wrapped them: hooks still shard and reduce, and the losses are equal."""
+
+import functools
+
+import pytest
+import torch
+
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
+from tests.training.engines.test_strategies import run_pairs
+
+pytestmark = pytest.mark.slow
+
+PAIRS = [("ddp", "torch"), ("zero2", "scratch"), ("fsdp", "torch"), ("zero3", "scratch"), ("fsdp", "scratch")]
+
+
+def compiled(folder):
+    """Losses of each pair without and with compiled blocks; traced and differentiated, without Inductor's code."""
+    graphs, real = [], torch.compile
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+
+    torch.compile = functools.partial(real, backend=counting)
+    options = {"max_steps": 2, "eval_steps": 0}
+    plain = run_pairs(folder / "plain", 2, PAIRS, **options)
+    none = len(graphs)
+    found = run_pairs(folder / "compiled", 2, PAIRS, **options, torch_compile=True)
+    again = run_pairs(folder / "recomputed", 2, PAIRS[-1:], **options, torch_compile=True,
+                      activation_checkpointing=True)
+    return plain, found, again, none, len(graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_blocks_train_as_plain_ones_under_every_kind_of_engine(tmp_path):
+    plain, found, again, none, graphs = launch(compiled, tmp_path, num_processes=2, timeout=380)[0]
+    assert len(found) == len(PAIRS) and none == 0 and graphs >= 1
+    for pair, losses in found.items():
+        assert losses == pytest.approx(plain[pair], abs=parity.LOSS_TOLERANCE) and len(losses) == 2
+    assert again[PAIRS[-1]] == pytest.approx(plain[PAIRS[-1]], abs=parity.LOSS_TOLERANCE)

@@ -1,0 +1,221 @@
+"""Every strategy by every engine through the trainer: equal to one process, and its checkpoints outlive N."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from course_lib.errors import CheckpointError, ConfigError
+from course_lib.launching.launch import RankError, launch
+from course_lib.lessons import parity
+from course_lib.training.checkpoints import checkpoint, formats, sharded
+
+pytestmark = pytest.mark.slow
+
+SHARDING = [pair for pair in parity.PAIRS if pair[0] != "ddp"]
+
+
+def name_of(pair):
+    return "-".join(pair)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The plain loop, uninterrupted, with checkpoints every third step."""
+    folder = tmp_path_factory.mktemp("one")
+    config = parity.task(folder, 1, training_type="basic", save_steps=3, save_total_limit=None)
+    return folder, parity.trace(config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_parity_matrix(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: F401  here, or each of seven ranks would take ten seconds for it
+
+    cells = parity.matrix(tmp_path, steps=4)  # tools/parity.py makes the README's of eight
+    assert len(cells) == 13 * 3
+    assert Counter(cell.engine for cell in cells) == {"torch": 15, "scratch": 15, "deepspeed": 9}
+    assert [cell for cell in cells if not cell.agrees] == []
+
+
+def apart(folder):
+    """Two ranks whose gradients never meet."""
+    from course_lib.training.engines import base
+
+    base.Engine.accumulating = lambda self, last: self.accelerator.no_sync(self.wrapped)
+    found = parity.trace(parity.task(folder, 2))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_without_the_exchange_the_matrix_would_notice(tmp_path, one_process):
+    found = launch(apart, tmp_path, num_processes=2, timeout=100)[0]
+    cell = parity.compare(found, one_process[1], "ddp", "none", 2)
+    assert not cell.agrees and cell.weight > 100 * parity.WEIGHT_TOLERANCE and cell.loss > 100 * parity.LOSS_TOLERANCE
+
+
+def run_pairs(folder, world_size, pairs, **options):
+    """Several pairs in the same ranks; gives each one's losses."""
+    found = {}
+    for pair in pairs:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        own = {key: value(pair) if callable(value) else value for key, value in options.items()}
+        config = parity.task(folder / name_of(pair), world_size, strategy=pair[0], engine=pair[1], **own)
+        found[pair] = parity.trace(config).losses
+    return found
+
+
+def saved_then_resumed(tmp_path, pairs, steps):
+    first, again = tmp_path / "first", tmp_path / "again"
+    launch(run_pairs, first, 2, pairs, save_steps=3, save_total_limit=None, max_steps=steps, num_processes=2,
+           timeout=200)
+    found = {}
+    for ranks in (1, 4):
+        for pair, losses in launch(run_pairs, again / str(ranks), ranks, pairs, num_processes=ranks, timeout=200,
+                                   max_steps=steps, resume_from_checkpoint=Resume(first))[0].items():
+            found[pair, ranks] = losses
+    return found
+
+
+class Resume:
+    """The pair's own checkpoint of step 3."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, pair):
+        return str(self.folder / name_of(pair) / checkpoint.name(3))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engines", [("torch", "scratch"), ("deepspeed",)], ids="-".join)
+def test_saved_by_two_ranks_resumed_by_one_and_by_four(tmp_path, engines):
+    pairs = [pair for pair in SHARDING if pair[1] in engines]
+    wanted = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=5))
+    found = saved_then_resumed(tmp_path, pairs, steps=5)
+    assert len(found) == 2 * len(pairs) == {("torch", "scratch"): 16, ("deepspeed",): 6}[engines]
+    for losses in found.values():
+        assert losses == pytest.approx(wanted.losses[3:], abs=parity.LOSS_TOLERANCE) and len(losses) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_with_another_strategy_and_engine(tmp_path, one_process):
+    """Whole to pieces, pieces to other pieces, pieces to whole."""
+    folder, wanted = one_process
+    path = [("zero1", "torch", 2), ("zero3", "deepspeed", 2), ("fsdp", "scratch", 4), ("zero2", "scratch", 2)]
+    last = folder / checkpoint.name(3)
+    for i, (strategy, engine, ranks) in enumerate(path):
+        losses = launch(run_pairs, tmp_path / str(i), ranks, [(strategy, engine)], num_processes=ranks, timeout=100,
+                        resume_from_checkpoint=str(last), save_steps=1, save_total_limit=None)[0]
+        assert losses[strategy, engine] == pytest.approx(wanted.losses[3 + i:], abs=parity.LOSS_TOLERANCE)
+        last = tmp_path / str(i) / f"{strategy}-{engine}" / checkpoint.name(4 + i)
+    config = parity.task(tmp_path / "basic", 1, training_type="basic", resume_from_checkpoint=str(last))
+    found = parity.trace(config)
+    assert found.losses == pytest.approx(wanted.losses[7:], abs=parity.LOSS_TOLERANCE)
+    largest = max((found.weights[name] - wanted.weights[name]).abs().max() for name in wanted.weights)
+    assert largest <= parity.WEIGHT_TOLERANCE
+
+
+def slow_saves(folder, async_save):
+    """Train with saves that take their time; gives the steps at which a checkpoint stood, as training saw it."""
+    import time
+
+    from course_lib.training.callbacks import Callback
+
+    real = sharded.save
+
+    def slow(*args, **kwargs):
+        time.sleep(0.4)
+        real(*args, **kwargs)
+
+    sharded.save = slow
+    seen = []
+
+    class Look(Callback):
+        def on_step_end(self, trainer):
+            seen.append([int(path.name[-6:]) for path in checkpoint.in_order(folder)])
+
+    parity._Keep.on_step_end = Look.on_step_end
+    config = parity.task(folder, 2, strategy="fsdp", engine="torch", save_steps=4, async_save=async_save)
+    return parity.trace(config).losses, seen
+
+
+@pytest.mark.timeout(240)
+def test_asynchronous_saving_overlaps_training_and_stores_the_same(tmp_path, one_process):
+    runs = {mode: launch(slow_saves, tmp_path / str(mode), mode, num_processes=2, timeout=100)[0]
+            for mode in (False, True)}
+    assert runs[True][0] == runs[False][0]
+    assert runs[False][1][4] == [4], "a blocking save stands before the next step"
+    assert runs[True][1][4] == [], "training went on before the save was done"
+    stored_by = [{name: sharded.whole(tmp_path / str(mode) / checkpoint.name(step), "")
+                  for step in (4, 8) for name in [step]} for mode in (False, True)]
+    assert len(stored_by[0][4]) == len(stored_by[0][8]) > 40
+    for step in (4, 8):
+        assert stored_by[0][step].keys() == stored_by[1][step].keys()
+        assert all(torch.equal(stored_by[0][step][name], stored_by[1][step][name]) for name in stored_by[0][step])
+    assert not torch.equal(stored_by[0][4]["model/transformer.wte.weight"],
+                           stored_by[0][8]["model/transformer.wte.weight"])
+    assert not [path for path in (tmp_path / "True").iterdir() if path.name.endswith(".writing")]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, one_process):
+    with pytest.raises(RankError) as caught:
+        launch(run_pairs, tmp_path, 1, [("zero1", "torch")], num_processes=1, timeout=60, model="tiny-llama",
+               resume_from_checkpoint=str(one_process[0] / checkpoint.name(3)))
+    assert isinstance(caught.value.cause, CheckpointError | AttributeError)
+
+
+REFUSED = [
+    ({"strategy": "ddp", "engine": "deepspeed"}, "engine deepspeed has no ddp: for ddp use torch, scratch"),
+    ({"strategy": "fsdp", "engine": "deepspeed"}, "engine deepspeed has no fsdp"),
+    ({"strategy": "zero2", "engine": "accelerate"}, "engine accelerate has no zero2"),
+    ({"strategy": "zero2", "optimizer": "adafactor"}, "zero2 cannot shard adafactor"),
+    ({"strategy": "zero2", "training_type": "basic"}, "training_type basic runs one process, and zero2 shares"),
+    ({"strategy": "zero1", "engine": "scratch", "offload": "optimizer"}, "offload optimizer is not in engine scratch"),
+    ({"strategy": "zero2", "offload": "parameters"}, "zero2 keeps whole parameters"),
+    ({"strategy": "zero1", "offload": "optimizer", "optimizer": "sgd"}, "DeepSpeed steps on the host by AdamW alone"),
+    ({"strategy": "zero2", "shard_group_size": 2}, "shard_group_size is for --strategy fsdp --engine torch"),
+    ({"async_save": True}, "async_save is for strategies that shard state"),
+]
+
+
+@pytest.mark.parametrize("options, line", REFUSED, ids=[", ".join(map(str, o.values())) for o, _ in REFUSED])
+def test_what_no_engine_does_is_refused(tmp_path, options, line):
+    with pytest.raises(ConfigError, match=line):
+        parity.task(tmp_path, 1, **options)
+
+
+def refusals(folder):
+    """What only the machine can say no to."""
+    from course_lib.training.engines import build_engine
+
+    said = []
+    for options in ({"strategy": "fsdp", "engine": "accelerate"}, {"strategy": "zero2", "offload": "optimizer"},
+                    {"strategy": "fsdp", "engine": "torch", "offload": "parameters"}):
+        with pytest.raises(ConfigError) as error:
+            build_engine(parity.task(folder, 1, **options)).connect()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_this_machine_cannot_do_is_refused_with_the_reason(tmp_path):
+    plugin, optimizer, parameters = refusals(tmp_path)
+    assert "Accelerate's FSDP plugin does not know CPU processes" in plugin and "--engine torch" in plugin
+    assert optimizer == parameters == "offload moves state off a GPU, and this run is on the CPU: use --offload none"
+
+
+def test_a_checkpoint_in_pieces_holds_no_pickle(tmp_path):
+    launch(run_pairs, tmp_path, 2, [("fsdp", "torch")], num_processes=2, timeout=100, max_steps=1, save_steps=1)
+    folder = tmp_path / "fsdp-torch" / checkpoint.name(1)
+    assert formats.is_sharded(folder)
+    files = {path.suffix for path in folder.rglob("*") if path.is_file()}
+    assert files == {".safetensors", ".json", ".yaml"}
+    sizes = sharded.sizes(folder, "optimizer/")
+    assert json.loads((folder / "state.json").read_text())["engine"] == "torch"
+    assert {name.rsplit("/", 1)[1] for name in sizes} == {"exp_avg", "exp_avg_sq", "step"}

@@ -1,0 +1,211 @@
+"""Evaluation on real ranks gives the single process's figures, over every row once; the usual short cuts do not."""
+
+import dataclasses
+import functools
+import math
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from sklearn.metrics import accuracy_score, f1_score
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from course_lib import modeling
+from course_lib.config import build
+from course_lib.data import DataConnector, DataProcessor
+from course_lib.launching.launch import launch
+from course_lib.lessons import wrong_metrics
+from course_lib.training.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+
+MODELS = {"classification": "tiny-bert", "causal_lm": "tiny-gpt2", "masked_lm": "tiny-bert"}
+UNEVEN, DEGENERATE = (37, 8), (5, 8)  # rows and rows in a batch: 37 and 5 share no factor with 2, 3 or 4
+CASES = [(task, split) for task in MODELS for split in (UNEVEN, DEGENERATE)]
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """So little work is done sooner by one thread, here and in every rank."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def ingredients(task):
+    """Config, model, rows and processor: a new model, its weights enlarged so that rows get unlike answers."""
+    config = build({"task": task, "model": MODELS[task], "max_length": 16, "max_train_samples": 400, "device": "cpu",
+                    "mixed_precision": "no", "progress_bar": False})
+    text = DataConnector(config.data, seed=0).load()
+    loaded = modeling.load(config.model, task, label_names=text.label_names, texts=text.splits["train"]["text"],
+                           seed=0, max_length=16)
+    with torch.no_grad():
+        for weight in loaded.model.parameters():
+            weight.mul_(4 if weight.dim() > 1 else 1)
+    processor = DataProcessor(config.data, loaded.tokenizer, loaded.max_positions)
+    data = processor.process(text)
+    rows = data.splits["validation"].select(range(UNEVEN[0]))
+    if task == "causal_lm":  # blocks are all of one length; rows of unlike lengths have unlike numbers of targets
+        cut = [ids[: 4 + i % 13] for i, ids in enumerate(rows["input_ids"])]
+        rows = datasets.Dataset.from_dict({"input_ids": cut, "length": [len(ids) for ids in cut]})
+    data = dataclasses.replace(data, splits={"train": data.splits["train"], "validation": rows})
+    return config, loaded, data, processor
+
+
+def trainer_for(case, training_type):
+    task, (num_rows, batch_size) = case
+    config, loaded, data, processor = ingredients(task)
+    splits = data.splits | {"validation": data.splits["validation"].select(range(num_rows))}
+    config = config.replace(eval_batch_size=batch_size, training_type=training_type)
+    return Trainer(config, loaded, dataclasses.replace(data, splits=splits), processor)
+
+
+def evaluate_on_rank(cases):
+    """For each case: the metrics, the rows they are over, and what two short cuts give instead."""
+    outcomes = []
+    for case in cases:
+        trainer = trainer_for(case, "accelerated")
+        seen = []
+
+        def gather_and_keep(tensors, gather=trainer.engine.gather, seen=seen):
+            gathered = gather(tensors)
+            seen.append(gathered)
+            return gathered
+
+        trainer.engine.gather = gather_and_keep
+        metrics = trainer.evaluate("validation")
+        trainer.engine.gather = trainer.engine.accelerator.gather
+        repeats_kept = trainer.evaluate("validation")
+        trainer.engine.gather = lambda tensors: tensors
+        own_rows = trainer.evaluate("validation")
+        rows = [torch.cat(column).double().numpy() for column in zip(*seen, strict=True)]
+        outcomes.append({"metrics": metrics, "rows": rows, "repeats_kept": repeats_kept, "own_rows": own_rows})
+    return outcomes
+
+
+@functools.cache
+def outcomes_at(world_size):
+    for task in MODELS:
+        ingredients(task)  # once, for all ranks
+    ranks = launch(evaluate_on_rank, CASES, num_processes=world_size, timeout=40)
+    return {case: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
+
+
+@functools.cache
+def row_by_row(case):
+    """The oracle: one row at a time, without loaders, padding, gathering or code of the trainers."""
+    trainer = trainer_for(case, "basic")
+    trainer.model.eval()
+    loader = trainer.eval_loaders["validation"]
+    rows = []
+    for key in loader.sampler:
+        batch = loader.collate_fn([loader.dataset[key]])
+        with torch.inference_mode():
+            logits = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0]
+        labels = batch["labels"][0]
+        if trainer.task == "causal_lm":
+            logits, labels = logits[:-1], labels[1:]
+        total = cross_entropy(logits.double(), labels, reduction="sum", ignore_index=-100).item()
+        row = [total, (labels != -100).sum().item()]
+        rows.append(row + [logits.argmax().item(), labels.item()] if trainer.num_labels else row)
+    table = np.array(rows)
+    loss = table[:, 0].sum() / table[:, 1].sum()
+    if not trainer.num_labels:
+        return table, {"loss": loss, "perplexity": math.exp(loss), "rows": len(rows)}
+    predictions, references = table[:, 2], table[:, 3]
+    return table, {"loss": loss, "accuracy": accuracy_score(references, predictions), "rows": len(rows),
+                   "macro_f1": f1_score(references, predictions, labels=range(trainer.num_labels), average="macro",
+                                        zero_division=0)}
+
+
+@functools.cache
+def one_process(case):
+    """The metrics that the plain loop's trainer finds."""
+    return trainer_for(case, "basic").evaluate("validation")
+
+
+def in_order(rows):
+    """Rows sorted by their loss, which tells them apart."""
+    return rows[np.argsort(rows[:, 0])]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("task", MODELS)
+def test_the_rows_can_be_told_apart(task):
+    """What the tests below rest on: unlike losses, more than one class right and wrong, unlike numbers of targets."""
+    table, metrics = row_by_row((task, UNEVEN))
+    assert np.diff(np.sort(table[:, 0])).min() > 1e-5
+    if task == "classification":
+        assert len(set(table[:, 2])) > 1 and 0.1 < metrics["accuracy"] < 0.9
+    else:
+        assert table[:, 1].std() > 0.5
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_the_short_cuts_give_other_figures(case, world_size):
+    """Repeated rows counted again; and the mean of what each rank finds on its own rows."""
+    task, (num_rows, batch_size) = case
+    right = row_by_row(case)[1]
+    ranks = outcomes_at(world_size)[case]
+    kept = ranks[0]["repeats_kept"]
+    assert kept["rows"] == num_rows + wrong_metrics.repeated_rows(num_rows, batch_size, world_size) > num_rows
+    names = ["macro_f1", "loss"] if task == "classification" else ["perplexity"]
+    if (num_rows, batch_size) == UNEVEN:
+        averages = {name: np.mean([rank["own_rows"][name] for rank in ranks]) for name in right}
+        assert all(abs(averages[name] - right[name]) > 1e-4 for name in names)
+        names += ["accuracy"] if task == "classification" else []
+        assert all(abs(averages[name] - right[name]) > 1e-4 for name in names)
+        assert all(abs(kept[name] - right[name]) > 1e-4 for name in names)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_rank_has_the_figures_of_one_process(case, world_size):
+    right, single = row_by_row(case)[1], one_process(case)
+    for rank in outcomes_at(world_size)[case]:
+        assert rank["metrics"].keys() == single.keys() == right.keys()
+        for name in right:
+            assert rank["metrics"][name] == pytest.approx(single[name], rel=1e-6, abs=1e-6), name
+            assert rank["metrics"][name] == pytest.approx(right[name], rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_no_row_is_dropped_or_doubled(case, world_size):
+    """The rows that were scored are those of the split: their losses, targets, predictions and references."""
+    wanted = in_order(row_by_row(case)[0])
+    for rank in outcomes_at(world_size)[case]:
+        losses, *answers = rank["rows"]
+        got = in_order(np.column_stack([losses, *answers]))
+        assert got.shape == wanted.shape
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def gather_in_and_after_the_loop():
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(10), batch_size=4))
+    inside, mine = [], []
+    for rows in loader:
+        inside += accelerator.gather_for_metrics(rows).tolist()
+        mine.append(rows)
+    return inside, accelerator.gather_for_metrics(torch.cat(mine)).tolist()
+
+
+@pytest.mark.timeout(60)
+def test_repeated_rows_are_dropped_only_inside_the_loop():
+    """Once the loader has ended, Accelerate no longer knows how many there were."""
+    for inside, after in launch(gather_in_and_after_the_loop, num_processes=2, timeout=50):
+        assert inside == list(range(10))
+        assert len(after) == 16 and set(after) == set(range(10))

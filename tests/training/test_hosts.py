@@ -1,0 +1,209 @@
+"""Training across hosts: network namespaces with addresses of their own, whose cables can be pulled."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib import cli
+from course_lib.config import build
+from course_lib.errors import EXIT_HUNG, CourseError, LaunchError
+from course_lib.hangs.report import HANG_FOLDER
+from course_lib.hangs.watchdog import read_reports
+from course_lib.launching.interrupts import NOTE
+from course_lib.training import run
+from course_lib.training.callbacks import Callback
+from course_lib.training.callbacks.guards import guards
+from course_lib.training.checkpoints import checkpoint
+from testing.virtual_hosts import torchrun
+from tests.several_hosts import hosts_or_skip
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+CLI = Path(cli.__file__)
+STEPS = 4
+QUICK = {"model": "tiny-gpt2", "max_train_samples": 48, "max_eval_samples": 8, "max_length": 32, "max_steps": STEPS,
+         "logging_steps": 1, "save_steps": 0, "eval_steps": 0, "keep_best": False, "baselines": False,
+         "progress_bar": False, "device": "cpu", "mixed_precision": "no", "learning_rate": 1e-3, "tracker": "none"}
+ROWS = 12  # of an optimizer step
+STRATEGIES = {  # hosts, ranks of each
+    "zero2": (3, 1, {"strategy": "zero2", "engine": "scratch", "batch_size": ROWS // 3}),
+    "pipeline": (2, 1, {"training_type": "pipeline", "batch_size": ROWS, "pipeline_chunks": 2}),
+    "hybrid": (2, 2, {"training_type": "pipeline", "data_parallel_size": 2, "pipeline_parallel_size": 2,
+                      "batch_size": ROWS // 2, "pipeline_chunks": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def three():
+    with hosts_or_skip(3) as made:
+        yield made
+
+
+class Calm(Callback):
+    """No dropout, whose random numbers are the rank's own; before the third step, waits for what the test does."""
+
+    def __init__(self, folder, waits):
+        self.folder, self.waits = folder, waits
+
+    def on_train_begin(self, trainer):
+        for module in trainer.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+
+    def on_step_end(self, trainer):
+        if trainer.state.step == 2 and self.waits:
+            (self.folder / f"waits-{trainer.rank}").touch()
+            while not (self.folder / "go-on").exists():
+                time.sleep(0.05)
+
+
+def train(folder, options, waits=False):
+    """What the command line does in a rank, up to the end of training."""
+    torch.set_num_threads(1)
+    config = build(QUICK | {"output_dir": str(folder / "run")} | options)
+    config.output_dir.mkdir(exist_ok=True)
+    try:
+        run.build_trainer(config, [Calm(folder, waits), *guards(config)])[0].train()
+    except CourseError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
+
+def rank(number, world_size, local, head, port, folder, options, waits):
+    """A rank as any launcher starts it, what it prints in a file."""
+    with open(folder / f"rank-{number}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.environ.update(RANK=str(number), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local), MASTER_ADDR=head.address,
+                      MASTER_PORT=str(port))
+    train(folder, options, waits)
+
+
+def start(used, each, port, folder, options, waits=False):
+    return [host.start(rank, i * each + local, len(used) * each, local, used[0], port, folder, options, waits)
+            for i, host in enumerate(used) for local in range(each)]
+
+
+def codes(processes):
+    for process in processes:
+        process.join(200)
+    return [process.exitcode for process in processes]
+
+
+def told(folder):
+    return "\n".join(log.read_text() for log in sorted(folder.glob("*.log")))
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The losses of the same global batches in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, {"training_type": "basic", "batch_size": ROWS, "watchdog": 0})
+    return losses(folder)
+
+
+def meet(folder, host, head):
+    def total():
+        dist.init_process_group("gloo")
+        numbers = torch.tensor([dist.get_rank() + 1])
+        dist.all_reduce(numbers)
+        return socket.gethostname(), socket.gethostbyname(socket.gethostname()), int(numbers)
+
+    found = torchrun(total, nodes=(3, 3), ranks=1, endpoint=f"{head.name}:29400", is_head=host == head,
+                     address=host.address)
+    (folder / f"{host.name}.json").write_text(json.dumps(list(found.values())))
+
+
+def test_torchrun_meets_across_hosts_with_names_and_addresses_of_their_own(three, tmp_path):
+    assert codes([host.start(meet, tmp_path, host, three[0]) for host in three]) == [0, 0, 0]
+    found = [json.loads((tmp_path / f"host{i}.json").read_text()) for i in range(3)]
+    assert found == [[[f"host{i}", f"10.77.0.{i + 1}", 6]] for i in range(3)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_across_hosts_gives_the_losses_of_one_process(three, tmp_path, name, alone):
+    count, each, options = STRATEGIES[name]
+    port = 29500 + list(STRATEGIES).index(name)  # these hosts have nobody else on them
+    assert codes(start(three[:count], each, port, tmp_path, options)) == [0] * count * each, told(tmp_path)
+    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5) and len(alone) == STEPS
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["plugged-in-again", "for-good"])
+def test_a_cable_is_pulled(three, tmp_path, for_good, alone):
+    """A short cut is TCP's to mend; a long one ends the ranks on both sides, who accuse nobody but the network."""
+    options = {"batch_size": ROWS // 2, "watchdog": 5.0 if for_good else 200.0}
+    both = start(three[:2], 1, 29510 + for_good, tmp_path, options, waits=True)
+    end = time.monotonic() + 120
+    while len(list(tmp_path.glob("waits-*"))) < 2:
+        assert time.monotonic() < end and all(process.is_alive() for process in both), told(tmp_path)
+        time.sleep(0.05)
+    three[1].cut()
+    (tmp_path / "go-on").touch()
+    try:
+        if for_good:
+            assert codes(both) == [EXIT_HUNG, EXIT_HUNG], told(tmp_path)
+            reports = read_reports(tmp_path / "run" / HANG_FOLDER)
+            assert [report.rank for report in reports] == [0, 1]
+            assert {(report.verdicts, "look at the network" in report.summary) for report in reports} == {((), True)}
+        else:
+            time.sleep(1.0)
+            assert all(process.is_alive() for process in both), "they wait"
+    finally:
+        three[1].mend()
+    if not for_good:
+        assert codes(both) == [0, 0], told(tmp_path)
+        assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+
+
+def round_trip(three):
+    """Milliseconds from host0 to host1 and back: until a closed port answers."""
+    ask = "import socket, time; t = time.perf_counter(); s = socket.socket(); s.connect_ex(('host1', 9)); " \
+          "print((time.perf_counter() - t) * 1e3)"
+    return float(three[0].popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True).communicate()[0])
+
+
+def test_packets_are_delayed_or_the_kernel_is_named_as_the_reason(three):
+    at_once = round_trip(three)
+    try:
+        three[0].disturb(delay_ms=300, loss=0.01)
+    except LaunchError as error:
+        assert "this kernel cannot delay or drop packets (tc netem:" in str(error) and "sch_netem" in str(error)
+        return
+    assert round_trip(three) > 300 > at_once
+    three[0].disturb()
+    assert round_trip(three) < 300
+
+
+def test_accelerate_launch_trains_across_hosts_until_one_machine_is_asked_to_stop(three, tmp_path):
+    leaves = QUICK | {"batch_size": ROWS // 2, "max_steps": 100_000, "output_dir": tmp_path / "run"}
+    pair = []
+    for i, host in enumerate(three[:2]):
+        launcher = ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2",
+                    "--machine_rank", str(i), "--main_process_ip", three[0].address, "--main_process_port", "29600",
+                    "--mixed_precision", "no", "--dynamo_backend", "no")
+        command = [sys.executable, "-m", *launcher, str(CLI), "train", *(f"--{k}={v}" for k, v in leaves.items())]
+        with open(tmp_path / f"{host.name}.log", "w") as log:
+            pair.append(host.popen(command, env=host.environment | {"ACCELERATE_USE_CPU": "true"}, stderr=log,
+                                   stdout=subprocess.DEVNULL))
+    lines, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not lines.exists() or len(lines.read_text().splitlines()) < 3:
+        assert time.monotonic() < end and not any(process.poll() for process in pair), told(tmp_path)
+        time.sleep(0.1)
+    pair[1].terminate()
+    assert all(process.wait(60) for process in pair)
+    step = json.loads((tmp_path / "run" / NOTE).read_text())["step"]
+    assert checkpoint.latest(tmp_path / "run").name == checkpoint.name(step)
+    assert all(f"interrupted at step {step};" in (tmp_path / f"host{i}.log").read_text() for i in range(2))
