@@ -31,12 +31,12 @@ from course_lib.parallel.clock import Clock
 from course_lib.training import after_step
 from course_lib.training.callbacks.base import Callback, EarlyStopping, JsonLinesLog, ProgressBar
 from course_lib.training.checkpoints import resuming, saving
-from course_lib.training.compiling import compile_blocks
 from course_lib.training.cpu_kernels import pick_kernels, use_fast_kernels
 from course_lib.training.engines import build_engine, process_group
+from course_lib.training.engines.compose import compose
 from course_lib.training.evaluation import evaluate_split, evaluating
 from course_lib.training.loss import count_targets, summed_loss
-from course_lib.training.optimization import make_optimizer, make_scheduler
+from course_lib.training.optimization import make_scheduler
 from course_lib.training.precision import use_tf32
 from course_lib.training.state import TrainState
 from course_lib.training.throughput import Throughput
@@ -78,7 +78,7 @@ class Trainer:
         engine.connect()
         self.rank, self.num_processes, self.is_main = engine.rank, engine.num_processes, engine.is_main
         self.device, self.precision = engine.device, engine.precision
-        seed_everything(config.run.seed, self.rank)
+        seed_everything(config.run.seed, engine.random_stream)
         self.tf32 = use_tf32(config.run.tf32, self.precision, self.device)
         self.cpu_kernels = pick_kernels(config, self.device)
 
@@ -97,14 +97,10 @@ class Trainer:
 
         if self.cpu_kernels == "fast":
             use_fast_kernels(loaded.model)
-        self.model: nn.Module = engine.take_part(loaded.model).to(self.device)
         patience = config.run.early_stopping_patience
         self.callbacks: list[Callback] = [ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
         self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
-        self.tell("on_connect")
-        if config.model.torch_compile:
-            compile_blocks(self.model, dynamic=None if config.data.has_one_length else True)
-        engine.wrap(self.model, make_optimizer(self.model, config.optim))
+        compose(engine, loaded.model, self.before_wrapping)
         process_group.have_patience(config.guard.watchdog)
         self.model, self.wrapped, self.optimizer = engine.model, engine.wrapped, engine.optimizer
         self.train_loader = engine.deal(self.train_loader)
@@ -118,6 +114,11 @@ class Trainer:
         self.pending: list[torch.Tensor] = []
         self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
         self.unsettled = False
+
+    def before_wrapping(self) -> None:
+        """Let callbacks look at this rank's share of the model."""
+        self.model = self.engine.model
+        self.tell("on_connect")
 
     def _sampler(self) -> GlobalBatchSampler:
         run, ranks = self.config.run, self.engine.data_ranks
@@ -215,7 +216,7 @@ class Trainer:
             self.unsettled = True
             if engine.knows_at_once:
                 self.settle()
-        return total, norm
+        return engine.own_part(total), norm
 
     def loss(self, batch: Batch, targets: torch.Tensor, micro_batches: int) -> torch.Tensor:
         """A micro-batch's share of the loss of the global batch: summed over its targets, divided by those of all."""

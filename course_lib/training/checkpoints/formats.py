@@ -96,12 +96,12 @@ def read_pieces(engine: ShardedEngine, folder: Path) -> None:
     """Fill the pieces of an engine that shards its state from either form."""
     if is_sharded(folder):
         room = engine.prepare_optimizer_pieces(sharded.sizes(folder, "optimizer/"))
-        sharded.load({f"model/{name}": piece for name, piece in engine.pieces().items()}
-                     | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
+        engine.load_tensors({f"model/{name}": piece for name, piece in engine.pieces().items()}
+                            | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
         engine.load_buffers(safetensors_tree.load(folder / BUFFERS))
     else:
         engine.load_whole_weights(safetensors_tree.load(folder / MODEL))
-        whole = whole_optimizer_state(folder, engine.trained_names)
+        whole = engine.own_share(whole_optimizer_state(folder, engine.trained_names))
         scatter_whole(whole, engine.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
     engine.refresh()
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 def write_files(trainer: Trainer, folder: Path) -> None:
     """Write this rank's share of a checkpoint but for sharded tensors: random streams everywhere, the rest once."""
-    safetensors_tree.save(rng_state(trainer.device), folder / f"random-{trainer.rank}.safetensors")
+    if trainer.engine.place.tp == 0:  # ranks that share layers draw alike
+        safetensors_tree.save(rng_state(trainer.device), folder / f"random-{trainer.engine.random_stream}.safetensors")
     if not trainer.is_main:
         return
     formats.write_whole(trainer.engine, folder)
@@ -155,12 +156,12 @@ def _go_on_from(trainer: Trainer, folder: Path) -> None:
     if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
         trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
     read_best(trainer, folder)
-    random = folder / f"random-{trainer.rank}.safetensors"
+    random = folder / f"random-{trainer.engine.random_stream}.safetensors"
     if random.exists():
         set_rng_state(safetensors_tree.load(random), trainer.device)
     else:
         # More ranks than saved it: a stream of its own, other than the one this rank began with.
-        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)
+        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.engine.random_stream)
 
 
 def read_engine(trainer: Trainer, folder: Path, saved_by: str) -> None:

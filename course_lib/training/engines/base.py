@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration, broadcast, gather_object
 from torch import nn
 from torch.optim import Optimizer
@@ -15,6 +17,7 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.launching import launch_environment
 from course_lib.parallel.sharding import Shard
+from course_lib.parallel.topology import AxisGroups, Coordinates, RankGrid
 from course_lib.training.engines import process_group
 from course_lib.training.precision import autocast, pick_device, pick_precision
 from course_lib.training.votes import Votes
@@ -28,6 +31,8 @@ class Engine:
 
     Attributes:
         accelerator: joins the ranks; made by :meth:`connect`.
+        grid: the ranks by axis: data, pipeline, tensor parallelism.
+        place: of this rank in it.
         rank: of this process, from 0.
         num_processes: ranks.
         is_main: whether this is rank 0.
@@ -54,6 +59,13 @@ class Engine:
     scores: Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
     """In evaluation, what to call in the model's place; see :func:`course_lib.training.evaluation.evaluate_split`."""
 
+    grid, place = RankGrid(), Coordinates(0, 0, 0)
+    groups: AxisGroups
+    """This rank's group along each axis, where there is more than one."""
+    copy_group: dist.ProcessGroup | None = None
+    """The ranks that hold a whole model among them but for what they share with others of their ``groups.tp``."""
+    layer_group: dist.ProcessGroup
+    """The ranks that hold the same layers, or shards and pieces of them."""
     accelerator: Accelerator
     rank: int
     num_processes: int
@@ -96,6 +108,15 @@ class Engine:
             raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {wanted}",
                               "start with `course train --num_processes N`, which starts the ranks itself")
         self.votes = Votes(self.device)
+        self.grid = self.make_grid()
+        self.place = self.grid.coordinates(self.rank)
+        if self.has_schedule or self.data_ranks < self.num_processes:
+            self.groups = self.grid.groups()
+            self.copy_group, self.layer_group = self.grid.new_group("dp", "pp"), self.grid.new_group("dp", "tp")
+
+    def make_grid(self) -> RankGrid:
+        """The ranks by axis."""
+        return RankGrid.over(self.num_processes, tp=self.config.parallel.tensor_parallel_size)
 
     def refuse(self, device: torch.device, precision: str) -> None:
         """Raise ConfigError for what the engine cannot do on that device."""
@@ -113,16 +134,23 @@ class Engine:
     @property
     def data_ranks(self) -> int:
         """How many share the rows of a global batch: all processes, but where several work on the same rows."""
-        return self.num_processes
+        return self.grid.dp
 
     @property
     def part(self) -> int:
         """A number for the part of the model that this rank holds, other on ranks that hold other parts."""
-        return 0
+        return self.place.pp * self.grid.tp + self.place.tp
+
+    @property
+    def random_stream(self) -> int:
+        """A number for the random stream of this rank: ranks that share layers draw the same dropout masks."""
+        return self.rank // self.grid.tp
+
+    def split_layers(self, model: nn.Module) -> None:
+        """Keep this rank's pieces of matrices that several ranks share; in place."""
 
     def take_part(self, model: nn.Module) -> nn.Module:
         """The part of the model that this process trains: all of it, but in a pipeline."""
-        self.model = model
         return model
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -130,8 +158,11 @@ class Engine:
         raise NotImplementedError
 
     def deal(self, loader: Any) -> Any:
-        """A loader of all ranks' batches as one of this rank's, on its device."""
-        return self.accelerator.prepare_data_loader(loader)
+        """A loader of all ranks' batches as one of this rank's, on its device; ranks of one dp place get the same."""
+        if self.data_ranks == self.num_processes:
+            return self.accelerator.prepare_data_loader(loader)
+        return prepare_data_loader(loader, self.device, num_processes=self.data_ranks, process_index=self.place.dp,
+                                   put_on_device=True, rng_types=[], non_blocking=True)
 
     def to_device(self, batch: Any) -> Any:
         """A batch of a dealt loader, on the device."""
@@ -144,10 +175,15 @@ class Engine:
 
         The same reduction carries whether anyone was asked to stop.
         """
+        own = own if self.place[1:] == (0, 0) else torch.zeros_like(own)  # rows that several ranks have count once
         own_vote = torch.full_like(own, vote)  # filled in there: a copy would wait for the device
         targets, votes = self.sum(torch.stack([own, own_vote]))
         self.votes.cast(votes)
         return targets
+
+    def own_part(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum of all ranks' losses: nothing where another one has the same rows' loss."""
+        return loss if self.place.tp == 0 else torch.zeros_like(loss)
 
     def autocast(self) -> AbstractContextManager:
         """What the forward pass runs under."""
@@ -199,7 +235,17 @@ class Engine:
 
     def gather(self, tensors: Any) -> Any:
         """All processes' rows of an evaluation batch, without the repeated ones."""
-        return self.accelerator.gather_for_metrics(tensors)
+        if self.data_ranks == self.num_processes:
+            return self.accelerator.gather_for_metrics(tensors)
+        gathered = []
+        for tensor in tensors:
+            parts = [torch.empty_like(tensor) for _ in range(self.data_ranks)]
+            dist.all_gather(parts, tensor.contiguous(), group=self.groups.dp)
+            gathered.append(torch.cat(parts))
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:
+            gathered = [tensor[: state.remainder] for tensor in gathered]
+        return tuple(gathered)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Element-wise sum over the processes."""

@@ -14,7 +14,7 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.training.engines.sharded import ShardedEngine
+from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 
 
 class Scratch(ShardedEngine):
@@ -24,7 +24,7 @@ class Scratch(ShardedEngine):
 
     @property
     def shards_state(self) -> bool:  # type: ignore[override]
-        return self.strategy != "ddp"
+        return self.strategy != "ddp" or self.grid.tp > 1
 
     @property
     def casts(self) -> bool:  # type: ignore[override]
@@ -38,20 +38,20 @@ class Scratch(ShardedEngine):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.remember()
         self.remember_order()
-        bucket = self.config.parallel.bucket_bytes
+        bucket, group = self.config.parallel.bucket_bytes, self.groups.dp if self.tensor else None
         low = torch.bfloat16 if self.precision == "bf16" else None  # in which gathered parameters travel and compute
         if self.strategy == "ddp":
-            self.wrapped = DataParallel(model, bucket_bytes=bucket)
+            self.wrapped = DataParallel(model, group=group, bucket_bytes=bucket)
         elif self.strategy == "zero1":
-            self.wrapped = OverlappedZero1(model, optimizer, bucket_bytes=bucket)
+            self.wrapped = OverlappedZero1(model, optimizer, group=group, bucket_bytes=bucket)
         elif self.strategy == "zero2":
-            self.wrapped = Zero2(model, optimizer, bucket_bytes=bucket)
+            self.wrapped = Zero2(model, optimizer, group=group, bucket_bytes=bucket)
         elif self.strategy == "zero3":
-            self.wrapped = Zero3(model, optimizer, param_dtype=low)
+            self.wrapped = Zero3(model, optimizer, group=group, param_dtype=low)
         else:
-            self.wrapped = FullyShardedDataParallel(model, optimizer, param_dtype=low, reduce_dtype=torch.float32)
+            self.wrapped = FullyShardedDataParallel(model, optimizer, group=group, param_dtype=low,
+                                                    reduce_dtype=torch.float32)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.wrapped.no_sync()
@@ -60,9 +60,19 @@ class Scratch(ShardedEngine):
         (loss * self.data_ranks).backward()  # they all take the mean over the ranks
 
     def clip(self, max_norm: float) -> torch.Tensor:
+        if self.tensor is not None:
+            return self.clip_together(self.gradients(), max_norm)
         if self.strategy == "ddp":  # every rank has the whole gradient
             return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return self.wrapped.clip_grad_norm_(max_norm)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's gradients after a backward, by name: whole under ddp, else of its shards."""
+        if self.strategy == "ddp":
+            return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        if self.strategy in ("zero1", "zero2"):
+            return gradients_of(self.wrapped)
+        return {name: piece.data.grad for name, piece in self.wrapped.pieces().items() if piece.data.grad is not None}
 
     def update(self) -> None:
         (self.optimizer if self.strategy == "ddp" else self.wrapped).step()

@@ -128,7 +128,6 @@ class DeepSpeedZero(ShardedEngine):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.remember()
         self.remember_order()
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         plugin = self.accelerator.state.deepspeed_plugin

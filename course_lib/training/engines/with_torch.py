@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
@@ -30,15 +32,19 @@ class TorchZero1(ShardedEngine):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer  # type: ignore[assignment]
-        self.remember()
         self.remember_order()
         groups = [{key: value for key, value in group.items() if key != "initial_lr"}
                   for group in optimizer.param_groups]
         known = inspect.signature(type(optimizer)).parameters  # defaults hold more than the class takes
         options = {key: value for key, value in optimizer.defaults.items() if key in known}
-        self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
-        self.wrapped = self.accelerator.prepare(model)
-        take_back_forward(model)
+        group = self.groups.dp if self.tensor else None
+        self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), process_group=group, **options)
+        if self.tensor is None:
+            self.wrapped = self.accelerator.prepare(model)
+            take_back_forward(model)
+        else:  # Accelerate's DDP is over all ranks
+            self.wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True,
+                                                   bucket_cap_mb=self.config.parallel.bucket_bytes / 2**20)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         # alone on a GPU the model is not wrapped, and has no no_sync() of its own
@@ -47,7 +53,14 @@ class TorchZero1(ShardedEngine):
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         (loss * self.data_ranks).backward()  # DDP takes the mean over the ranks
 
+    @property
+    def shards_pieces(self) -> bool:
+        return False  # whole ones are dealt out, and all have all gradients
+
     def clip(self, max_norm: float) -> torch.Tensor:
+        if self.tensor is not None:
+            return self.clip_together({name: p.grad for name, p in self.model.named_parameters()
+                                       if p.grad is not None}, max_norm)
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def update(self) -> None:
@@ -76,7 +89,6 @@ class TorchFSDP(ShardedEngine):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.remember()
         self.remember_order()
         group_size, mesh = self.config.parallel.shard_group_size, None
         if group_size:
@@ -84,6 +96,8 @@ class TorchFSDP(ShardedEngine):
                 raise ConfigError(f"shard_group_size {group_size} does not divide {dist.get_world_size()} ranks",
                                   "use a divisor")
             mesh = hybrid_mesh(self.accelerator.device.type, dist.get_world_size() // group_size, group_size)
+        if self.tensor is not None:
+            mesh = DeviceMesh.from_group(self.groups.dp, self.device.type)
         low = self.accelerator.mixed_precision == "bf16"
         self.wrapped = shard_with_torch(
             model, optimizer, mesh=mesh, reshard_after_forward=self.strategy != "zero2",
@@ -97,6 +111,10 @@ class TorchFSDP(ShardedEngine):
         (loss * self.data_ranks).backward()  # FSDP2 takes the mean over the ranks
 
     def clip(self, max_norm: float) -> torch.Tensor:
+        if self.tensor is not None:
+            gradients: dict[str, Any] = {name: p.grad for name, p in self.model.named_parameters()
+                                         if p.grad is not None}
+            return self.clip_together({name: each.to_local() for name, each in gradients.items()}, max_norm)
         return self.wrapped.clip_grad_norm_(max_norm)
 
     def update(self) -> None:
@@ -142,7 +160,6 @@ class AccelerateFSDP(TorchFSDP):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.remember()
         self.remember_order()
         plugin = self.accelerator.state.fsdp_plugin
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model).values()})
