@@ -25,7 +25,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from course_lib.launching import machine
 from course_lib.launching.launch import launch
 from course_lib.metering.meter import Meter
 from course_lib.parallel.ddp import DataParallel
@@ -33,6 +32,7 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.parallel.zero import Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
+from course_lib.system import machine
 from course_lib.training.engines.with_deepspeed import leave_shared_memory_operator_out
 from course_lib.writing import write_text
 

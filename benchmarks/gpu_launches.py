@@ -104,7 +104,7 @@ def table(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str
 
 def report(now: dict[str, list[int]], before: dict[str, list[int]] | None, revision: str | None) -> str:
     """Write gpu-launches.md; gives its table."""
-    from course_lib.launching import machine
+    from course_lib.system import machine
     from course_lib.writing import write_text
 
     numbers = table(now, before)

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from course_lib.launching import machine as this_machine  # noqa: E402
+from course_lib.system import machine as this_machine  # noqa: E402
 from course_lib.writing import write_text  # noqa: E402
 from tests.gpu import test_no_false_alarms as engines_test  # noqa: E402
 from tests.gpu import test_planted as planted_test  # noqa: E402

@@ -26,7 +26,7 @@ from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.tasks import TASKS
 from course_lib.grading.watch import Ended, Limits
-from course_lib.launching import machine
+from course_lib.system import machine
 from course_lib.writing import write_text
 
 HERE = Path(__file__).resolve().parent

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from course_lib.launching import machine
+from course_lib.system import machine
 from course_lib.writing import write_text
 from testing.virtual_hosts import Host, hosts
 

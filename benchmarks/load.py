@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 import torch
 
 from course_lib.config import build
-from course_lib.launching import machine
 from course_lib.launching.launch import launch
+from course_lib.system import machine
 from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch.distributed as dist
 from small_gpt2 import BATCH, ENGINES, TOKENS, training
 
-from course_lib.launching import machine
 from course_lib.launching.launch import launch
 from course_lib.metering.meter import Meter
+from course_lib.system import machine
 from course_lib.writing import write_text
 
 

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from course_lib.launching import machine
 from course_lib.launching.launch import launch
 from course_lib.modeling.stages import cut, split_evenly
 from course_lib.parallel.pipeline.executor import PipelineExecutor
 from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.simulation import simulate
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
+from course_lib.system import machine
 from course_lib.writing import write_text
 
 HERE = Path(__file__).parent

@@ -34,8 +34,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from course_lib.launching import machine
 from course_lib.parallel.sharding import Shard
+from course_lib.system import machine
 from course_lib.training.checkpoints import checkpoint, safetensors_tree, sharded
 from course_lib.writing import write_text
 from testing import fault_injection

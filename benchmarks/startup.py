@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from course_lib.launching import machine
 from course_lib.launching.launch import launch
+from course_lib.system import machine
 from course_lib.writing import write_text
 
 HERE = Path(__file__).resolve().parent

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.config import build
-from course_lib.launching import machine
 from course_lib.launching.launch import launch
+from course_lib.system import machine
 from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.run import build_trainer
 from course_lib.writing import write_text

@@ -28,9 +28,9 @@ from transformers.utils import logging
 
 from course_lib.config import Config, build
 from course_lib.data import DataConnector, DataProcessor
-from course_lib.launching import machine
-from course_lib.launching.seeding import seed_everything
 from course_lib.modeling import load
+from course_lib.system import machine
+from course_lib.system.seeding import seed_everything
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import build_trainer
 from course_lib.writing import write_text

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from small_gpt2 import BATCH, TOKENS, training
 
 from course_lib.hangs.watchdog import Watchdog
-from course_lib.launching import machine
 from course_lib.launching.launch import launch
+from course_lib.system import machine
 from course_lib.writing import write_text
 
 STEPS, COLLECTIVES = 5, 200

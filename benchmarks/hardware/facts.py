@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.hardware.findings import Findings, Settings, first_line
 from benchmarks.hardware.processes import ENVIRONMENT
-from course_lib.launching import machine
+from course_lib.system import machine
 
 QUERY = ("index", "name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "pcie.link.gen.max",
          "pcie.link.width.max")

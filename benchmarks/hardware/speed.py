@@ -15,9 +15,9 @@ from benchmarks.hardware.findings import Findings, Settings, Table
 from benchmarks.hardware.peers import Windows
 from benchmarks.hardware.subject import Subject
 from course_lib.errors import ConfigError
-from course_lib.launching import machine
 from course_lib.launching.launch import launch
 from course_lib.planning import hardware
+from course_lib.system import machine
 from course_lib.training.callbacks import Callback
 
 WARMUP, WINDOWS = 6, 2

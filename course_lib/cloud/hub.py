@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import validate_repo_id
 
 from course_lib.errors import CourseError
-from course_lib.launching import hub_reachable
+from course_lib.system import hub_reachable
 from course_lib.tracking.redact import redact
 
 CARD = "README.md"

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from course_lib.errors import LaunchError
+from course_lib.replacing import environment
 
 REGION, ACCOUNT = "us-east-1", "123456789012"  # moto's
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/stand-in"
@@ -31,7 +31,7 @@ def stand_in(region: str = REGION) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise LaunchError(f"the packages for SageMaker are not installed ({error.name} is missing)",
                           f"{Path(sys.executable).name} -m pip install -c constraints.txt -e .[sagemaker]") from None
-    with mock.patch.dict(os.environ, CREDENTIALS), mock_aws():
+    with environment(CREDENTIALS), mock_aws():
         for name in [name for name in os.environ if name.startswith("AWS_") and name not in CREDENTIALS]:
-            del os.environ[name]  # mock.patch.dict puts it back
+            del os.environ[name]
         yield boto3.Session(region_name=region)

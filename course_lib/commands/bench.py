@@ -70,7 +70,7 @@ def report(args: argparse.Namespace, table) -> str:
     import datetime
     import json
 
-    from course_lib.launching import machine
+    from course_lib.system import machine
 
     here = machine.describe(hub_timeout=0.1)
     return json.dumps({"date": str(datetime.date.today()), "cpu": here.cpu, "cores": here.cores,
@@ -85,7 +85,7 @@ def show(table, kind: str) -> None:
     from rich.table import Table
     from torch import cuda
 
-    from course_lib.launching import machine
+    from course_lib.system import machine
 
     shown = Table(title=f"{kind} scaling")
     for column in ("processes", "global batch", "ms a step", "samples/s", "speed-up", "efficiency", "peak MiB a rank"):

@@ -70,9 +70,9 @@ def measure(document: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]
     """
     import dataclasses
 
-    from course_lib.launching import machine
     from course_lib.lessons.scaling import QUIET, after_warm_up
     from course_lib.planning import benchmark, hardware, models
+    from course_lib.system import machine
     from course_lib.tracking.sweeps import train_apart
 
     here = machine.describe(hub_timeout=0.1)

@@ -10,7 +10,7 @@ from course_lib.errors import CourseError
 
 if TYPE_CHECKING:  # torch takes two seconds, which --help need not pay
     from course_lib.commands.doctor_checks import CheckResult
-    from course_lib.launching.machine import Machine
+    from course_lib.system.machine import Machine
 
 NAME = "doctor"
 HELP = "say what this machine can run, and what to do about what it cannot"
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what was found; 0 where the quickstart can run, else 1."""
     try:
         from course_lib.commands.doctor_checks import CHECKS, examine
-        from course_lib.launching import machine
+        from course_lib.system import machine
     except ImportError as error:
         raise CourseError(f"an installed package is missing or broken ({error})", "run `make setup`") from error
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from course_lib.data import bundled
 from course_lib.errors import CourseError
-from course_lib.launching import machine
-from course_lib.launching.machine import Machine
 from course_lib.modeling import minilm
+from course_lib.system import machine
+from course_lib.system.machine import Machine
 
 GIB = 2**30
 QUICKSTART_MEMORY = 3 * GIB  # two ranks of 1.1 GiB each, and what started them

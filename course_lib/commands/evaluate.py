@@ -19,9 +19,10 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate; start the ranks first where they were asked for and are not there."""
     config = config_from(args)
+    from course_lib.commands import accelerate_launcher
     from course_lib.launching import launch_environment
 
-    here = launch_environment.discover()
+    here = accelerate_launcher.discover()
     if missing := launch_environment.to_start(here, config.run.num_processes):
         from course_lib.commands.relaunch import relaunch
 

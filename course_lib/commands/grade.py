@@ -35,9 +35,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Grade and write the reports, or test the checks themselves."""
-    import joblib
-
     from course_lib.grading.tasks import TASKS
+    from course_lib.launching.cores import usable_cores
 
     tasks = chosen(TASKS, args.tasks)
     if args.self_test:
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("no submissions", "course grade SUBMISSIONS... --out DIR")
     if args.out is None:
         raise ConfigError("no --out", "say where verdicts and reports go: --out DIR")
-    jobs = joblib.cpu_count() if args.jobs is None else args.jobs
+    jobs = usable_cores() if args.jobs is None else args.jobs
     if jobs < 1 or args.seconds <= 0 or args.memory_gib <= 0:
         raise ConfigError("--jobs, --seconds and --memory_gib have to be above 0")
 

@@ -11,6 +11,7 @@ import torch
 
 from course_lib.errors import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_RESUME, LaunchError
 from course_lib.hangs.report import HANG_FOLDER, has_report
+from course_lib.launching.cores import usable_cores
 from course_lib.launching.interrupts import NOTE
 
 CLI = Path(__file__).resolve().parents[1] / "cli.py"
@@ -45,8 +46,7 @@ def relaunch(num_processes: int, arguments: Sequence[str], *, use_cpu: bool, out
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as worker.py does
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes)
-                                                 if hasattr(os, "sched_getaffinity") else 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_processes)))
     # The ranks report their own errors; the launcher's account of them would bury that line.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"  # PET_X: torchrun's option X

@@ -19,9 +19,10 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; start the ranks first where they were asked for and are not there."""
     config = config_from(args)
+    from course_lib.commands import accelerate_launcher
     from course_lib.launching import interrupts, launch_environment
 
-    here = launch_environment.discover()
+    here = accelerate_launcher.discover()
     if config.output.push_to_hub and here.rank == 0:
         from course_lib.cloud import hub
 

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import datasets
-import joblib
 import numpy as np
 import pyarrow as pa
 import torch
@@ -21,8 +20,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from course_lib.data.cache import column
 from course_lib.data.ordering import PART, EpochBatches, lengths_of
 from course_lib.data.processing import Collator
-from course_lib.launching.machine import SHARED_MEMORY, shared_memory
-from course_lib.launching.seeding import seed_worker
+from course_lib.launching.cores import usable_cores
+from course_lib.system.machine import SHARED_MEMORY, shared_memory
+from course_lib.system.seeding import seed_worker
 
 MOST_WORKERS = 4
 """Of a rank's loader, by default."""
@@ -195,7 +195,7 @@ def workers(chosen: int | None, device_type: str, ranks: int) -> int:
         return chosen
     if device_type != "cuda" or shared_memory() < SHARED_MEMORY:
         return 0
-    return max(0, min(MOST_WORKERS, joblib.cpu_count() // ranks - 1))
+    return max(0, min(MOST_WORKERS, usable_cores() // ranks - 1))
 
 
 def training_loader(dataset: datasets.Dataset, sampler: GlobalBatchSampler, collator: Collator,

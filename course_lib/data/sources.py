@@ -22,7 +22,7 @@ from course_lib.data import bundled, localfiles
 from course_lib.data.cache import progress_bars
 from course_lib.data.pydocs import load_pydocs
 from course_lib.errors import DataError, nearest
-from course_lib.launching import hub_reachable
+from course_lib.system import hub_reachable
 
 
 @dataclass(frozen=True)

@@ -60,21 +60,21 @@ class Grading:
         seed = self._seed()
         hidden = {name: hidden_cases(task, random.Random(f"{seed} {name}"), self.solutions) if self.solutions else None
                   for name, task in self.tasks.items()}
-        found: dict[str, dict[str, Verdict]] = {each.learner: {} for each in submissions}
+        by_learner: dict[str, dict[str, Verdict]] = {s.learner: {} for s in submissions}
         waiting = []
-        for each in submissions:
+        for submission in submissions:
             for name in self.tasks:
-                kept = self._kept(each, name, seed)
+                kept = self._kept(submission, name, seed)
                 if kept:
-                    found[each.learner][name] = kept
+                    by_learner[submission.learner][name] = kept
                 else:
-                    waiting.append((each, name))
+                    waiting.append((submission, name))
         total = len(submissions) * len(self.tasks)
         with tqdm(total=total, initial=total - len(waiting), unit="task", disable=not progress) as bar:
             for learner, name, verdict in self._at_a_time(waiting, seed, hidden):
-                found[learner][name] = verdict
+                by_learner[learner][name] = verdict
                 bar.update()
-        return {learner: {name: verdicts[name] for name in self.tasks} for learner, verdicts in found.items()}
+        return {learner: {name: verdicts[name] for name in self.tasks} for learner, verdicts in by_learner.items()}
 
     def _at_a_time(self, waiting: Sequence[tuple[Submission, str]], seed: int,
                    hidden: Mapping[str, Sequence[Case] | None]) -> Iterator[tuple[str, str, Verdict]]:

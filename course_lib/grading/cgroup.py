@@ -83,7 +83,7 @@ def pids_folder(cgroups: str, mounts: str) -> Path | None:
     own = first or [path for number, _, path in entries if number == "0"]
     for line in mounts.splitlines() if own else ():
         before, _, after = line.partition(" - ")
-        root, point = (re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), each) for each in before.split()[3:5])
+        root, point = (re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), field) for field in before.split()[3:5])
         kind, _, options = after.split(" ", 2)
         right = kind == "cgroup" and "pids" in options.split(",") if first else kind == "cgroup2"
         if right and PurePosixPath(own[0]).is_relative_to(root) and ".." not in own[0].split("/"):

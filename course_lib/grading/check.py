@@ -55,13 +55,13 @@ class Report:
     def failed(self) -> tuple[str, ...]:
         """Properties that do not hold in some case."""
         return tuple(name for name in self.task.properties
-                     if not all(each.holds for each in self.findings if each.property == name))
+                     if not all(finding.holds for finding in self.findings if finding.property == name))
 
     def __str__(self) -> str:
         lines = [f"{self.task.name}: {self.points} of {sum(self.task.points.values())} points"]
         told: set[tuple[str, str]] = set()
         for name, points in self.task.points.items():
-            miss = next((each for each in self.findings if each.property == name and not each.holds), None)
+            miss = next((finding for finding in self.findings if finding.property == name and not finding.holds), None)
             lines.append(f"  {'no ' if miss else 'yes'}  {name} ({points})")
             if miss and (miss.expected, miss.found) not in told:  # an error is every property's
                 told.add((miss.expected, miss.found))
@@ -102,8 +102,8 @@ def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> 
     except RanksHung as hung:
         frame = f" in {function.__name__}\n"
         inside = [rank for rank, stack in hung.stacks.items() if frame in stack] or list(hung.stacks)
-        found: Observation = {"error": "still in the function when the time was over"}
-        observed = [[found if rank in inside else {} for rank in range(max(inside) + 1)] for _ in jobs]
+        late: Observation = {"error": "still in the function when the time was over"}
+        observed = [[late if rank in inside else {} for rank in range(max(inside) + 1)] for _ in jobs]
     except RankError as error:
         observed = [[{"error": str(error).splitlines()[0]}] for _ in jobs]
     return Report(task, tuple(finding for job, seen in zip(jobs, observed, strict=True)
@@ -123,10 +123,10 @@ def observe(jobs: Sequence[CheckJob], stream: bool = False) -> list[list[Observa
         if not chosen:
             continue
         ranks = max(jobs[i].case.world_size for i in chosen)
-        found = launch(_observe_on_rank, [jobs[i] for i in chosen], num_processes=ranks, device="cpu", stream=stream,
-                       timeout=_seconds(len(chosen)))
+        per_rank = launch(_observe_on_rank, [jobs[i] for i in chosen], num_processes=ranks, device="cpu", stream=stream,
+                          timeout=_seconds(len(chosen)))
         for place, i in enumerate(chosen):
-            observed[i] = [found[rank][place] for rank in range(jobs[i].case.world_size)]
+            observed[i] = [per_rank[rank][place] for rank in range(jobs[i].case.world_size)]
     return observed
 
 
@@ -168,7 +168,7 @@ class Meeting:
     def meet(self, place: str) -> None:
         """Arrive, and wait for the others."""
         self.arrive(place)
-        self.store.wait([f"{place} {each}" for each in range(self.world_size)],
+        self.store.wait([f"{place} {rank}" for rank in range(self.world_size)],
                         datetime.timedelta(seconds=self.seconds))
 
 

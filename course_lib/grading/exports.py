@@ -35,10 +35,10 @@ def write_csv(path: Path, grades: Grades, tasks: Mapping[str, Task], submissions
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     table.writerow(COLUMNS)
-    stamps = {each.learner: each.stamps for each in submissions}
+    stamps = {submission.learner: submission.stamps for submission in submissions}
     for learner, verdicts in grades.items():
         for lesson, own in by_lesson(tasks, verdicts).items():
-            score, most = sum(each.points for each in own), sum(each.maximum for each in own)
+            score, most = sum(verdict.points for verdict in own), sum(verdict.maximum for verdict in own)
             table.writerow([_cell(text) for text in (lesson, "", stamps[learner].get(lesson, ""), learner, "", "", "")]
                            + [score, 0, score, most])
     write_text(path, out.getvalue())
@@ -51,7 +51,7 @@ def _cell(text: str) -> str:
 
 def write_json(path: Path, grades: Grades, submissions: Sequence[Submission]) -> None:
     """Everything, by learner: points, problems of the submission, each task's verdict."""
-    problems = {each.learner: each.problems for each in submissions}
+    problems = {submission.learner: submission.problems for submission in submissions}
     data = {learner: {"points": sum(v.points for v in own.values()), "maximum": sum(v.maximum for v in own.values()),
                       "problems": problems[learner], "tasks": {name: v.to_json() for name, v in own.items()}}
             for learner, own in grades.items()}
@@ -65,7 +65,7 @@ def write_junit(path: Path, grades: Grades) -> None:
         scores = [score for verdict in verdicts.values() for score in verdict.scores.values()]
         suite = ElementTree.SubElement(root, "testsuite", name=learner, tests=str(len(scores)), errors="0",
                                        failures=str(sum(bool(score.said) for score in scores)),
-                                       time=str(round(sum(each.seconds for each in verdicts.values()), 3)))
+                                       time=str(round(sum(v.seconds for v in verdicts.values()), 3)))
         for name, verdict in verdicts.items():
             for prop, score in verdict.scores.items():
                 case = ElementTree.SubElement(suite, "testcase", classname=name, name=prop)
@@ -85,6 +85,6 @@ def write_gradescope(folder: Path, grades: Grades, tasks: Mapping[str, Task]) ->
         tests = [{"name": f"{tasks[name].title}: {prop}", "score": score.points, "max_score": score.maximum,
                   "status": "failed" if score.said else "passed", "output": score.said, "output_format": "text"}
                  for name, verdict in verdicts.items() for prop, score in verdict.scores.items()]
-        data = {"score": sum(each.points for each in verdicts.values()),
-                "execution_time": round(sum(each.seconds for each in verdicts.values())), "tests": tests}
+        data = {"score": sum(verdict.points for verdict in verdicts.values()),
+                "execution_time": round(sum(verdict.seconds for verdict in verdicts.values())), "tests": tests}
         write_text(folder / f"{learner}.json", json.dumps(data, indent=1) + "\n")

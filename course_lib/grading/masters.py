@@ -23,10 +23,10 @@ def masters(folder: Path) -> list[Path]:
     Raises:
         DataError: there are none.
     """
-    found = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
-    if not found:
+    notebooks = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    if not notebooks:
         raise DataError(f"no master notebooks in {folder}", "run it in a clone of the course: wheels don't have them")
-    return found
+    return notebooks
 
 
 def answers(path: Path) -> dict[str, str]:

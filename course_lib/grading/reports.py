@@ -25,13 +25,13 @@ def write_all(out: Path, grades: Grades, tasks: Mapping[str, Task], submissions:
     exports.write_junit(out / "junit.xml", grades)
     exports.write_gradescope(out / "gradescope", grades, tasks)
     notes = ([] if isolated else [UNSAFE]) + ([] if hidden else ["Graded by the public cases alone."])
-    problems = {each.learner: each.problems for each in submissions}
+    problems = {submission.learner: submission.problems for submission in submissions}
     (out / "learners").mkdir(exist_ok=True)
     for learner, verdicts in grades.items():
         page = _PAGES.get_template("learner").render(
             title=learner, learner=learner, verdicts=verdicts, tasks=tasks, problems=problems[learner], notes=notes,
-            points=sum(each.points for each in verdicts.values()),
-            maximum=sum(each.maximum for each in verdicts.values()))
+            points=sum(verdict.points for verdict in verdicts.values()),
+            maximum=sum(verdict.maximum for verdict in verdicts.values()))
         write_text(out / "learners" / f"{learner}.html", page)
     write_text(out / "class.html", _PAGES.get_template("class").render(
         title="The class", grades=grades, tasks=tasks, notes=notes, problems=problems, **_statistics(grades, tasks)))
@@ -44,8 +44,8 @@ def _statistics(grades: Grades, tasks: Mapping[str, Task]) -> dict[str, Any]:
     per_task = {name: [_share(own[name].points, own[name].maximum) for own in grades.values()] for name in tasks}
     missed = Counter((name, prop) for own in grades.values() for name, verdict in own.items()
                      for prop, score in verdict.scores.items() if score.said)
-    return {"whole": _bins(whole), "per_task": {name: (sum(each) / len(each), _bins(each))
-                                                for name, each in per_task.items()},
+    return {"whole": _bins(whole), "per_task": {name: (sum(shares) / len(shares), _bins(shares))
+                                                for name, shares in per_task.items()},
             "missed": missed.most_common(20), "count": len(grades)}
 
 
@@ -56,7 +56,7 @@ def _share(points: int, maximum: int) -> float:
 def _bins(shares: Sequence[float]) -> list[int]:
     """How many have a share of [0, 10 %), [10 %, 20 %), ..., [90 %, 100 %], and all points."""
     counts = Counter(int(share * BINS) for share in shares)
-    return [counts[each] for each in range(BINS + 1)]
+    return [counts[i] for i in range(BINS + 1)]
 
 
 _BASE = """<!doctype html>

@@ -38,7 +38,7 @@ def items(seen: Seen, rank: int, key: str, of: type | tuple[type, ...] = object)
         Malformed: something else.
     """
     value = seen[rank].get(key)
-    if not isinstance(value, list) or not all(isinstance(each, of) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, of) for item in value):
         raise Malformed(Miss(f"a list as {key}", kind(value), rank))
     return value
 
@@ -48,7 +48,7 @@ def kind(value: Any) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, list):
-        return "a list of " + (", ".join(sorted({type(each).__name__ for each in value})) or "nothing")
+        return "a list of " + (", ".join(sorted({type(item).__name__ for item in value})) or "nothing")
     return f"a {type(value).__name__}"
 
 
@@ -56,12 +56,12 @@ def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-
     """Whether each rank's array is its expected one; tolerance relative to the largest, and absolute below 1."""
     for rank, right in enumerate(expected):
         right = np.asarray(right, dtype=np.float64)
-        found = array(seen, rank, key, right.shape)
-        if right.size and not np.allclose(found, right, rtol=tolerance,
+        actual = array(seen, rank, key, right.shape)
+        if right.size and not np.allclose(actual, right, rtol=tolerance,
                                           atol=tolerance * max(1e-3, float(np.abs(right).max()))):
-            worst = np.unravel_index(int(np.argmax(np.nan_to_num(np.abs(found - right), nan=np.inf))), right.shape)
+            worst = np.unravel_index(int(np.argmax(np.nan_to_num(np.abs(actual - right), nan=np.inf))), right.shape)
             where = f"{key}[{', '.join(map(str, worst))}]" if worst else key
-            return Miss(f"{where} = {right[worst]:.5g}", f"{found[worst]:.5g}", rank)
+            return Miss(f"{where} = {right[worst]:.5g}", f"{actual[worst]:.5g}", rank)
     return None
 
 
@@ -73,9 +73,9 @@ def result(key: str, oracle: Any, tolerance: float = 1e-4) -> Rule:
 def same(seen: Seen, key: str, expected: Sequence[Plain]) -> Miss | None:
     """Whether each rank's plain value equals its expected one."""
     for rank, right in enumerate(expected):
-        found = seen[rank].get(key)
-        if type(found) is not type(right) or found != right:
-            return Miss(f"{key} {short(right)}", short(found), rank)
+        actual = seen[rank].get(key)
+        if type(actual) is not type(right) or actual != right:
+            return Miss(f"{key} {short(right)}", short(actual), rank)
     return None
 
 
@@ -87,7 +87,7 @@ def short(value: Any) -> str:
 
 def calls(seen: Seen, rank: int, name: str) -> list[int]:
     """Payload bytes of each collective of one name that a rank noted, in order."""
-    return [int(each.split()[1]) for each in events(seen, rank) if each.split()[0] == name]
+    return [int(event.split()[1]) for event in events(seen, rank) if event.split()[0] == name]
 
 
 NAMES = frozenset(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather",
@@ -96,17 +96,17 @@ NAMES = frozenset(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "
 
 def events(seen: Seen, rank: int) -> list[str]:
     """What happened on a rank, in order, as `Recorder.events` notes it."""
-    found = items(seen, rank, "events", str)
-    for each in found:
-        words = each.split()
+    noted = items(seen, rank, "events", str)
+    for event in noted:
+        words = event.split()
         if not words or (words[0] in NAMES and not (len(words) > 1 and words[1].isdecimal() and len(words[1]) < 19)):
-            raise Malformed(Miss("events as they were noted", short(each), rank))
-    return found
+            raise Malformed(Miss("events as they were noted", short(event), rank))
+    return noted
 
 
 def made_by(seen: Seen, rank: int) -> list[str]:
     """The collectives that a rank issued, in order."""
-    return [each for each in events(seen, rank) if each.split()[0] in NAMES]
+    return [event for event in events(seen, rank) if event.split()[0] in NAMES]
 
 
 def only(name: str, sizes: Any) -> Rule:

@@ -117,7 +117,7 @@ def _records(output: bytes, cases: Sequence[Case]) -> tuple[dict[tuple[int, int]
 def _observations(seen: Mapping[tuple[int, int], bytes], number: int, case: Case
                   ) -> tuple[list[dict[str, Any]] | None, str]:
     """The observations of every rank, or why there are none: what the first rank to fail said."""
-    found: dict[int, dict[str, Any]] = {}
+    observed: dict[int, dict[str, Any]] = {}
     for rank in [rank for of, rank in seen if of == number]:
         data = seen[number, rank]
         if not data:
@@ -131,10 +131,10 @@ def _observations(seen: Mapping[tuple[int, int], bytes], number: int, case: Case
         if "error" in value:
             where = f"rank {rank} " if case.world_size > 1 else ""
             return None, verdict.printable(f"{where}{value['error']}")
-        found[rank] = value
-    if len(found) < case.world_size:
+        observed[rank] = value
+    if len(observed) < case.world_size:
         return None, verdict.CRASHED
-    return [found[rank] for rank in range(case.world_size)], ""
+    return [observed[rank] for rank in range(case.world_size)], ""
 
 
 def _left(seen: Mapping[tuple[int, int], bytes], number: int) -> str | None:

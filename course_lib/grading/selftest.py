@@ -72,7 +72,7 @@ class Row:
 
 def planted(folder: Path) -> list[Planted]:
     """All planted answers of a solutions folder."""
-    return [each for path in sorted((folder / "planted").glob("*.py")) for each in load(path).PLANTED]
+    return [answer for path in sorted((folder / "planted").glob("*.py")) for answer in load(path).PLANTED]
 
 
 def function_of(task: Task, source: str) -> Callable[..., Any]:
@@ -90,14 +90,14 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
     """
     folder = folder or solutions_folder()
     chosen = list(tasks.values() if isinstance(tasks, Mapping) else tasks)
-    answers = [(task, *answer) for task, each in _answers(folder, chosen) for answer in each]
+    answers = [(task, *answer) for task, wrong in _answers(folder, chosen) for answer in wrong]
     jobs: list[list[CheckJob]] = []
     drawn = {task.name: [*task.cases(random.Random(0)), *hidden_cases(task, random.Random(seed), folder)]
              for task in chosen}
     for task, _, _, source in answers:
         function = function_of(task, source)
         jobs.append([CheckJob(task, function, case) for case in drawn[task.name]])
-    observed = iter(observe([job for each in jobs for job in each]))
+    observed = iter(observe([job for group in jobs for job in group]))
     rows = []
     for (task, answer, loses, _), mine in zip(answers, jobs, strict=True):
         findings = tuple(finding for job in mine for finding in task.judge(job.case, next(observed)))
@@ -135,8 +135,8 @@ def _answers(folder: Path, tasks: list[Task]) -> Iterable[tuple[Task, list[tuple
         yield task, [("stub", "", masters.answers_of(masters.released(path))[task.name]),
                      ("does nothing", "", f"def {task.function}(*args, **options):\n    return None\n"),
                      ("solution", "", full[task.name]),
-                     *((each.name, each.loses, each.source(full[task.name])) for each in wrong
-                       if each.task == task.name)]
+                     *((answer.name, answer.loses, answer.source(full[task.name])) for answer in wrong
+                       if answer.task == task.name)]
 
 
 def _row(report: Report, answer: str, loses: str) -> Row:

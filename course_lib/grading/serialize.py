@@ -32,13 +32,13 @@ def pack(value: Plain) -> bytes:
     """
     arrays: list[bytes] = []
 
-    def other(each: Any) -> Any:
-        if isinstance(each, np.generic):
-            return each.item()
-        if not isinstance(each, np.ndarray) or each.dtype.name not in DTYPES:
-            raise NotPlain(f"a {type(each).__name__} is not plain data")
-        arrays.append(np.ascontiguousarray(each).tobytes())
-        return {_ARRAY: [each.dtype.name, list(each.shape)]}
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, np.generic):
+            return leaf.item()
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.name not in DTYPES:
+            raise NotPlain(f"a {type(leaf).__name__} is not plain data")
+        arrays.append(np.ascontiguousarray(leaf).tobytes())
+        return {_ARRAY: [leaf.dtype.name, list(leaf.shape)]}
 
     try:
         text = json.dumps(value, default=other).encode()

@@ -78,19 +78,19 @@ def read_submissions(paths: Sequence[Path], tasks: Mapping[str, Task]) -> list[S
         CourseError: a path that does not exist, or nothing to grade in any.
     """
     lessons = {task.lesson for task in tasks.values()}
-    found: dict[str, Submission] = {}
+    by_learner: dict[str, Submission] = {}
     for path in paths:
         if not path.exists():
             raise CourseError(f"no submission {path}", "give a notebook, a .py file, a zip or a folder of them")
         for file in _files(path, lessons):
-            submission = found.setdefault(file.learner, Submission(file.learner))
+            submission = by_learner.setdefault(file.learner, Submission(file.learner))
             if file.problem:
                 submission.problems.append(printable(f"{file.where}: {file.problem}"))
             elif file.data is not None:
                 _take(submission, file, tasks)
-    if not found:
+    if not by_learner:
         raise CourseError(f"nothing to grade in {', '.join(map(str, paths))}", f"looked for {', '.join(KINDS)}")
-    return [found[learner] for learner in sorted(found)]
+    return [by_learner[learner] for learner in sorted(by_learner)]
 
 
 def _take(submission: Submission, file: _File, tasks: Mapping[str, Task]) -> None:
@@ -128,18 +128,18 @@ def answers_in(name: str, data: bytes, tasks: Mapping[str, Task]) -> dict[str, s
     try:
         cells = json.loads(_text(data))["cells"]
         names = {task.grade_id: task.name for task in tasks.values()}
-        found: dict[str, list[str]] = {}
+        by_task: dict[str, list[str]] = {}
         for cell in cells:
             marks = cell.get("metadata", {}).get("nbgrader", {})
             if cell.get("cell_type") == "code" and marks.get("solution") and marks.get("grade_id") in names:
                 source = cell.get("source", "")
-                found.setdefault(names[marks["grade_id"]], []).append(
+                by_task.setdefault(names[marks["grade_id"]], []).append(
                     source if isinstance(source, str) else "".join(source))
     except RecursionError:
         raise Unreadable("is nested too deeply for a notebook") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Unreadable("is not a notebook of format 4: open it in Jupyter and save it again") from None
-    return {name: "\n\n".join(sources) for name, sources in found.items()}
+    return {name: "\n\n".join(sources) for name, sources in by_task.items()}
 
 
 def _functions_of(text: str) -> str:

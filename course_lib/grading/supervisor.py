@@ -70,8 +70,8 @@ def main() -> None:
 
 def _task(module: str, name: str) -> Task:
     """The task of that name; only its module is imported."""
-    found = vars(importlib.import_module(module)).values()
-    return next(each for each in found if isinstance(each, Task) and each.name == name)
+    members = vars(importlib.import_module(module)).values()
+    return next(member for member in members if isinstance(member, Task) and member.name == name)
 
 
 def _limit(limits: dict[str, float]) -> None:
@@ -100,8 +100,8 @@ class _Ranks:
         """Each rank's packed observation, the first to be done first, empty where it gave none; bytes on the wire."""
         for rank in range(self.world_size):
             self._start(rank)
-        for each in self.announced:
-            os.close(each)
+        for descriptor in self.announced:
+            os.close(descriptor)
         self._read_until(parts=1)
         given, wire = _read_part(0), 0
         inputs = [self._part(given, rank) for rank in range(self.world_size)]
@@ -135,8 +135,8 @@ class _Ranks:
         to_us, theirs = os.pipe()
         ours, to_them = os.pipe()
         if os.fork() == 0:
-            for each in (to_us, to_them, self.out, *(end for pair in self.ends for end in pair)):
-                os.close(each)
+            for descriptor in (to_us, to_them, self.out, *(end for pair in self.ends for end in pair)):
+                os.close(descriptor)
             join = functools.partial(_join, self.job, self.number, rank, self.world_size)
             if not self.met:
                 _be_rank(self.task, self.job, join, self.world_size, rank, None, ours, theirs)
@@ -256,8 +256,8 @@ def _function(source: str, name: str) -> Callable[..., Any]:
 def _quieten() -> None:
     """Standard input, output and error lead nowhere: what an answer prints decides nothing."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for each in (0, 1, 2):
-        os.dup2(nowhere, each)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     sys.stdin = open(os.devnull)  # noqa: SIM115
 

@@ -142,7 +142,7 @@ class Task:
     @property
     def points(self) -> dict[str, int]:
         """Points by property."""
-        return {name: each.points for name, each in self.properties.items()}
+        return {name: prop.points for name, prop in self.properties.items()}
 
     @property
     def grade_id(self) -> str:
@@ -165,8 +165,8 @@ class Task:
             _, rank, error = min(errors)
             return [Finding(name, False, rank, "a result", error) for name in self.properties]
         if len(observations) != case.world_size:
-            found = f"from {len(observations)}"
-            return [Finding(name, False, None, f"observations from {case.world_size} ranks", found)
+            actual = f"from {len(observations)}"
+            return [Finding(name, False, None, f"observations from {case.world_size} ranks", actual)
                     for name in self.properties]
         return [self._finding(name, case, observations) for name in self.properties]
 
@@ -195,9 +195,9 @@ def plain(value: Any) -> Plain:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, np.generic):
         return value.item()
     if hasattr(value, "detach"):
@@ -211,6 +211,6 @@ def plain(value: Any) -> Plain:
 def earned(task: Task, findings: Sequence[Finding]) -> int:
     """Points: a property's own, if all its findings hold and there is one."""
     verdicts: dict[str, bool] = {}
-    for each in findings:
-        verdicts[each.property] = verdicts.get(each.property, True) and each.holds
+    for finding in findings:
+        verdicts[finding.property] = verdicts.get(finding.property, True) and finding.holds
     return sum(points for name, points in task.points.items() if verdicts.get(name, False))

@@ -71,8 +71,8 @@ def follow(announced: int, number: float) -> dict[str, Any]:
             if name != "all_reduce" or kind not in FOLLOWED or int(size) > MAX_BYTES:
                 left = f"{name} of {size} bytes of {kind}"
                 break
-            each = getattr(torch, kind)
-            tensor = torch.full((int(size) // each.itemsize,), number, dtype=each)
+            torch_dtype = getattr(torch, kind)
+            tensor = torch.full((int(size) // torch_dtype.itemsize,), number, dtype=torch_dtype)
             dist.all_reduce(tensor)
             joined.append(f"{name} {size}")
             arrived.append(tensor.double().numpy())

@@ -63,7 +63,7 @@ class Verdict:
 
 def printable(text: str) -> str:
     """Somebody else's text, cut to TEXT_CHARACTERS, with nothing in it that a terminal or a file cannot take."""
-    return "".join(each if each.isprintable() else "?" for each in text[:TEXT_CHARACTERS])
+    return "".join(character if character.isprintable() else "?" for character in text[:TEXT_CHARACTERS])
 
 
 def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] | None, error: str | None
@@ -71,9 +71,9 @@ def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] |
     """Points a property: its own if it was judged, held wherever it was, and nothing went wrong besides."""
     scores = {}
     for name, points in task.points.items():
-        shown = [each for each in public if each.property == name]
-        unseen = [each for each in hidden or () if each.property == name]
-        missed = next((each for each in shown if not each.holds), None)
+        shown = [finding for finding in public if finding.property == name]
+        unseen = [finding for finding in hidden or () if finding.property == name]
+        missed = next((finding for finding in shown if not finding.holds), None)
         if missed:
             where = f" on rank {missed.rank}" if missed.rank is not None else ""
             said = printable(f"expected {missed.expected}, found {missed.found}{where}")
@@ -81,7 +81,7 @@ def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] |
             said = error
         elif not shown or (hidden is not None and not unseen):
             said = "not judged"
-        elif not all(each.holds for each in unseen):
+        elif not all(finding.holds for finding in unseen):
             said = "does not hold in a hidden case"
         else:
             said = ""

@@ -7,11 +7,9 @@ microseconds (``benchmarks/watchdog.py``), two thirds of them for the dispatcher
 call has ended, :mod:`~course_lib.hangs.pending_calls` knows.
 """
 
-import importlib.util
 import json
 import os
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -45,26 +43,28 @@ _PEER = {operator: _at(operator, [PEER.get(operator, "")]) for operator in OPERA
 _ROOT = {operator: _at(operator, ["root_rank"]) for operator in OPERATORS}
 _ASYNC = {operator: _at(operator, ["async_op"]) for operator in OPERATORS}
 
-# Frames of these are not the user's.
-_FOREIGN = (*(os.path.dirname(spec.origin) + os.sep for name in ("torch", "accelerate", "deepspeed", "transformers")
-              if (spec := importlib.util.find_spec(name)) and spec.origin), str(collective_hooks.__file__), __file__,
-            os.path.join(os.path.dirname(__file__), "watchdog.py"), "<")
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-_INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
+_FOREIGN = {"torch", "accelerate", "deepspeed", "transformers", *sys.stdlib_module_names}
+"""Packages whose code is not the user's."""
+_OURS = {__name__, collective_hooks.__name__, f"{__package__}.watchdog"}
+"""Modules of the course through which every call goes."""
 
 Place = tuple[str | None, int | None]
 
 
 class _Users(dict[str, bool]):
-    """Whether a file is the user's, found out once."""
+    """Whether a module is the user's, found out once."""
 
-    def __missing__(self, file: str) -> bool:
-        found = self[file] = not file.startswith(_FOREIGN) and (
-            file.startswith(_INSTALLED) or not file.startswith(_STANDARD))
+    def __missing__(self, module: str) -> bool:
+        found = self[module] = module.partition(".")[0] not in _FOREIGN and module not in _OURS
         return found
 
 
-_is_users = _Users()
+_users_modules = _Users()
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame runs the user's code, and in a file that can be shown."""
+    return _users_modules[frame.f_globals.get("__name__", "")] and not frame.f_code.co_filename.startswith("<")
 
 
 class FlightRecorder:
@@ -163,7 +163,7 @@ class FlightRecorder:
         """File and line of the user's code that an exception went through last."""
         found: Place = (None, None)
         while trace is not None:
-            if _is_users[trace.tb_frame.f_code.co_filename]:
+            if _is_users(trace.tb_frame):
                 found = self._shown(trace.tb_frame.f_code.co_filename), trace.tb_lineno
             trace = trace.tb_next
         return found
@@ -216,7 +216,7 @@ class FlightRecorder:
 
     def _user_frame(self, frame: FrameType | None) -> FrameType | None:
         """The innermost frame of the user's."""
-        while frame is not None and not _is_users[frame.f_code.co_filename]:
+        while frame is not None and not _is_users(frame):
             frame = frame.f_back
         return frame
 

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
-
-import psutil
 
 BUSY_SHARE = 0.05
 """Of the time, that a process has to run, or wait for a core, to count as busy."""
@@ -84,26 +83,56 @@ class Activity:
 
     def _measure(self) -> tuple[float, Times, Times, int]:
         """Seconds now, the times of this process's threads and of its children's, bytes moved."""
-        process = psutil.Process()
-        others: Times = {}
-        with contextlib.suppress(psutil.Error):
-            for child in process.children(recursive=True):
-                others |= _times(child.pid)
+        processes = _processes()
+        below = [os.getpid()]
+        for pid in below:  # which grows
+            below += [child for child, (parent, _) in processes.items() if parent == pid]
+        own, *others = (_times(pid, processes) for pid in below)
         watching = {thread.native_id for thread in self._watchers}
-        own = {task: times for task, times in _times(os.getpid()).items() if task not in watching}
-        moved = 0
-        if hasattr(process, "io_counters"):
-            counters = process.io_counters()
-            moved = counters.read_chars + counters.write_chars
-        return time.monotonic(), own, others, moved
+        own = {task: times for task, times in own.items() if task not in watching}
+        return time.monotonic(), own, {task: times for each in others for task, times in each.items()}, _bytes_moved()
 
 
-def _times(pid: int) -> Times:
+def _processes() -> dict[int, tuple[int, float]]:
+    """Of every process of this machine its parent, and the seconds that it has run."""
+    found: dict[int, tuple[int, float]] = {}
+    if Path("/proc/self/stat").exists():
+        ticks = os.sysconf("SC_CLK_TCK")
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                fields = _stat(pid)
+                found[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / ticks
+    else:  # macOS
+        for line in subprocess.check_output(["ps", "-axo", "pid=,ppid=,time="], text=True).splitlines():
+            number, parent, ran = line.split()
+            found[int(number)] = int(parent), _seconds(ran)
+    return found
+
+
+def _seconds(shown: str) -> float:
+    """What ``ps`` shows as a time: [[days-]hours:]minutes:seconds."""
+    days, _, clock = shown.rpartition("-")
+    seconds = 0.0
+    for part in clock.split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds + 86400 * int(days or 0)
+
+
+def _bytes_moved() -> int:
+    """That this process has read and written, in files and pipes; 0 where the system does not tell."""
+    account = Path("/proc/self/io")
+    if not account.exists() or not os.access(account, os.R_OK):
+        return 0
+    counters = dict(line.split(": ") for line in account.read_text().splitlines())
+    return int(counters["rchar"]) + int(counters["wchar"])
+
+
+def _times(pid: int, processes: dict[int, tuple[int, float]]) -> Times:
     """Of each living thread of a process; empty where it has just ended."""
     found: Times = {}
-    with contextlib.suppress(psutil.Error, OSError):
-        if not SCHEDSTAT.exists():
-            return {pid: (sum(psutil.Process(pid).cpu_times()[:2]), 0.0)}
+    if not SCHEDSTAT.exists():
+        return {pid: (processes[pid][1], 0.0)} if pid in processes else {}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # the thread has just ended
                 ran, waited, _ = Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()

@@ -24,13 +24,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import cloudpickle
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from course_lib.errors import LaunchError
+from course_lib.replacing import replaced
 
 PLAN = "COURSE_PRELOAD"
 """Environment variable of the fork server: what it imports first, and its own environment."""
@@ -244,7 +244,7 @@ def without_main() -> Iterator[None]:
     def prepared(name: str) -> dict[str, Any]:
         return {key: value for key, value in prepare(name).items() if not key.startswith("init_main")}
 
-    with _one_at_a_time, mock.patch.object(spawn, "get_preparation_data", prepared):
+    with _one_at_a_time, replaced(spawn, "get_preparation_data", prepared):  # it asks nobody
         yield
 
 

@@ -1,9 +1,10 @@
 """Run a function on N ranks of this machine, from a notebook or a script.
 
-``accelerate.notebook_launcher`` forks the ranks (a second or so: nothing is imported anew); where there are GPUs they
-are forked from a clean process that has imported everything (`course_lib.launching.forks`), and where fork does not
-serve, as on macOS, they are spawned. A thread of the caller watches them: it labels what they print, takes their return
-values, finds the first cause of a failure, and ends them all.
+Like ``accelerate.notebook_launcher`` it forks the ranks (a second or so: nothing is imported anew) and tells each its
+place by the environment; where there are GPUs they are forked from a clean process that has imported everything
+(`course_lib.launching.forks`), and where fork does not serve, as on macOS, they are spawned. A thread of the caller
+watches them: it labels what they print, takes their return values, finds the first cause of a failure, and ends them
+all.
 """
 
 import contextlib
@@ -11,23 +12,16 @@ import functools
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-from accelerate import launchers, notebook_launcher
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from course_lib.errors import LaunchError
 from course_lib.launching import forks
-from course_lib.launching.launch_environment import free_port
 from course_lib.launching.output import LabelledOutput
 from course_lib.launching.rank_process import RankEnds, RankJob
 from course_lib.launching.supervisor import RankError, RanksHung, RankSupervisor
@@ -44,7 +38,8 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
     """Call ``function(*args, **kwargs)`` on every one of N ranks, and return what each returned, by rank.
 
     Each rank has the environment of a process group, so that ``Accelerator()`` and
-    ``torch.distributed.init_process_group()`` find the N ranks: over gloo on the CPU, or one GPU each.
+    ``torch.distributed.init_process_group()`` find the N ranks: over gloo on the CPU, or one GPU each. (On a CPU
+    Accelerate's ``PartialState()`` finds them, under every launcher, only as ``PartialState(cpu=True)``.)
 
     Args:
         function: also one defined in a notebook cell.
@@ -69,21 +64,18 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
     if start_method == "forkserver":
         forks.serve()
     own, theirs = _pipes(num_processes)
-    # As the elastic launcher does for forked ranks, so that all of them are guests of their store, and none its host.
-    store = None if start_method == "fork" else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = RankJob(sent, theirs, store.port if store else free_port(), device, os.getpid())
+    # Here, as torchrun has it, so that all ranks are guests of their store, and none is its host.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = RankJob(sent, theirs, store.port, device)
     watch = RankSupervisor(own, theirs, timeout, LabelledOutput(num_processes, stream))
     watch.start()
     try:
-        with _environment_kept(), _without_accelerate_state():
-            _start(job, num_processes, start_method)
-    except (ChildFailedError, ProcessExitedException, ProcessRaisedException) as error:
+        _start(job, num_processes, start_method)
+    except (ProcessExitedException, ProcessRaisedException) as error:
         watch.launcher_says(error)
-    except SignalException as stopped:
-        raise KeyboardInterrupt if stopped.sigval == signal.SIGINT else SystemExit(128 + stopped.sigval) from None
     finally:
         watch.end()
-        store = None  # a traceback would keep it, and its port
+        del store  # a traceback would keep it, and its port
     return watch.results(timeout)
 
 
@@ -132,17 +124,11 @@ def _start(job: RankJob, num_processes: int, start_method: str) -> None:
     if start_method == "fork":
         forks.end_openmp_threads()
     # torch would report every failure once more, without its cause.
-    with _quiet("torch.distributed.elastic"), _quiet("torch.multiprocessing.spawn"):
-        if start_method == "fork" and num_processes > 1:
-            with mock.patch.object(launchers, "print", create=True):  # "Launching training on 2 CUDAs", on a CPU
-                # It tells a process its rank by the environment.
-                notebook_launcher(lambda: job(int(os.environ["RANK"])), num_processes=num_processes,
-                                  use_port=str(job.port))
-        else:
-            with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():
-                ranks = start_processes(job, nprocs=num_processes, join=False, start_method=start_method)
-            while not ranks.join():
-                pass
+    with _quiet("torch.multiprocessing.spawn"):
+        with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():
+            ranks = start_processes(job, nprocs=num_processes, join=False, start_method=start_method)
+        while not ranks.join():
+            pass
 
 
 @contextlib.contextmanager
@@ -155,29 +141,3 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Leave the caller's environment as it was."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _without_accelerate_state() -> Iterator[None]:
-    """Hide an Accelerator that the notebook made for itself: the ranks are to make their own."""
-    shared = [state._shared_state for state in (AcceleratorState, PartialState, GradientState)]
-    before = [dict(state) for state in shared]
-    for state in shared:
-        state.clear()
-    try:
-        yield
-    finally:
-        for state, content in zip(shared, before, strict=True):
-            state.update(content)

@@ -1,15 +1,9 @@
-"""Which ranks are there, and were they asked for: never train alone in silence.
-
-``accelerate launch --cpu --num_processes 2`` starts one process on a machine without GPUs and
-says nothing, so what the launcher was asked for is read from the launcher itself.
-"""
+"""Which ranks a launcher started, by the environment that it left, and whether they are those that were asked for."""
 
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import psutil
 
 from course_lib.errors import LaunchError
 
@@ -24,7 +18,8 @@ class LaunchEnvironment:
         launched: True where torchrun or accelerate launch set the rank environment.
         elastic: True where that launcher starts the ranks again, perhaps another number, after one has failed
             (torchrun's --max-restarts).
-        asked: processes that an ``accelerate launch`` above us was asked for; None without one.
+        asked: processes that the launcher above us was asked for, where it started this one alone; None where nobody
+            has found that out (`course_lib.commands.accelerate_launcher`).
     """
 
     rank: int = 0
@@ -35,46 +30,12 @@ class LaunchEnvironment:
 
 
 def discover(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Read the rank environment, and the command line of an Accelerate launcher above this process."""
+    """Read the rank environment that torchrun, ``accelerate launch`` and our own launch leave."""
     environ = os.environ if environ is None else environ
     if "WORLD_SIZE" in environ and "RANK" in environ:
         return LaunchEnvironment(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True,
                                  elastic=int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
-    return LaunchEnvironment(asked=asked_of_accelerate())
-
-
-def asked_of_accelerate() -> int | None:
-    """Processes that the ``accelerate launch`` which started this process was asked for, else None.
-
-    The launcher's own parser reads its command line, with its configuration file, so that the
-    answer is the one that Accelerate itself came to.
-    """
-    try:
-        command = psutil.Process().parent().cmdline()  # type: ignore[union-attr]
-    except (psutil.Error, AttributeError):
-        return None
-    arguments = _after_launch(command)
-    if arguments is None:
-        return None
-    from accelerate.commands.config import default_config_file, load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-
-    launch = launch_command_parser().parse_args(arguments)
-    if launch.num_processes is not None:
-        return launch.num_processes
-    if launch.config_file or os.path.isfile(default_config_file):
-        return load_config_from_file(launch.config_file).num_processes
-    return None
-
-
-def _after_launch(command: list[str]) -> list[str] | None:
-    """What follows ``accelerate launch`` or ``-m accelerate.commands.launch`` in a command line, else None."""
-    for i, part in enumerate(command[:5]):
-        if part.endswith(("accelerate.commands.launch", "accelerate/commands/launch.py", "accelerate-launch")):
-            return command[i + 1 :]
-        if os.path.basename(part) == "accelerate" and command[i + 1 : i + 2] == ["launch"]:
-            return command[i + 2 :]
-    return None
+    return LaunchEnvironment()
 
 
 def to_start(ranks: LaunchEnvironment, num_processes: int | None) -> int:

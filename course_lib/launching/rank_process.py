@@ -8,7 +8,6 @@ connections open until every rank has returned or the first cause of a failure i
 import atexit
 import ctypes
 import faulthandler
-import functools
 import gc
 import io
 import logging
@@ -25,13 +24,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import joblib
 import torch
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from course_lib.errors import LaunchError
+from course_lib.launching.cores import usable_cores
 from course_lib.launching.forks import Parcel, arrive
 
 STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 asks a trainer for a checkpoint
@@ -60,8 +57,6 @@ class Started:
     """A rank waits for its first byte."""
 
     pid: int
-    log_file: str | None
-    """A path in the folder that torch's elastic launcher made for this launch, None without that launcher."""
 
 
 @dataclass(frozen=True)
@@ -98,44 +93,59 @@ class RankJob:
     """Where the ranks' store listens on 127.0.0.1."""
     device: str
     """`cpu` or `cuda`."""
-    caller_pid: int
 
     def __call__(self, rank: int) -> None:
-        if os.getpid() == self.caller_pid:
-            raise LaunchError(f"asked for {len(self.ends)} ranks, Accelerate started none on this machine",
-                              'use start_method="spawn"')
-        ends = self.ends[rank]
-        for other in self.ends:
-            if other is not ends:
-                for end in other:
-                    end.close()
-        if isinstance(self.call, Parcel):
-            arrive()
-            self.call.settle()
-        _leave_caller()
-        gc.freeze()  # a collection would look through, and so copy, all that the caller had: most of a small step
-        redirect_output(ends.output.fileno())
-        faulthandler.register(STACK_SIGNAL, file=ends.stacks.fileno(), all_threads=True, chain=False)
+        run_rank(self, rank)
 
-        _send(ends.control, Started(os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE")))
-        os.read(ends.control.fileno(), 1)
-        outcome = self._run(rank)
-        _flush()
-        _send(ends.control, outcome)
-        os.read(ends.control.fileno(), 1)
-        atexit._run_exitfuncs()
-        _flush()
-        if isinstance(self.call, Parcel):
-            os._exit(0)  # a spawned interpreter would run its exit functions a second time
 
-    def _run(self, rank: int) -> Returned | Failure:
-        # Everything that a rank can raise is for the caller to see, SystemExit and KeyboardInterrupt too.
-        try:
-            _set_up(rank, len(self.ends), self.port, self.device, hosted=isinstance(self.call, Parcel))
-            call = self.call.open() if isinstance(self.call, Parcel) else self.call
-            return Returned(_pickle_value(call(), rank))
-        except BaseException as error:
-            return _failure(error)
+# In a stack as faulthandler writes it, these two are known by their names: below the first are no frames of the
+# function that was launched, below the second none of the rank.
+
+
+def call_launched(call: Callable[[], Any]) -> Any:
+    """Call the function that was launched."""
+    return call()
+
+
+def run_rank(job: RankJob, rank: int) -> None:
+    """All that a rank does, from its start to its end."""
+    ends = job.ends[rank]
+    for other in job.ends:
+        if other is not ends:
+            for end in other:
+                end.close()
+    if isinstance(job.call, Parcel):
+        arrive()
+        job.call.settle()
+    os.environ.update(  # of a process group
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(job.ends)), LOCAL_WORLD_SIZE=str(len(job.ends)),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port), TORCHELASTIC_USE_AGENT_STORE="True",  # the caller hosts it
+    )
+    _leave_caller()
+    gc.freeze()  # a collection would look through, and so copy, all that the caller had: most of a small step
+    redirect_output(ends.output.fileno())
+    faulthandler.register(STACK_SIGNAL, file=ends.stacks.fileno(), all_threads=True, chain=False)
+
+    _send(ends.control, Started(os.getpid()))
+    os.read(ends.control.fileno(), 1)
+    outcome = _outcome(job, rank)
+    _flush()
+    _send(ends.control, outcome)
+    os.read(ends.control.fileno(), 1)
+    atexit._run_exitfuncs()
+    _flush()
+    if isinstance(job.call, Parcel):
+        os._exit(0)  # a spawned interpreter would run its exit functions a second time
+
+
+def _outcome(job: RankJob, rank: int) -> Returned | Failure:
+    # Everything that a rank can raise is for the caller to see, SystemExit and KeyboardInterrupt too.
+    try:
+        _set_up(rank, len(job.ends), job.device)
+        call = job.call.open() if isinstance(job.call, Parcel) else job.call
+        return Returned(_pickle_value(call_launched(call), rank))
+    except BaseException as error:
+        return _failure(error)
 
 
 def _leave_caller() -> None:
@@ -146,6 +156,10 @@ def _leave_caller() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit._clear()
+    state = sys.modules.get("accelerate.state")
+    if state:  # an Accelerator that the caller made for itself: the rank is to make its own
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
     shell = sys.modules.get("IPython.core.interactiveshell")
     if shell and shell.InteractiveShell.initialized():
         # display() prints from here on, and what is imported later sees a plain Python.
@@ -173,19 +187,13 @@ def redirect_output(descriptor: int) -> None:
     faulthandler.enable(file=sys.stderr)
 
 
-def _set_up(rank: int, num_processes: int, port: int, device: str, hosted: bool) -> None:
-    """The process group's environment, whose store the caller may host, the share of the cores, and the device."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes), LOCAL_WORLD_SIZE=str(num_processes),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )
+def _set_up(rank: int, num_processes: int, device: str) -> None:
+    """The share of the cores, and the device."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Left to itself gloo takes the address of the host's name, which offline machines cannot always resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    if hosted:
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, joblib.cpu_count() // num_processes)
+        threads = max(1, usable_cores() // num_processes)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
     if device == "cuda":
@@ -199,18 +207,6 @@ def _set_up(rank: int, num_processes: int, port: int, device: str, hosted: bool)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where Accelerate imports it, warns of a guess
-        _let_partial_state_read_the_environment()
-
-
-def _let_partial_state_read_the_environment() -> None:
-    """Let `PartialState()` find the CPU ranks as `Accelerator()` does, which alone reads ACCELERATE_USE_CPU."""
-    original = PartialState.__init__
-
-    @functools.wraps(original)
-    def __init__(self, cpu: bool = False, **kwargs):
-        original(self, cpu or parse_flag_from_env("ACCELERATE_USE_CPU"), **kwargs)
-
-    PartialState.__init__ = __init__  # type: ignore[method-assign]
 
 
 class _ValuePickler(pickle.Pickler):
@@ -243,7 +239,7 @@ def unreturnable(rank: int, kind: str, error: Exception) -> LaunchError:
 def _failure(error: BaseException) -> Failure:
     at = time.monotonic()
     frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename == __file__:
+    while frames and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next
     try:
         pickled = pickle.dumps(error)

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 import selectors
-import shutil
 import signal
 import struct
 import threading
@@ -13,20 +12,28 @@ import time
 import warnings
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from course_lib.errors import CourseError, LaunchError
 from course_lib.launching.output import LabelledOutput
-from course_lib.launching.rank_process import STACK_SIGNAL, Failure, RankEnds, Returned, Started
+from course_lib.launching.rank_process import (
+    STACK_SIGNAL,
+    Failure,
+    RankEnds,
+    Returned,
+    Started,
+    call_launched,
+    run_rank,
+)
 
 GRACE_SECONDS = 0.5  # after a failure, for the others' to arrive: the first cause is the earliest
 DEATH_GRACE_SECONDS = 2.5  # after a death without a word, for the others' watchdogs to say what they saw
 ENDED_BY_LAUNCHER = ("died", "was killed by SIGTERM")  # what becomes of the others once it has seen one fail
 STACK_SECONDS = 2.0  # for the ranks to write their stacks
 EXIT_SECONDS = 60.0  # for the ranks to end, once all have returned
+_OURS = tuple(f" in {function.__name__}" for function in (call_launched, run_rank))
 
 
 class RankError(RuntimeError):
@@ -70,7 +77,6 @@ class RankSupervisor(threading.Thread):
         self.buffers = [bytearray() for _ in own]
         self.stacks: dict[int, bytearray] = {}
         self.pids: dict[int, int] = {}
-        self.log_folders: set[Path] = set()
         self.outcomes: dict[int, Returned | Failure] = {}
         self.told: dict[int, Failure] = {}  # by the launcher
         self.grace: float | None = None  # when the ranks are ended after a failure
@@ -130,8 +136,6 @@ class RankSupervisor(threading.Thread):
     def _take(self, rank: int, message: Started | Returned | Failure) -> None:
         if isinstance(message, Started):
             self.pids[rank] = message.pid
-            if message.log_file:
-                self.log_folders |= {p for p in Path(message.log_file).parents if p.name.startswith("torchelastic_")}
             if len(self.pids) == len(self.own):
                 self._close(self.theirs)  # now the pipes end when their ranks do
                 self._tell_all()
@@ -205,19 +209,14 @@ class RankSupervisor(threading.Thread):
             return f"exited with code {found.si_status} before the function returned"
         return f"was killed by {signal.Signals(found.si_status).name}" if found else "died"
 
-    def launcher_says(self, error: Exception) -> None:
-        """Take the exit codes that the launcher collected, for ranks that died before we could look."""
-        if isinstance(error, ChildFailedError):
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        else:
-            codes = {error.error_index: getattr(error, "exit_code", 1)}  # type: ignore[attr-defined]
-        ended, at = self.ended, time.monotonic()
-        for rank, code in codes.items():
-            if ended and rank not in self.outcomes:
-                continue  # not by itself: it was ended here
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
-                f"exited with code {code} before the function returned"
-            self.told[rank] = Failure(how, at, consequence=False)
+    def launcher_says(self, error: ProcessExitedException | ProcessRaisedException) -> None:
+        """Take the exit code that the launcher collected, for a rank that died before we could look."""
+        rank, code = error.error_index, getattr(error, "exit_code", 1)
+        if self.ended and rank not in self.outcomes:
+            return  # not by itself: it was ended here
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
+            f"exited with code {code} before the function returned"
+        self.told[rank] = Failure(how, time.monotonic(), consequence=False)
 
     def end(self) -> None:
         """Called when the launcher is done, for better or worse: read what is left and clear up."""
@@ -239,8 +238,6 @@ class RankSupervisor(threading.Thread):
         self._close(self.own)
         self.wake.close()
         self.waker.close()
-        for folder in self.log_folders:
-            shutil.rmtree(folder, ignore_errors=True)
 
     @staticmethod
     def _close(ends: Any) -> None:
@@ -267,8 +264,7 @@ class RankSupervisor(threading.Thread):
             raise error from error.cause
         if len(self.outcomes) < len(self.own):
             raise LaunchError("the ranks ended before they started", "look at what they printed")
-        still_here = {rank: stack for rank, stack in self.stacks.items() if b"launching/rank_process.py" in stack}
-        for rank, stack in (still_here or self.stacks).items():  # the launcher's other ranks wait for those
+        for rank, stack in self.stacks.items():
             warnings.warn(f"rank {rank} returned, did not end within {EXIT_SECONDS:g} s of that, and was ended here; "
                           f"it was at\n{_own_frames(stack, ending=True)}", RuntimeWarning, stacklevel=3)
         return [pickle.loads(self.outcomes[rank].value) for rank in range(len(self.own))]  # type: ignore[union-attr]
@@ -280,6 +276,6 @@ def _own_frames(stack: bytearray, ending: bool = False) -> str:
     threads = []
     for thread in stack.decode(errors="replace").split("\n\n"):
         lines = thread.splitlines()
-        below = next((i for i, line in enumerate(lines) if "launching/rank_process.py" in line), len(lines))
+        below = next((i for i, line in enumerate(lines) if line.endswith(_OURS)), len(lines))
         threads.append("\n".join(lines[:below + ending]))
     return "\n\n".join(threads)

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2LMHeadModel
@@ -26,7 +25,8 @@ from course_lib.lessons import lab_gpt2
 from course_lib.metering.meter import Meter
 from course_lib.parallel import collectives, ddp
 from course_lib.parallel.clock import Clock, Stamp
-from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, sum_gradients
+from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, in_buckets, sum_gradients
+from course_lib.replacing import replaced
 
 VOCABULARY, LENGTH = 1024, 32
 TRIES = 3
@@ -82,7 +82,7 @@ def all_reduce_bytes(ranks: Sequence[int], numel: int) -> dict[str, dict[int, Mo
     Raises:
         AssertionError: a sum is wrong.
     """
-    state = PartialState()
+    state = Accelerator()
     ways = {"naive": through_rank_0, "torch": lambda tensor, group: dist.all_reduce(tensor, group=group),
             "ring": lambda tensor, group: collectives.all_reduce(tensor, group=group)}
     found: dict[str, dict[int, Moved]] = {name: {} for name in ways}
@@ -105,7 +105,7 @@ def all_reduce_bytes(ranks: Sequence[int], numel: int) -> dict[str, dict[int, Mo
 
 def gpt2(layers: int, width: int) -> GPT2LMHeadModel:
     """A small GPT-2 without dropout on this rank's device, the same on every rank."""
-    return lab_gpt2.gpt2(layers, width, LENGTH, VOCABULARY).to(PartialState().device)
+    return lab_gpt2.gpt2(layers, width, LENGTH, VOCABULARY).to(Accelerator().device)
 
 
 def gradient_bytes(layers: int, width: int) -> int:
@@ -116,12 +116,12 @@ def gradient_bytes(layers: int, width: int) -> int:
 def tokens(seed: int, rows: int) -> Tensor:
     """Rows of random tokens, the same for the same seed; int64 [rows, LENGTH], on this rank's device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (rows, LENGTH), generator=generator).to(PartialState().device)
+    return torch.randint(VOCABULARY, (rows, LENGTH), generator=generator).to(Accelerator().device)
 
 
 def share(ids: Tensor) -> Tensor:
     """This rank's rows of a batch."""
-    state = PartialState()
+    state = Accelerator()
     return ids[state.process_index :: state.num_processes]
 
 
@@ -177,6 +177,11 @@ def sendings(ways: Mapping[str, Way], layers: int, width: int, rows: int, repeat
     return {name: min(each, key=lambda sending: sending.end) for name, each in steps.items()}
 
 
+def _in_forward_order(parameters: Sequence[nn.Parameter], *sizes: int) -> list[list[nn.Parameter]]:
+    """`DataParallel` hands the parameters over in reverse order; this turns it round."""
+    return in_buckets(list(reversed(parameters)), *sizes)
+
+
 class _Watched:
     """A `DataParallel` model that keeps the order in which gradients arise and buckets are sent."""
 
@@ -186,8 +191,7 @@ class _Watched:
         self.clock: Clock
         for parameter in model.parameters():  # before DataParallel's own hooks, so that they are called first
             parameter.register_post_accumulate_grad_hook(lambda p: self._note("gradient", p.nbytes))
-        order = contextlib.nullcontext() if way.reverse else mock.patch.object(ddp, "reversed", list, create=True)
-        with order:
+        with contextlib.nullcontext() if way.reverse else replaced(ddp, "in_buckets", _in_forward_order):
             self.engine = DataParallel(model, first_bucket_bytes=way.first_bytes, bucket_bytes=way.bytes_each,
                                        communication_hook=self._send)
 
@@ -263,7 +267,7 @@ def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Tr
     models = {name: wrap(gpt2(layers, width)) for name, wrap in wraps.items()}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
     found = {name: Trained([], 0, None, []) for name in models}
-    clock = Clock(PartialState().device)
+    clock = Clock(Accelerator().device)
     for step in range(steps):
         batch = tokens(step % 4, rows)
         for name in list(models)[:: 1 if step % 2 else -1]:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -27,6 +26,7 @@ from course_lib.parallel.clock import Clock, Stamp
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
+from course_lib.replacing import replaced
 from course_lib.training.checkpoints import sharded
 
 VOCABULARY, LENGTH, HEADS = 256, 32, 4
@@ -110,7 +110,7 @@ def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int =
         **options: of the engine.
     """
     if replicas > 1:
-        device = PartialState().device.type
+        device = Accelerator().device.type
         options["mesh"] = hybrid_mesh(device, replicas, dist.get_world_size() // replicas)
     model = _engine(engine, build, **options)
     resident = getattr(model, "resident", None)
@@ -147,7 +147,7 @@ def changes(resident: Callable[[], Mapping[str, list[Tensor]]] | None) -> Iterat
             seen.append(now)
         return result
 
-    with mock.patch.object(torch.UntypedStorage, "resize_", note):
+    with replaced(torch.UntypedStorage, "resize_", note):
         yield seen
 
 
@@ -158,7 +158,7 @@ def apart(some: WatchedSharding, others: WatchedSharding) -> float:
 
 def block_seconds(build: Build, rows: int) -> float:
     """The shortest forward of a block, on any rank, in two steps with so many rows a rank."""
-    engine, clock = _engine("scratch", build), Clock(PartialState().device)
+    engine, clock = _engine("scratch", build), Clock(Accelerator().device)
     begun: list[Stamp] = []
     ended: list[Stamp] = []
     for block in blocks.blocks(engine.module).values():
@@ -183,7 +183,7 @@ def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: 
         tries: steps, of which the one that waited longest counts. Other programs disturb it least: they lengthen what
             lies between a gather and its wait, and so shorten the wait, which is ``link`` at most.
     """
-    engine, clock = _engine("scratch", build, prefetch=prefetch), Clock(PartialState().device)
+    engine, clock = _engine("scratch", build, prefetch=prefetch), Clock(Accelerator().device)
     steps = []
     for step in range(tries):
         with slow_gathers(link) as spans:
@@ -247,7 +247,7 @@ def batch_loss(engine: nn.Module, step: int, rows: int = GLOBAL_BATCH) -> Tensor
     ids = [torch.randint(VOCABULARY, (rows,), generator=generator)]
     for _ in range(LENGTH - 1):
         ids.append((5 * ids[-1] + 3) % VOCABULARY)
-    mine = torch.stack(ids, dim=1)[dist.get_rank() :: dist.get_world_size()].to(PartialState().device)
+    mine = torch.stack(ids, dim=1)[dist.get_rank() :: dist.get_world_size()].to(Accelerator().device)
     logits = engine(input_ids=mine).logits.float()
     return cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
 
@@ -272,7 +272,7 @@ def averaged(loss: Tensor) -> float:
 
 def _engine(name: str, build: Build, **options: Any) -> Any:
     """The model behind an engine with ``module``, ``optimizer``, ``step`` and ``zero_grad``; joins the ranks first."""
-    module = build().to(PartialState().device)
+    module = build().to(Accelerator().device)
     optimizer = AdamW(module.parameters(), lr=3e-3, eps=1e-5)  # eps: Adam would blow up the noise of tiny gradients
     if name == "scratch":
         return FullyShardedDataParallel(module, optimizer, **options)

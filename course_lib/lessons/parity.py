@@ -25,8 +25,8 @@ from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.processing import ProcessedData
 from course_lib.launching import launch_environment
 from course_lib.launching.launch import launch
-from course_lib.launching.seeding import seed_everything
 from course_lib.modeling.loading import LoadedModel
+from course_lib.system.seeding import seed_everything
 from course_lib.training.callbacks import Callback
 from course_lib.training.trainer import Trainer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator
 from transformers import GPT2Config
 
 import course_lib
@@ -43,7 +43,7 @@ def small_config(layers: int, width: int) -> GPT2Config:
 
 def real_step(layers: int, width: int) -> Counted:
     """On one rank: the second step of FSDP2 in fp32, counted by the meter; its forward and backward pass."""
-    state = PartialState()
+    state = Accelerator()
     model = gpt2(layers, width, TOKENS, VOCABULARY).to(state.device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine = shard_with_torch(model, optimizer)

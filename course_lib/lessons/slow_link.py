@@ -4,9 +4,9 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 from course_lib.parallel.flat_parameter import FlatParamGroup
+from course_lib.replacing import replaced
 
 
 @dataclass(frozen=True)
@@ -47,5 +47,5 @@ def slow_gathers(seconds: float) -> Iterator[list[tuple[float, float]]]:
             spans.append((begin, until))
         wait(unit)
 
-    with mock.patch.object(FlatParamGroup, "gather", slow_gather), mock.patch.object(FlatParamGroup, "wait", slow_wait):
+    with replaced(FlatParamGroup, "gather", slow_gather), replaced(FlatParamGroup, "wait", slow_wait):
         yield spans

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -51,13 +51,13 @@ class Shape:
         ids = [torch.randint(self.vocabulary, (self.rows,), generator=generator)]
         for _ in range(self.tokens - 1):
             ids.append((5 * ids[-1] + 3) % self.vocabulary)
-        tokens = torch.stack(ids, dim=1).to(PartialState().device)
+        tokens = torch.stack(ids, dim=1).to(Accelerator().device)
         return F.cross_entropy(model(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def pair_apart(width: int = 16) -> dict[str, float]:
     """How far a column- and a row-parallel linear layer are from the whole two, relative to the largest number."""
-    device = PartialState().device
+    device = Accelerator().device
     torch.manual_seed(0)
     first, second = nn.Linear(width, 4 * width).to(device), nn.Linear(4 * width, width).to(device)
     whole_in = torch.randn(2, 3, width, device=device, requires_grad=True)
@@ -130,7 +130,7 @@ def watch(shape: Shape, engine: str = "scratch", **options: Any) -> WatchedSplit
         engine: ``whole``, ``scratch`` or ``torch``.
         **options: of :class:`TensorParallel` or :class:`TorchTensorParallel`.
     """
-    whole = shape.model().to(PartialState().device)
+    whole = shape.model().to(Accelerator().device)
     shape.loss(whole).backward()
     wanted = {name: p.grad for name, p in whole.named_parameters()}
     model: Any = _engine(engine, shape.model(), **options)
@@ -166,7 +166,7 @@ class Crossed:
 
 def cross_entropies(vocabulary: int, tokens: int) -> dict[str, Crossed]:
     """Cross-entropy of logits that the ranks share: gathered first, and in parallel."""
-    device = PartialState().device
+    device = Accelerator().device
     torch.manual_seed(0)
     logits = torch.randn(1, tokens, vocabulary, device=device, requires_grad=True)
     targets = torch.randint(vocabulary, (1, tokens), device=device)
@@ -198,10 +198,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _engine(name: str, model: nn.Module, **options: Any) -> nn.Module:
     """The model on this rank's device, split over all ranks; joins the ranks first."""
-    model = model.to(PartialState().device)
+    model = model.to(Accelerator().device)
     if name == "scratch":
         return TensorParallel(model, **options)
     if name == "torch":
-        mesh = DeviceMesh(PartialState().device.type, torch.arange(dist.get_world_size()))
+        mesh = DeviceMesh(Accelerator().device.type, torch.arange(dist.get_world_size()))
         return TorchTensorParallel(model, mesh, **options)
     return model

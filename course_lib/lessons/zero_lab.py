@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import Accelerator
 from torch import nn
 from transformers import GPT2LMHeadModel
 
@@ -82,7 +82,7 @@ def bill(world_sizes: Sequence[int], micro_batches: int = 2) -> dict[str, Any]:
         of the step by name, by (stage, N).
     """
     found: dict[str, Any] = {"held": {}, "sent": {}, "accumulating": {}, "calls": {}}
-    device = PartialState().device  # joins the ranks of the launch
+    device = Accelerator().device  # joins the ranks of the launch
     rank = dist.get_rank()
     for world in world_sizes:
         group = dist.new_group(range(world))
@@ -132,7 +132,7 @@ class ClipsAlone(Zero1):
 
 def broken(kind: type[Zero1], steps: int, max_norm: float | None = None) -> tuple[float, float]:
     """How far apart the ranks' weights are after some steps, and how far rank 0's are from plain data parallel."""
-    device = PartialState().device
+    device = Accelerator().device
     right = small_gpt2().to(device)
     wrong = copy.deepcopy(right)
     plain, theirs = engine_of(0, right)
@@ -159,7 +159,7 @@ def broken(kind: type[Zero1], steps: int, max_norm: float | None = None) -> tupl
 
 def on_the_wire() -> dict[int, tuple[int, int | None]]:
     """Bytes that all ranks together send in one step, by stage: by the ring model, and as the kernel counts them."""
-    device = PartialState().device
+    device = Accelerator().device
     found: dict[int, tuple[int, int | None]] = {}
     for stage in STAGES:
         model = small_gpt2(width=256).to(device)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from course_lib.metering.collective_log import CollectiveLog, Transfer, ring_bytes
 from course_lib.parallel.clock import Clock
+from course_lib.replacing import replaced
 
 KINDS = ("parameters", "parameter copies", "gradients", "optimizer states", "communication buffers", "inputs",
          "logits", "activations", "temporaries")
@@ -128,8 +128,8 @@ class AllocationLog(TorchDispatchMode):
                 finally:
                     self._looking = True
 
-            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
-            stack.enter_context(mock.patch.object(ShardingPropagator, derive.__name__, unseen))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize))
+            stack.enter_context(replaced(ShardingPropagator, derive.__name__, unseen))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor))
             super().__enter__()
             self._stack = stack.pop_all()

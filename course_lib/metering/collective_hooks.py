@@ -12,16 +12,17 @@ at CPP level"), and in a batch, as ``batch_isend_irecv`` makes one, nothing is u
 which returns the one Work of them all: so the listeners hear of its calls only then.
 """
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from course_lib.metering import graph_captures
+from course_lib.replacing import replaced
 
 BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -146,9 +147,9 @@ def _open() -> None:
                                 (dist.ProcessGroup, "_end_coalescing", _closing),
                                 (torch.cuda.CUDAGraph, "capture_begin", graph_captures.beginning),
                                 (torch.cuda.CUDAGraph, "capture_end", graph_captures.ending)):
-        patch = mock.patch.object(owner, name, around(getattr(owner, name)))
-        patch.start()
-        _undo.append(patch.stop)
+        hook = contextlib.ExitStack()
+        hook.enter_context(replaced(owner, name, around(getattr(owner, name))))
+        _undo.append(hook.close)
 
 
 def _passing(operator: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from course_lib.errors import ModelError
-from course_lib.launching import hub_reachable, machine
+from course_lib.system import hub_reachable, machine
 
 NAME = "minilm"
 REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"

@@ -18,8 +18,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError, nearest
-from course_lib.launching import hub_reachable
 from course_lib.modeling import minilm, presets
+from course_lib.system import hub_reachable
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from course_lib.errors import ModelError, nearest
-from course_lib.launching import hub_reachable
 from course_lib.planning.families import FAMILIES, RENAMED, UNSUPPORTED, Parts
+from course_lib.system import hub_reachable
 
 
 @dataclass(frozen=True)

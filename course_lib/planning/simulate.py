@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,11 +32,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from course_lib.errors import ConfigError, nearest
 from course_lib.metering.allocation_log import KINDS, AllocationLog, CollectiveRecord
 from course_lib.parallel.blocks import blocks
+from course_lib.parallel.torch_engines import tensor_parallel
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 from course_lib.planning import models
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
+from course_lib.replacing import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -207,7 +208,7 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
             engine = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
             engine.register_comm_hook(setting.world_size, _all_reduce)
         else:
-            with mock.patch("course_lib.parallel.torch_engines.tensor_parallel.take_over_first"):  # alone here
+            with replaced(tensor_parallel, "take_over_first", lambda *_, **__: None):  # alone: nobody to ask
                 engine = TorchTensorParallel(model, mesh)
             split = [each for each in model.parameters() if isinstance(each, DTensor)]
             whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
@@ -239,7 +240,9 @@ def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, 
     ledger.hold(tokens, "inputs")
     ledger.start()
     ledger.phase = "forward"
-    whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
+    from transformers import masking_utils
+
+    whole = replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
     with _collected() as collect:
         with whole, torch.autocast("cpu", torch.bfloat16, enabled=cast):  # to look for packed ones needs their values
             loss = engine(input_ids=tokens, labels=tokens).loss

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
+from course_lib.replacing import environment, replaced
 from course_lib.tracking.base import Histogram, RunInfo, Tracker
 
 FOLDER_VARIABLE = "TRACKIO_DIR"
@@ -33,7 +33,7 @@ class TrackioTracker(Tracker):
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         trackio = trackio_in(self.folder)
         # It would ask the Hub for the user's name wherever there is a token.
-        with mock.patch("trackio.run._get_default_namespace", lambda: None):
+        with replaced(trackio.run, "_get_default_namespace", lambda: None):
             self.run = trackio.init(self.info.project, name=f"{self.info.name}-{self.info.id[:4]}",
                                     group=self.info.group, resume="allow", embed=False, auto_log_gpu=False,
                                     auto_log_cpu=False,
@@ -73,7 +73,7 @@ def trackio_in(folder: Path) -> ModuleType:
 
     It reads ``TRACKIO_DIR`` once, when it is imported; a process may train several runs, one after another.
     """
-    with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
+    with environment({FOLDER_VARIABLE: str(folder)}):
         import trackio
         from trackio import run, sqlite_storage, table, utils
         from trackio.media import media

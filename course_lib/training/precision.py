@@ -9,7 +9,7 @@ from accelerate.utils import parse_flag_from_env
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError
-from course_lib.launching.machine import native_bf16
+from course_lib.system.machine import native_bf16
 
 
 def pick_device(name: str) -> torch.device:

@@ -11,9 +11,10 @@ from course_lib.config import Config
 from course_lib.data import DataConnector, DataProcessor, TextData
 from course_lib.data.cache import progress_bars
 from course_lib.errors import DataError
-from course_lib.launching import launch_environment, machine
+from course_lib.launching import launch_environment
 from course_lib.launching.determinism import PROMISE, deterministic
-from course_lib.launching.seeding import seed_everything
+from course_lib.system import machine
+from course_lib.system.seeding import seed_everything
 from course_lib.training import baselines, launchfiles
 from course_lib.training.callbacks.base import Callback
 from course_lib.training.callbacks.guards import guards

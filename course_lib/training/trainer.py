@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from course_lib.config import Config
 from course_lib.data.batching import (
@@ -23,11 +22,11 @@ from course_lib.data.processing import DataProcessor, ProcessedData
 from course_lib.errors import ConfigError
 from course_lib.launching import interrupts
 from course_lib.launching.interrupts import StopRequest, stop_requests
-from course_lib.launching.seeding import seed_everything
 from course_lib.metering.phases import Phases, Stopwatch
 from course_lib.modeling.loading import LoadedModel
 from course_lib.modeling.masks import padding_known
 from course_lib.parallel.clock import Clock
+from course_lib.system.seeding import seed_everything
 from course_lib.training import after_step
 from course_lib.training.callbacks.base import Callback, EarlyStopping, JsonLinesLog, ProgressBar
 from course_lib.training.checkpoints import resuming, saving

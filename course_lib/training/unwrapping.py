@@ -3,9 +3,11 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from unittest import mock
 
+import accelerate
 from torch import nn
+
+from course_lib.replacing import replaced
 
 
 @contextlib.contextmanager
@@ -14,7 +16,7 @@ def deepspeed_left_alone() -> Iterator[None]:
 
     Where nobody has imported it, it did not wrap anything.
     """
-    with mock.patch("accelerate.utils.other.is_deepspeed_available", lambda: "deepspeed" in sys.modules):
+    with replaced(accelerate.utils.other, "is_deepspeed_available", lambda: "deepspeed" in sys.modules):
         yield
 
 

@@ -13,8 +13,8 @@ import pytest
 from course_lib.commands import doctor, doctor_checks
 from course_lib.data import bundled
 from course_lib.errors import CourseError, LaunchError
-from course_lib.launching import machine
 from course_lib.modeling import minilm
+from course_lib.system import machine
 
 CHECKS = {check.name: check for check in doctor_checks.CHECKS}
 GPU = machine.Gpu("Planted GPU", 80 * 2**30, "9.0")

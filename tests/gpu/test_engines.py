@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from course_lib.errors import ConfigError
-from course_lib.launching import seeding
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.parallel import collectives
 from course_lib.parallel.sharding import Shard, gather_whole
+from course_lib.system import seeding
 from course_lib.training import evaluation, precision, run
 from course_lib.training.engines import build_engine, process_group
 from tests.gpu import training as t

@@ -151,7 +151,7 @@ def one_gpu(cores, **options):
 
     from course_lib.launching.launch import launch
 
-    with mock.patch("joblib.cpu_count", lambda: cores):
+    with mock.patch("course_lib.data.batching.usable_cores", lambda: cores):
         return launch(trained, "ddp", "torch", **options, num_processes=1, device="cuda", start_method="fork",
                       stream=False)[0]
 

@@ -91,17 +91,17 @@ def as_notebook(source: str, before: str = "", after: str = "") -> bytes:
 
 def files() -> dict[str, bytes]:
     """Two hundred files by name: every body in every style, as scripts and notebooks in turn, and some more besides."""
-    found = {}
+    texts = {}
     for i, (what, body) in enumerate(BODIES.items()):
         for j, style in enumerate(STYLES):
             source = style(body)
             name = f"{what} {style.__name__}".replace(" ", "_")
             if (i + j) % 2:
-                found[f"{name}.py"] = source.encode()
+                texts[f"{name}.py"] = source.encode()
             else:
-                found[f"{name}.ipynb"] = as_notebook(source, "raise RuntimeError('a cell of mine')", "while True: pass")
+                texts[f"{name}.ipynb"] = as_notebook(source, "raise RuntimeError('a cell of mine')", "while True: pass")
     for what, body in BODIES.items():
         name = what.replace(" ", "_")
-        found[f"{name}_with_a_mark.py"] = b"\xef\xbb\xbf" + function(body).encode()
-        found[f"{name}_in_windows.py"] = function(body).replace("\n", "\r\n").encode()
-    return found
+        texts[f"{name}_with_a_mark.py"] = b"\xef\xbb\xbf" + function(body).encode()
+        texts[f"{name}_in_windows.py"] = function(body).replace("\n", "\r\n").encode()
+    return texts

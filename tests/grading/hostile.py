@@ -34,7 +34,7 @@ def _family(family: str, works: str, **sources: str) -> list[Hostile]:
 
 def _body(line: str) -> str:
     """A total() whose body is one or more lines."""
-    return "def total(values):\n" + "".join(f"    {each}\n" for each in line.split("\n"))
+    return "def total(values):\n" + "".join(f"    {statement}\n" for statement in line.split("\n"))
 
 
 ENDS_EARLY = _family(

@@ -15,7 +15,7 @@ PUBLIC = [[3, 1, 4], [1, 5, 9, 2]]
 
 
 def expected(values):
-    return sum((i + 1) * each for i, each in enumerate(values))
+    return sum((i + 1) * value for i, value in enumerate(values))
 
 
 def check(function):

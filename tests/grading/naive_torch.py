@@ -17,8 +17,8 @@ PUBLIC = [[864.0, 394.0, 776.0, 911.0], [430.0, 41.0, 265.0, 988.0]]
 
 def check(function):
     wanted = (torch.tensor(PUBLIC[0], dtype=torch.float64) + torch.tensor(PUBLIC[1], dtype=torch.float64)) / 2
-    found = function(torch.tensor(PUBLIC[0], dtype=torch.float64))
-    assert torch.allclose(found, wanted)
+    answer = function(torch.tensor(PUBLIC[0], dtype=torch.float64))
+    assert torch.allclose(answer, wanted)
 
 
 def main(path):

@@ -81,7 +81,7 @@ def possible():
 
 
 def mine(folder):
-    return sorted(each for each in folder.glob("course-grade-*") if f"-{os.getpid()}-" in each.name)
+    return sorted(cgroup for cgroup in folder.glob("course-grade-*") if f"-{os.getpid()}-" in cgroup.name)
 
 
 def run_python(source, command=lambda given: given):
@@ -128,7 +128,7 @@ def test_leftovers_of_a_dead_grader_are_removed_and_of_a_living_one_are_not(poss
     graders = [subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                 text=True) for _ in range(2)]
     try:
-        killed, living = (Path(each.stdout.readline().strip()) for each in graders)
+        killed, living = (Path(grader.stdout.readline().strip()) for grader in graders)
         graders[0].kill()
         graders[0].wait()
         assert killed.exists() and living.exists()
@@ -137,9 +137,9 @@ def test_leftovers_of_a_dead_grader_are_removed_and_of_a_living_one_are_not(poss
         graders[1].communicate("", timeout=30)
         assert not living.exists()
     finally:
-        for each in graders:
-            each.kill()
-            each.communicate()
+        for grader in graders:
+            grader.kill()
+            grader.communicate()
 
 
 def noted(peaks, limits):

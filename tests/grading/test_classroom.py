@@ -52,7 +52,7 @@ class Tags(HTMLParser):
 
 @pytest.mark.timeout(120)
 def test_a_hall_is_graded_and_reported(graded, grading):
-    points = {name: sum(each.points for each in own.values()) for name, own in graded.items()}
+    points = {name: sum(verdict.points for verdict in own.values()) for name, own in graded.items()}
     frieda, = (name for name in points if name.startswith(FRIEDA))
     assert points == POINTS | {frieda: 8}
     assert graded["berta"]["toy.kept"].scores["argument kept"].points == 0
@@ -68,13 +68,13 @@ def test_a_hall_is_graded_and_reported(graded, grading):
     assert [row["timestamp"] for row in rows if row["timestamp"]] == ["'=HYPERLINK(1)"]
 
     data = json.loads((out / "grades.json").read_text())
-    assert {name: each["points"] for name, each in data.items()} == POINTS | {frieda: 8}
+    assert {name: result["points"] for name, result in data.items()} == POINTS | {frieda: 8}
     assert "not a notebook" in data["emil"]["problems"][0]
 
     suites = ElementTree.parse(out / "junit.xml").getroot()
     assert len(suites) == 7 and len(suites.findall(".//testcase")) == 21
     assert len(suites.findall(".//failure")) == sum(not score.points for own in graded.values()
-                                                    for each in own.values() for score in each.scores.values())
+                                                    for verdict in own.values() for score in verdict.scores.values())
     scope = json.loads((out / "gradescope" / "anna.json").read_text())
     assert scope["score"] == 8 and [test["max_score"] for test in scope["tests"]] == [4, 3, 1]
 
@@ -112,7 +112,7 @@ def test_a_second_run_grades_only_what_is_new(graded, grading, hall):
     with mock.patch.object(batch_grading, "grade_source", wraps=batch_grading.grade_source) as grade:
         again = grading.grade(read_submissions([hall], TASKS), progress=False)
     assert grade.call_count == 2
-    assert sum(each.points for each in again["carl"].values()) == 8
+    assert sum(verdict.points for verdict in again["carl"].values()) == 8
 
 
 @pytest.mark.timeout(120)
@@ -145,7 +145,7 @@ def test_a_run_that_was_ended_goes_on_and_leaves_nothing(how, tmp_path, hall, gr
     grades = grading.grade(submissions, progress=False)
     assert len(list(grading.out.glob("verdicts/*/*.json"))) == len(submissions) * len(TASKS) == 34
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert {name: sum(each.points for each in grades[name].values()) for name in POINTS} == POINTS
+    assert {name: sum(verdict.points for verdict in grades[name].values()) for name in POINTS} == POINTS
 
 
 def test_without_hidden_cases_one_is_told_so(tmp_path, hall, sandbox, limits):

@@ -19,7 +19,7 @@ def command(capsys):
     def call(*arguments):
         parser = cli.Parser(prog="course grade", allow_abbrev=False)
         grade.register(parser)
-        code = grade.run(parser.parse_args([cli.underscored(str(each)) for each in arguments]))
+        code = grade.run(parser.parse_args([cli.underscored(str(argument)) for argument in arguments]))
         return code, capsys.readouterr().out
 
     return call

@@ -20,7 +20,7 @@ def test_no_honest_answer_loses_a_point(tmp_path):
     for name, data in honest.files().items():
         (tmp_path / name).write_bytes(data)
     submissions = read_submissions([tmp_path], {"toy.total": toy_tasks.TOTAL})
-    assert len(submissions) == 200 and not [each.problems for each in submissions if each.problems]
+    assert len(submissions) == 200 and not [submission.problems for submission in submissions if submission.problems]
     sandbox = Sandbox(tasks="toy_tasks", folders=(Path(toy_tasks.__file__).parent,))
 
     def grade(submission):
@@ -28,5 +28,5 @@ def test_no_honest_answer_loses_a_point(tmp_path):
                             sandbox=sandbox)
 
     with ThreadPoolExecutor(2) as pool:
-        verdicts = dict(zip([each.learner for each in submissions], pool.map(grade, submissions), strict=True))
+        verdicts = dict(zip([s.learner for s in submissions], pool.map(grade, submissions), strict=True))
     assert {name: verdict for name, verdict in verdicts.items() if verdict.points != verdict.maximum} == {}

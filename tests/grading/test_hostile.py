@@ -32,7 +32,7 @@ def place(tmp_path_factory):
     """A folder with the hidden checks, as the naive grader has them and as ours must not show them."""
     folder = tmp_path_factory.mktemp("place")
     values = [case.inputs["values"] for case in hidden_cases()]
-    answers = {str(each): naive.expected(each) for each in [*naive.PUBLIC, *values]}
+    answers = {str(v): naive.expected(v) for v in [*naive.PUBLIC, *values]}
     answers |= {str(case.inputs["values"]): toy_tasks.weighted(case.inputs["values"])
                 for case in toy_tasks.TOTAL.cases(random.Random(0))}
     (folder / "solutions").mkdir()

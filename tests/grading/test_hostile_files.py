@@ -48,7 +48,7 @@ def link_member(target):
 def naive_json(path: Path, folder: Path):
     """Takes every cell of whatever is there."""
     data = json.loads(path.read_text())
-    return "".join("".join(each["source"]) for each in data["cells"])
+    return "".join("".join(c["source"]) for c in data["cells"])
 
 
 def naive_unzip(path: Path, folder: Path):
@@ -86,7 +86,7 @@ def follows(path, folder):
 def swells(path, folder):
     (folder / "out").mkdir()
     naive_unzip(path, folder)
-    return sum(each.stat().st_size for each in (folder / "out").rglob("*")) > 100 * path.stat().st_size
+    return sum(file.stat().st_size for file in (folder / "out").rglob("*")) > 100 * path.stat().st_size
 
 
 def eats_memory(path, folder):
@@ -164,7 +164,7 @@ def test_a_hostile_file_harms_the_naive_reader_and_nobody_here(name, tmp_path):
     assert alice.answers == {"toy.total": RIGHT} and not alice.problems
     assert not mallory.answers
     assert len(mallory.problems) == 1 and said in mallory.problems[0]
-    assert sorted(each.name for each in hall.rglob("*")) == sorted(["mallory", filename, "alice.py"])
+    assert sorted(left.name for left in hall.rglob("*")) == sorted(["mallory", filename, "alice.py"])
 
 
 def test_a_large_notebook_takes_no_memory(tmp_path):
@@ -207,14 +207,14 @@ def test_whose_is_what(tmp_path):
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
-    found = read_submissions([tmp_path / each for each in ("nbgrader", "flat", "folders", "gustav", "hall.zip",
-                                                           "jan.zip")], TASKS)
-    names = [each.learner for each in found]
+    answers = read_submissions([tmp_path / place for place in ("nbgrader", "flat", "folders", "gustav", "hall.zip",
+                                                               "jan.zip")], TASKS)
+    names = [submission.learner for submission in answers]
     assert names[:4] == ["anna", "berta", "carl", "dora"] and names[4] == "emil"
-    assert [each for each in names if not each.startswith("evil")] == [
+    assert [learner for learner in names if not learner.startswith("evil")] == [
         "anna", "berta", "carl", "dora", "emil", "frieda", "gustav", "heidi", "ida", "jan"]
-    assert all(each.answers["toy.total"] == RIGHT and not each.problems for each in found)
-    assert found[0].stamps == {"90_toys": "2026-11-21 10:00:00 UTC"}
+    assert all(submission.answers["toy.total"] == RIGHT and not submission.problems for submission in answers)
+    assert answers[0].stamps == {"90_toys": "2026-11-21 10:00:00 UTC"}
 
 
 @pytest.mark.parametrize("name", ["../../etc", "..", "=1+1", "a/b", "<script>", "a\0b", "", "a\nb", "." * 300])

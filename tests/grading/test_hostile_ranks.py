@@ -73,8 +73,8 @@ def test_each_works_on_the_naive_grader(tmp_path):
     out = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=100).stdout
     said = [{line.split(" ", 1)[0] for line in out.splitlines() if line.endswith(f"/{i}.py")}
             for i in range(len(attacks))]
-    assert all("PASS" in each for each in said[:len(LIES)]), said
-    assert all("HANGS" in each for each in said[len(LIES):]), said
+    assert all("PASS" in line for line in said[:len(LIES)]), said
+    assert all("HANGS" in line for line in said[len(LIES):]), said
 
 
 @pytest.mark.timeout(300)

@@ -83,13 +83,13 @@ def test_a_rank_gets_its_part_in_the_inputs_form_and_all_parts_are_the_whole(nam
         for key, value in unpack(given).items():
             mine = [part[key] for part in parts]
             if key not in task.own or world == 1:
-                assert all(pack(each) == pack(value) for each in mine)
+                assert all(pack(copy) == pack(value) for copy in mine)
             elif isinstance(value, np.ndarray):
-                assert {(each.shape, each.dtype) for each in mine} == {(value.shape, value.dtype)}
+                assert {(copy.shape, copy.dtype) for copy in mine} == {(value.shape, value.dtype)}
                 assert np.array_equal(sum(mine), value)
             elif mine[0][-1] is None:
                 assert all((mine[i][j] is None) == (i != j) for i in range(world) for j in range(world))
                 assert all(pack(mine[rank][rank]) == pack(value[rank]) for rank in range(world))
             else:  # weights that are cut into shards
-                assert all(np.array_equal(sum(each), whole) for each, whole in zip(
+                assert all(np.array_equal(sum(shares), whole) for shares, whole in zip(
                     zip(*mine, strict=True), value, strict=True))

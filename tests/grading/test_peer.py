@@ -82,18 +82,18 @@ def test_who_pretends_is_found_out_by_the_peer_and_by_nothing_else():
     everybodys = replace(BUCKETING, own={})  # else there is nothing to compute alone from
     cheats = [(everybodys, SENDS_NOTHING_OF_USE), (everybodys, NOTES_WHAT_NEVER_WAS)]
     with mock.patch.object(trusted_peer, "meeting", return_value=None):
-        believed = [points(*each) for each in cheats]
+        believed = [points(*cheat) for cheat in cheats]
     assert believed == [BUCKETING.points] * 2
-    assert [points(*each) for each in cheats] == [{"mean": 0, "buckets": 3}, {"mean": 0, "buckets": 0}]
+    assert [points(*cheat) for cheat in cheats] == [{"mean": 0, "buckets": 3}, {"mean": 0, "buckets": 0}]
 
 
 @pytest.mark.timeout(240)
 def test_who_averages_over_ranks_has_all_points():
     honest = [*((task, SOLUTIONS[task.name]) for task in (AVERAGE, BUCKETING, OVERLAP)), (AVERAGE, DIVIDES_FIRST)]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda each: points(*each), honest))
-    assert found[:3] == [AVERAGE.points, BUCKETING.points, OVERLAP.points]
-    assert found[3] == AVERAGE.points | {"bytes": 0}  # the barrier is one message too many, and does no other harm
+        earned = list(pool.map(lambda answer: points(*answer), honest))
+    assert earned[:3] == [AVERAGE.points, BUCKETING.points, OVERLAP.points]
+    assert earned[3] == AVERAGE.points | {"bytes": 0}  # the barrier is one message too many, and does no other harm
 
 
 @pytest.mark.timeout(120)
@@ -125,4 +125,4 @@ def test_what_a_meeting_shows(told, holds):
     """Rank 0 brings 1 and 3, its peer 3 and 3."""
     gradients = [[np.array([1.0], np.float32), np.array([3.0], np.float32)]] * 2
     met = trusted_peer.PeerMeeting(Case(2, {"gradients": gradients}), 3.0)
-    assert [each.holds for each in trusted_peer.judge(BUCKETING, met, told)] == holds
+    assert [finding.holds for finding in trusted_peer.judge(BUCKETING, met, told)] == holds

@@ -87,12 +87,12 @@ def test_ranks_that_hang_die_or_raise_are_named(monkeypatch):
     monkeypatch.setattr(checking, "SECONDS_A_CASE", 3.0)
     monkeypatch.setattr(checking, "_seconds", lambda jobs: 8.0)
     report = check("ddp.ring", hangs_on_rank_1)
-    assert report.points == 0 and {each.rank for each in report.findings} == {1}
-    assert {each.found for each in report.findings} == {"still in the function when the time was over"}
+    assert report.points == 0 and {finding.rank for finding in report.findings} == {1}
+    assert {finding.found for finding in report.findings} == {"still in the function when the time was over"}
     report = check("ddp.ring", dies_on_rank_1)
     assert report.points == 0 and "rank 1 exited with code 3" in report.findings[0].found
     report = check("ddp.ring", raises_on_rank_1)
-    assert report.points == 0 and any("ValueError: not today" in each.found for each in report.findings)
+    assert report.points == 0 and any("ValueError: not today" in finding.found for finding in report.findings)
 
 
 def test_a_function_of_a_notebook_cell_is_checked(capsys):

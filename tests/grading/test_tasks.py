@@ -96,11 +96,11 @@ def test_no_observation_breaks_a_rule_or_earns_by_its_form(task):
                 for other in (None, junk):
                     seen = [{name: junk if name == key else other for name in Asked.keys_asked}] * case.world_size
                     findings = task.judge(case, seen)
-                    assert [each.property for each in findings] == list(task.points)
-                    assert not all(each.holds for each in findings), (junk, key)
+                    assert [finding.property for finding in findings] == list(task.points)
+                    assert not all(finding.holds for finding in findings), (junk, key)
         for broken in ([{"error": "ValueError: no"}] * case.world_size, [], [None] * case.world_size,
                        [{}] * (case.world_size + 1)):
-            assert not any(each.holds for each in task.judge(case, broken))
+            assert not any(finding.holds for finding in task.judge(case, broken))
 
 
 def test_points_want_every_finding_of_a_property():
@@ -113,8 +113,8 @@ def test_points_want_every_finding_of_a_property():
 
 
 def test_what_a_function_returns_becomes_plain():
-    found = plain({"a": (torch.ones(2, requires_grad=True), np.float32(1), None), 3: [torch.tensor(2)]})
-    assert same(found, {"a": [np.ones(2, np.float32), 1.0, None], "3": [np.array(2)]})
+    value = plain({"a": (torch.ones(2, requires_grad=True), np.float32(1), None), 3: [torch.tensor(2)]})
+    assert same(value, {"a": [np.ones(2, np.float32), 1.0, None], "3": [np.array(2)]})
     with pytest.raises(TypeError, match="returned a object"):
         plain([object()])
 
@@ -130,7 +130,7 @@ def test_every_task_stands_in_its_master_as_the_table_has_it():
         for task in mine:
             looked += 1
             total = sum(task.points.values())
-            points = ", ".join(f"{name} ({each})" for name, each in task.points.items())
+            points = ", ".join(f"{name} ({number})" for name, number in task.points.items())
             assert task.title in prose and f"{task.minutes} minutes · {total} points: {points}" in prose
             assert f"{'●' * task.difficulty}{'○' * (5 - task.difficulty)} · importance {'●' * task.importance}" in prose
             assert f"def {task.function}(" in cells[task.grade_id].source
@@ -158,7 +158,7 @@ def test_exercises_are_what_the_masters_make():
 
 def test_a_planted_answer_wants_a_text_that_is_there_once():
     wrong = planted(SOLUTIONS)
-    assert len(wrong) >= 230 and len({(each.task, each.name) for each in wrong}) == len(wrong)
+    assert len(wrong) >= 230 and len({(answer.task, answer.name) for answer in wrong}) == len(wrong)
     with pytest.raises(DataError, match="stands 0 times"):
         wrong[0].source("nothing of it")
     with pytest.raises(DataError, match="stands 2 times"):

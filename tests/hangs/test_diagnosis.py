@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_lib.hangs import liveness
 from course_lib.hangs.diagnosis import diagnose, is_hang
 from course_lib.hangs.flight_recorder import FlightRecorder
 from course_lib.hangs.liveness import Activity, process_state, start_ticks
@@ -371,3 +372,21 @@ def test_work_is_told_from_waiting():
     activity.is_busy(spins=False)
     time.sleep(0.4)
     assert not activity.is_busy(spins=False)
+
+
+@pytest.mark.parametrize(("shown", "seconds"), [
+    ("0:01.50", 1.5), ("00:02:03", 123), ("1-02:03:04", 93784)])
+def test_the_times_of_ps(shown, seconds):
+    """As macOS and Linux write them."""
+    assert liveness._seconds(shown) == seconds
+
+
+def test_where_proc_is_not_there_ps_tells_who_is_whose_child(monkeypatch):
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        by_proc = liveness._processes()[child.pid]
+        monkeypatch.setattr(liveness.Path, "exists", lambda _: False)
+        assert liveness._processes()[child.pid][0] == by_proc[0] == os.getpid()
+    finally:
+        child.kill()
+        child.wait()

@@ -13,7 +13,7 @@ from course_lib import cli
 from course_lib.data.batching import GlobalBatchSampler, training_loader
 from course_lib.errors import ConfigError
 from course_lib.launching.determinism import PROMISE, deterministic
-from course_lib.launching.seeding import seed_everything, seed_worker
+from course_lib.system.seeding import seed_everything, seed_worker
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
 @pytest.mark.usefixtures("either")
 def test_accelerate_finds_the_ranks():
     def look():
-        state, accelerator = PartialState(), Accelerator()
+        accelerator, state = Accelerator(), PartialState()
         return state.num_processes, accelerator.num_processes, accelerator.process_index, str(accelerator.device.type)
 
     Accelerator()  # one in the notebook itself does not stand in the way

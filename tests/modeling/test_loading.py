@@ -378,7 +378,7 @@ def test_minilm_from_the_hub_is_verified_too(no_package, monkeypatch):
         return download(*args, local_files_only=True, **kwargs)
 
     monkeypatch.setattr(minilm, "snapshot_download", from_hub)
-    monkeypatch.setattr("course_lib.launching.hub_reachable.problem", lambda: None)
+    monkeypatch.setattr("course_lib.system.hub_reachable.problem", lambda: None)
     content = b"tampered with"
     with pytest.raises(ModelError, match="is not the published file"):
         minilm.find()

@@ -6,7 +6,7 @@ import pytest
 
 from course_lib.commands.doctor_checks import CHECKS
 from course_lib.data import bundled
-from course_lib.launching import machine
+from course_lib.system import machine
 from tests.notebooks.conftest import NOTEBOOKS
 
 WORLD_SIZE = 2

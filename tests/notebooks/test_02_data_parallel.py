@@ -5,7 +5,8 @@ import datetime
 import nbformat
 import pytest
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,14 +92,14 @@ def test_zeros_move_an_unused_layer(lesson):
 
 
 def skip_a_backward():
-    state = PartialState(timeout=datetime.timedelta(seconds=3))
+    state = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=3))])
     engine = DataParallel(nn.Linear(8, 3))
     if state.process_index == 0:
         engine(torch.ones(2, 8)).sum().backward()
 
 
 def leave_a_layer_unused():
-    PartialState()
+    Accelerator()
     engine = DistributedDataParallel(nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)]))
     engine.module.forward = lambda x: engine.module[0](x)
     for _ in range(2):
@@ -116,7 +117,7 @@ def test_the_errors_it_quotes_are_real(provoke):
 
 
 def other_shape_on_rank_1():
-    DataParallel(nn.Linear(8, 3 + PartialState().process_index))
+    DataParallel(nn.Linear(8, 3 + Accelerator().process_index))
 
 
 def test_models_that_differ_are_named_before_anything_is_sent():

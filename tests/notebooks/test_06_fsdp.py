@@ -5,7 +5,7 @@ import functools
 import nbformat
 import pytest
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
 
 from course_lib.launching.launch import launch
@@ -93,7 +93,7 @@ def test_the_papers_row(lesson):
 def errors():
     """The messages that the lesson quotes, and the losses of an optimizer made before ``fully_shard``."""
     build = functools.partial(lab.small_gpt2, 2, 32)
-    PartialState()
+    Accelerator()
     told = []
     model = build()
     engine = FullyShardedDataParallel(model, torch.optim.AdamW(model.parameters()))

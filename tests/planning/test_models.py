@@ -141,7 +141,7 @@ def test_mistakes_are_named(asked, says, monkeypatch):
 
 def test_a_hub_out_of_reach_is_noticed_at_once_and_not_by_the_clients_retries(monkeypatch):
     asked = []
-    monkeypatch.setattr("course_lib.launching.hub_reachable.problem", lambda: "no network")
+    monkeypatch.setattr("course_lib.system.hub_reachable.problem", lambda: "no network")
     real = huggingface_hub.hf_hub_download
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: asked.append(options) or real(
         *args, **options))

@@ -89,7 +89,7 @@ def test_deepspeeds_buckets(options, elements, bucket):
     (None, "cuda", 24, 8, 2**31, 2), (None, "cuda", 8, 8, 2**31, 0), (None, "cuda", 64, 8, 2**26, 0),
     (0, "cuda", 64, 8, 2**31, 0), (9, "cpu", 2, 2, 2**26, 9)])
 def test_workers_by_default(monkeypatch, chosen, device, cores, ranks, shared, workers):
-    monkeypatch.setattr(batching.joblib, "cpu_count", lambda: cores)
+    monkeypatch.setattr(batching, "usable_cores", lambda: cores)
     monkeypatch.setattr(batching, "shared_memory", lambda: shared)
     assert batching.workers(chosen, device, ranks) == workers
 

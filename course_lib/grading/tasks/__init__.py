@@ -16,6 +16,6 @@ def __getattr__(name: str) -> dict[str, Task]:
     if name != "TASKS":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     global TASKS
-    modules = [importlib.import_module(f"{__name__}.{each}") for each in MODULES]
-    TASKS = {each.name: each for module in modules for each in module.ALL}
+    modules = [importlib.import_module(f"{__name__}.{topic}") for topic in MODULES]
+    TASKS = {task.name: task for module in modules for task in module.ALL}
     return TASKS

@@ -43,8 +43,8 @@ def observe_request(function: Callable[..., Any], case: Case, rank: int) -> dict
     read = {}
     for definition in made["AlgorithmSpecification"]["MetricDefinitions"]:
         with suppress(re.error):
-            found = re.findall(definition["Regex"], case.inputs["line"])
-            read[definition["Name"]] = str(found[0])[:40] if found else ""
+            matches = re.findall(definition["Regex"], case.inputs["line"])
+            read[definition["Name"]] = str(matches[0])[:40] if matches else ""
     return {"request": made, "read": read}
 
 
@@ -59,9 +59,9 @@ def fields_are(due: Callable[[dict], dict[str, Any]]) -> Rule:
     """A rule: the request has these parts, each just so; of one that is due as None there is nothing."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
-        found = request_of(seen)
+        request = request_of(seen)
         for name, right in due(case.inputs["job"]).items():
-            mine = found.get(name)
+            mine = request.get(name)
             if repr(_sorted(mine)) != repr(_sorted(right)):
                 return Miss(f"{name} {short(right)}", short(mine))
         return None
@@ -100,9 +100,9 @@ def metrics_are_read(case: Case, seen: Seen) -> Miss | None:
         raise Malformed(Miss("metric definitions", kind(read)))
     printed = dict(part.split("=") for part in case.inputs["line"].split()[1:])
     for name, field in case.inputs["job"]["metrics"].items():
-        right, found = printed[field], read.get(name)
-        if found != right:
-            return Miss(f"{name} {right} from `{case.inputs['line']}`", short(found))
+        right, actual = printed[field], read.get(name)
+        if actual != right:
+            return Miss(f"{name} {right} from `{case.inputs['line']}`", short(actual))
     return None
 
 
@@ -153,9 +153,9 @@ def cost_is(key: str, *, spot: bool) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         if is_both(case):
             return None
-        found, right = number(seen, 0, key), cost(case.inputs)[key]
-        if bool(case.inputs["discount"]) is spot and not exactly(found, right):
-            return Miss(f"{key} {right:.6g}", f"{found:.6g} for {case.inputs}")
+        amount, right = number(seen, 0, key), cost(case.inputs)[key]
+        if bool(case.inputs["discount"]) is spot and not exactly(amount, right):
+            return Miss(f"{key} {right:.6g}", f"{amount:.6g} for {case.inputs}")
         return None
 
     return rule

@@ -39,18 +39,18 @@ def local_gradients(case: Case) -> list[list[np.ndarray]]:
     for rows in case.inputs["rows"]:
         model = chain(case.inputs)
         model(torch.from_numpy(rows)).square().mean().backward()
-        made.append([each.grad.numpy() for each in model.parameters() if each.grad is not None])
+        made.append([parameter.grad.numpy() for parameter in model.parameters() if parameter.grad is not None])
     return made
 
 
 def mean_gradients(case: Case) -> list[list[np.ndarray]]:
     """By rank, the mean of the gradients that each rank's rows bring."""
-    means = [np.mean(each, axis=0) for each in zip(*local_gradients(case), strict=True)]
+    means = [np.mean(copies, axis=0) for copies in zip(*local_gradients(case), strict=True)]
     return [means] * case.world_size
 
 
 def flat(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([each.reshape(-1) for each in arrays])
+    return np.concatenate([array.reshape(-1) for array in arrays])
 
 
 def model_case(rng: random.Random, world: int) -> dict:
@@ -64,7 +64,7 @@ def gradients_of(model: nn.Module) -> Tensor:
 
 
 def oracle_gradient(case: Case) -> list[np.ndarray]:
-    return [flat(each) for each in mean_gradients(case)]
+    return [flat(means) for means in mean_gradients(case)]
 
 
 # --- ddp.average ---
@@ -74,13 +74,13 @@ def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict
     model(torch.from_numpy(case.inputs["rows"][rank])).square().mean().backward()
     with Recorder() as record:
         function(model)
-    weights = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     return {"gradient": plain(gradients_of(model)), "weights": plain(weights), "events": record.events}
 
 
 def sends_each_once(case: Case, seen: Seen) -> Miss | None:
     """All-reduces that carry the gradient's bytes, once."""
-    size = 4 * sum(each.size for each in case.inputs["weights"])
+    size = 4 * sum(weight.size for weight in case.inputs["weights"])
     for rank in range(case.world_size):
         if sum(calls(seen, rank, "all_reduce")) != size or len(calls(seen, rank, "all_reduce")) != len(
                 made_by(seen, rank)):
@@ -125,7 +125,7 @@ def from_messages(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         if case.world_size > 1 and not made_by(seen, rank):
             return Miss("sends and receives", "nothing", rank)
-        others = [each for each in made_by(seen, rank) if each.split()[0] not in ("send", "recv")]
+        others = [event for event in made_by(seen, rank) if event.split()[0] not in ("send", "recv")]
         if others:
             return Miss("sends and receives", others[0], rank)
     return None
@@ -145,7 +145,7 @@ def ring_bytes(case: Case, seen: Seen) -> Miss | None:
 def to_neighbours(case: Case, seen: Seen) -> Miss | None:
     ranks = case.world_size
     for rank in range(ranks):
-        peers = {each.split()[-1] for each in events(seen, rank) if each.startswith("send ")}
+        peers = {event.split()[-1] for event in events(seen, rank) if event.startswith("send ")}
         if peers - {str((rank + 1) % ranks)} and peers - {str((rank - 1) % ranks)}:
             return Miss("messages to one neighbour", f"to ranks {', '.join(sorted(peers))}", rank)
         if ranks > 1 and not peers:
@@ -172,7 +172,7 @@ def bucket_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_buckets(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    gradients = [torch.from_numpy(each.copy()) for each in case.inputs["gradients"][rank]]
+    gradients = [torch.from_numpy(gradient.copy()) for gradient in case.inputs["gradients"][rank]]
     with Recorder() as record:
         function(gradients, case.inputs["bucket_bytes"])
     return {"gradients": plain(torch.cat(gradients)), "events": record.events}
@@ -189,7 +189,7 @@ def bucket_sizes(case: Case) -> list[int]:
 
 
 def mean_of_lists(case: Case) -> list[np.ndarray]:
-    return [np.mean([flat(each) for each in case.inputs["gradients"]], axis=0)] * case.world_size
+    return [np.mean([flat(gradients) for gradients in case.inputs["gradients"]], axis=0)] * case.world_size
 
 
 BUCKETING = Task(
@@ -221,8 +221,8 @@ def leaves_early(case: Case, seen: Seen) -> Miss | None:
     """All but the last all-reduce are issued before the last gradient is there."""
     for rank in range(case.world_size):
         happened = events(seen, rank)
-        last = max((i for i, each in enumerate(happened) if each.startswith("gradient")), default=0)
-        early = sum(each.startswith("all_reduce") for each in happened[:last])
+        last = max((i for i, event in enumerate(happened) if event.startswith("gradient")), default=0)
+        early = sum(event.startswith("all_reduce") for event in happened[:last])
         due = len(case.inputs["weights"]) - 1
         if early < due:
             return Miss(f"{due} all-reduces begun before the last gradient", f"{early}", rank)
@@ -243,7 +243,7 @@ def waits_late(case: Case, seen: Seen) -> Miss | None:
 def waits_for_all(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         happened = events(seen, rank)
-        begun, ended = sum(each.startswith("all_reduce") for each in happened), happened.count("wait")
+        begun, ended = sum(event.startswith("all_reduce") for event in happened), happened.count("wait")
         if ended < begun or not begun:
             return Miss(f"each of {begun or 'some'} all-reduces waited for", f"{ended} waits", rank)
     return None
@@ -270,7 +270,7 @@ def accumulation_case(rng: random.Random, world: int) -> dict:
 def observe_accumulation(function: Callable[..., Any], case: Case, rank: int) -> dict:
     engine = DataParallel(chain(case.inputs))
     with Recorder() as record:
-        function(engine, [torch.from_numpy(each) for each in case.inputs["rows"][rank]])
+        function(engine, [torch.from_numpy(rows) for rows in case.inputs["rows"][rank]])
     return {"gradient": plain(gradients_of(engine)), "events": record.events}
 
 
@@ -285,12 +285,12 @@ def sum_over_parts(case: Case) -> list[np.ndarray]:
 
 
 def one_reduction(case: Case) -> list[int]:
-    return [4 * sum(each.size for each in case.inputs["weights"])]
+    return [4 * sum(weight.size for weight in case.inputs["weights"])]
 
 
 def at_the_end(case: Case, seen: Seen) -> Miss | None:
-    return only("all_reduce", one_reduction)(case, [{"events": [each for each in events(seen, rank)
-                                                               if not each.startswith("broadcast")]}
+    return only("all_reduce", one_reduction)(case, [{"events": [event for event in events(seen, rank)
+                                                               if not event.startswith("broadcast")]}
                                                     for rank in range(case.world_size)])
 
 

@@ -54,7 +54,7 @@ def in_turn(inputs: Callable[[random.Random, int], dict], count: int = 4) -> Cal
 
 def entry(values: Sequence[Any], rank: int, world_size: int) -> list[Any]:
     """Of a list with an entry for each rank, its own and None for the others'."""
-    return [each if i == rank else None for i, each in enumerate(values)]
+    return [value if i == rank else None for i, value in enumerate(values)]
 
 
 def along(axis: int) -> Part:
@@ -62,7 +62,7 @@ def along(axis: int) -> Part:
 
     def piece(values: np.ndarray, rank: int, world_size: int) -> np.ndarray:
         pieces = np.split(values, world_size, axis)
-        return np.concatenate([each * (i == rank) for i, each in enumerate(pieces)], axis)
+        return np.concatenate([part * (i == rank) for i, part in enumerate(pieces)], axis)
 
     return piece
 

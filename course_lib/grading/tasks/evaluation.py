@@ -38,7 +38,7 @@ def no_pickle(case: Case, seen: Seen) -> Miss | None:
     limit = -(-len(rows) // case.world_size) * case.world_size * rows[0].nbytes + 8 * case.world_size
     for rank in range(case.world_size):
         made = made_by(seen, rank)
-        if sum(int(each.split()[1]) for each in made) > limit or not made:
+        if sum(int(event.split()[1]) for event in made) > limit or not made:
             return Miss(f"at most {limit} bytes", short(", ".join(made) or "nothing"), rank)
     return None
 
@@ -70,9 +70,9 @@ def observe_f1(function: Callable[..., Any], case: Case, rank: int) -> dict:
 def f1(case: Case) -> list[float]:
     predictions, labels = (np.concatenate(case.inputs[key]) for key in ("predictions", "labels"))
     scores = []
-    for each in range(case.inputs["classes"]):
-        hits = int(((predictions == each) & (labels == each)).sum())
-        among = int((predictions == each).sum() + (labels == each).sum())
+    for label in range(case.inputs["classes"]):
+        hits = int(((predictions == label) & (labels == label)).sum())
+        among = int((predictions == label).sum() + (labels == label).sum())
         scores.append(2 * hits / among if among else 0.0)
     return [sum(scores) / len(scores)] * case.world_size
 
@@ -93,8 +93,8 @@ def perplexity_case(rng: random.Random, world: int) -> dict:
 
 def observe_perplexity(function: Callable[..., Any], case: Case, rank: int) -> dict:
     with Recorder() as record:
-        found = function(case.inputs["sums"][rank], case.inputs["tokens"][rank])
-    return {"perplexity": plain(found), "events": record.events}
+        value = function(case.inputs["sums"][rank], case.inputs["tokens"][rank])
+    return {"perplexity": plain(value), "events": record.events}
 
 
 def perplexity(case: Case) -> list[float]:

@@ -25,7 +25,7 @@ def hang_case(rng: random.Random, place: int) -> dict:
     kind, world = KINDS[place % len(KINDS)], rng.randrange(3, 7)
     culprit, at, first = rng.randrange(world), rng.randrange(3, 7), rng.randrange(1, 50)
     loop = [rng.choice(CALLS) for _ in range(at + 1)]
-    loop[at - 1] = next(each for each in CALLS if each != loop[at])  # so that leaving it out shows
+    loop[at - 1] = next(call for call in CALLS if call != loop[at])  # so that leaving it out shows
     name, elements = loop[at]
     made = {"behind": loop[:at], "dead": loop[:at], "skipped": [*loop[: at - 1], loop[at]], "nobody": loop,
             "mismatched": [*loop[:at], (name, elements + 8)], "dead later": [*loop[:at], ("barrier", 0)]}[kind]
@@ -42,7 +42,7 @@ def hang_case(rng: random.Random, place: int) -> dict:
 
 def verdict(ranks: list[dict]) -> list:
     """The culprit, why, and at which number; -1 for nobody."""
-    made = [{call["sequence"]: (call["collective"], call["elements"]) for call in each["calls"]} for each in ranks]
+    made = [{call["sequence"]: (call["collective"], call["elements"]) for call in rank["calls"]} for rank in ranks]
     last = [max(calls) for calls in made]
     for sequence in range(min(map(min, made)), max(last) + 1):
         there = [calls.get(sequence) for calls in made]
@@ -57,17 +57,17 @@ def verdict(ranks: list[dict]) -> list:
 
 
 def observe_hang(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    found = function([{"alive": each["alive"], "calls": [dict(call) for call in each["calls"]]}
-                      for each in case.inputs["ranks"]])
-    return {"verdict": [-1, "nobody", -1] if found is None else plain(list(found))}
+    culprit = function([{"alive": r["alive"], "calls": [dict(call) for call in r["calls"]]}
+                        for r in case.inputs["ranks"]])
+    return {"verdict": [-1, "nobody", -1] if culprit is None else plain(list(culprit))}
 
 
 def verdict_has(place: int, what: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
-        found, right = items(seen, 0, "verdict"), verdict(case.inputs["ranks"])
-        if [type(each) for each in found] != [int, str, int]:
-            raise Malformed(Miss("a rank, a word and a sequence number, or None", short(found)))
-        return None if found[place] == right[place] else Miss(f"{what} {right[place]}, of {right}", short(found))
+        actual, right = items(seen, 0, "verdict"), verdict(case.inputs["ranks"])
+        if [type(part) for part in actual] != [int, str, int]:
+            raise Malformed(Miss("a rank, a word and a sequence number, or None", short(actual)))
+        return None if actual[place] == right[place] else Miss(f"{what} {right[place]}, of {right}", short(actual))
 
     return rule
 
@@ -106,8 +106,8 @@ def observe_agreement(function: Callable[..., Any], case: Case, rank: int) -> di
     if case.inputs["nan"]:
         weight[0, 0] = float("nan")
     with Recorder() as record:
-        found = function([weight, bias])
-    return {"ranks": plain(found), "events": record.events}
+        odd_ranks = function([weight, bias])
+    return {"ranks": plain(odd_ranks), "events": record.events}
 
 
 def names_who_differs(case: Case, seen: Seen) -> Miss | None:
@@ -115,17 +115,17 @@ def names_who_differs(case: Case, seen: Seen) -> Miss | None:
     held = [weight.tobytes() + bias.tobytes() for weight, bias in zip(case.inputs["weights"], case.inputs["biases"],
                                                                       strict=True)]
     most = max(held, key=held.count)
-    right = [rank for rank, each in enumerate(held) if each != most]
+    right = [rank for rank, value in enumerate(held) if value != most]
     for rank in range(case.world_size):
-        if (found := items(seen, rank, "ranks", int)) != right:
-            return Miss(f"ranks {right}", short(found), rank)
+        if (odd_ranks := items(seen, rank, "ranks", int)) != right:
+            return Miss(f"ranks {right}", short(odd_ranks), rank)
     return None
 
 
 def one_small_collective(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         made = made_by(seen, rank)
-        carried = sum(int(each.split()[1]) for each in made)
+        carried = sum(int(event.split()[1]) for event in made)
         if len(made) != 1 or carried > 32 * case.world_size:
             return Miss(f"one collective of at most {32 * case.world_size} bytes", short(", ".join(made) or "none"),
                         rank)

@@ -35,24 +35,24 @@ def shard(weight: np.ndarray, rank: int, ranks: int) -> Tensor:
 
 def shards_alone(weights: list[np.ndarray], rank: int, ranks: int) -> list[np.ndarray]:
     """The weights in their shapes, with zeros where another rank's shard lies."""
-    found = []
+    shares = []
     for weight in weights:
         run = -(-weight.size // ranks)
         mine = (np.arange(weight.size) // run == rank).reshape(weight.shape)
-        found.append(np.where(mine, weight, np.float32(0)))
-    return found
+        shares.append(np.where(mine, weight, np.float32(0)))
+    return shares
 
 
 def living(storages: list[weakref.ref]) -> int:
     """How many of the storages still hold memory."""
-    held = {id(each): each.nbytes() for each in (reference() for reference in storages) if each is not None}
+    held = {id(storage): storage.nbytes() for storage in (reference() for reference in storages) if storage is not None}
     return sum(size > 0 for size in held.values())
 
 
 def observe_forward(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    shapes = [each.shape for each in case.inputs["weights"]]
-    shards = [shard(each, rank, case.world_size) for each in case.inputs["weights"]]
-    own = {each.untyped_storage().data_ptr() for each in shards}
+    shapes = [weight.shape for weight in case.inputs["weights"]]
+    shards = [shard(weight, rank, case.world_size) for weight in case.inputs["weights"]]
+    own = {tensor.untyped_storage().data_ptr() for tensor in shards}
     storages: list[weakref.ref] = []
     alive = 0
 
@@ -87,11 +87,11 @@ def outputs(case: Case) -> list[np.ndarray]:
 
 def each_gathered_once(case: Case, seen: Seen) -> Miss | None:
     ranks = case.world_size
-    right = [f"all_gather {4 * -(-each.size // ranks) * ranks}" for each in case.inputs["weights"]]
+    right = [f"all_gather {4 * -(-weight.size // ranks) * ranks}" for weight in case.inputs["weights"]]
     for rank in range(ranks):
-        found = [each for each in events(seen, rank) if each.split()[0] in NAMES]
-        if found != right:
-            return Miss(short(", ".join(right)), short(", ".join(found) or "no collective"), rank)
+        issued = [event for event in events(seen, rank) if event.split()[0] in NAMES]
+        if issued != right:
+            return Miss(short(", ".join(right)), short(", ".join(issued) or "no collective"), rank)
     return None
 
 
@@ -102,9 +102,9 @@ def gathered_ahead(ahead: int) -> Rule:
         layers = len(case.inputs["weights"])
         for rank in range(case.world_size):
             issued = computed = 0
-            for each in events(seen, rank):
-                issued += each.startswith("all_gather")
-                if each == "compute":
+            for event in events(seen, rank):
+                issued += event.startswith("all_gather")
+                if event == "compute":
                     due = min(computed + 1 + ahead, layers)
                     if issued != due:
                         return Miss(f"{due} gathers begun when layer {computed} computes", f"{issued}", rank)
@@ -128,9 +128,9 @@ def waits_when_due(case: Case, seen: Seen) -> Miss | None:
     """When layer i computes, no more than i + 1 gathers have been waited for."""
     for rank in range(case.world_size):
         waited = computed = 0
-        for each in events(seen, rank):
-            waited += each == "wait"
-            if each == "compute":
+        for event in events(seen, rank):
+            waited += event == "wait"
+            if event == "compute":
                 computed += 1
                 if waited != computed:
                     return Miss(f"{computed} gathers waited for when layer {computed - 1} computes", f"{waited}", rank)
@@ -164,14 +164,14 @@ def clip_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_clip(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    gradients = [torch.from_numpy(each.copy()) for each in case.inputs["gradients"][rank]]
+    gradients = [torch.from_numpy(gradient.copy()) for gradient in case.inputs["gradients"][rank]]
     with Recorder() as record:
         norm = function(gradients, case.inputs["max_norm"])
     return {"norm": plain(norm), "gradients": plain(torch.cat(gradients)), "events": record.events}
 
 
 def norm(case: Case) -> float:
-    return float(np.linalg.norm(np.concatenate([each for mine in case.inputs["gradients"] for each in mine])))
+    return float(np.linalg.norm(np.concatenate([gradient for mine in case.inputs["gradients"] for gradient in mine])))
 
 
 def clipped(case: Case) -> list[np.ndarray]:

@@ -86,7 +86,7 @@ def on_each_rank(word: str, due: Callable[[Case], list[int]]) -> Rule:
         right = [f"{word} {number}" for number in due(case)]
         for rank in range(case.world_size):
             log = log_of(case, seen, rank)
-            if [each for each in log if each.startswith((word, "killed"))] != right:
+            if [entry for entry in log if entry.startswith((word, "killed"))] != right:
                 return Miss(f"{right[0]} ... {right[-1]}", short(", ".join(log[-6:])), rank)
         return None
 
@@ -107,8 +107,8 @@ def in_time(case: Case, seen: Seen) -> Miss | None:
     if case.inputs["at"] is None:
         return None
     begun = log[max(0, log.index("signal") - 1):]  # with what it was at
-    seconds = sum(case.inputs[f"{word}_seconds"] for word in ("step", "save") for each in begun
-                  if each.startswith(word))
+    seconds = sum(case.inputs[f"{word}_seconds"] for word in ("step", "save") for entry in begun
+                  if entry.startswith(word))
     return None if seconds <= NOTICE_SECONDS else Miss(f"an end within {NOTICE_SECONDS} s of the signal",
                                                        f"{seconds} s: {short(', '.join(begun))}")
 
@@ -117,9 +117,9 @@ def code_is(case: Case, seen: Seen) -> Miss | None:
     right = 0 if case.inputs["at"] is None else EXIT_RESUME
     for rank in range(case.world_size):
         log_of(case, seen, rank)
-        found = seen[rank].get("code")
-        if type(found) is not int or found != right:
-            return Miss(f"exit code {right}", short(found), rank)
+        code = seen[rank].get("code")
+        if type(code) is not int or code != right:
+            return Miss(f"exit code {right}", short(code), rank)
     return None
 
 

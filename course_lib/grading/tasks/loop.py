@@ -32,13 +32,13 @@ def observe_warmup(function: Callable[..., Any], case: Case, rank: int) -> dict:
 def rates(rising: bool) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         peak, warmup, total = (case.inputs[key] for key in ("peak", "warmup", "total"))
-        found = items(seen, 0, "rates", (int, float))
-        if len(found) != total:
-            raise Malformed(Miss(f"{total} rates", f"{len(found)}"))
+        actual = items(seen, 0, "rates", (int, float))
+        if len(actual) != total:
+            raise Malformed(Miss(f"{total} rates", f"{len(actual)}"))
         for step in range(warmup) if rising else range(warmup, total):
             right = peak * (step + 1) / warmup if rising else peak * (total - step) / (total - warmup)
-            if not abs(found[step] - right) <= 1e-9:
-                return Miss(f"{right:.6g} in step {step}", f"{found[step]:.6g}")
+            if not abs(actual[step] - right) <= 1e-9:
+                return Miss(f"{right:.6g} in step {step}", f"{actual[step]:.6g}")
         return None
 
     return rule
@@ -61,10 +61,10 @@ def observe_batches(function: Callable[..., Any], case: Case, rank: int) -> dict
 
 
 def batches(seen: Seen) -> list[list[int]]:
-    found = items(seen, 0, "batches", list)
-    if not all(type(row) is int for batch in found for row in batch):
-        raise Malformed(Miss("lists of row numbers", short(found)))
-    return found
+    row_lists = items(seen, 0, "batches", list)
+    if not all(type(row) is int for batch in row_lists for row in batch):
+        raise Malformed(Miss("lists of row numbers", short(row_lists)))
+    return row_lists
 
 
 def every_row_once(case: Case, seen: Seen) -> Miss | None:
@@ -75,9 +75,9 @@ def every_row_once(case: Case, seen: Seen) -> Miss | None:
 
 def fits(case: Case, seen: Seen) -> Miss | None:
     size, due = case.inputs["batch_size"], -(-len(case.inputs["lengths"]) // case.inputs["batch_size"])
-    found = [len(batch) for batch in batches(seen)]
-    good = len(found) == due and all(0 < each <= size for each in found)
-    return None if good else Miss(f"{due} batches of at most {size} rows", short(found))
+    sizes = [len(batch) for batch in batches(seen)]
+    good = len(sizes) == due and all(0 < n <= size for n in sizes)
+    return None if good else Miss(f"{due} batches of at most {size} rows", short(sizes))
 
 
 def least_padding(case: Case, seen: Seen) -> Miss | None:
@@ -90,8 +90,8 @@ def least_padding(case: Case, seen: Seen) -> Miss | None:
     rising = sorted(lengths)
     limit = max(limit, sum(max(rising[first : first + size]) * len(rising[first : first + size])
                            for first in range(0, len(rising), size)))
-    found = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches(seen) if batch)
-    return None if found <= limit else Miss(f"at most {limit} places, padding included", f"{found}")
+    padded = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches(seen) if batch)
+    return None if padded <= limit else Miss(f"at most {limit} places, padding included", f"{padded}")
 
 
 LENGTH_GROUPS = Task(
@@ -135,7 +135,7 @@ def observe_accumulation(function: Callable[..., Any], case: Case, rank: int) ->
 
 def whole_batch(case: Case) -> tuple[np.ndarray, float]:
     model = head(case)
-    inputs, targets, mask = (torch.cat(each) for each in zip(*map(tensors, case.inputs["parts"]), strict=True))
+    inputs, targets, mask = (torch.cat(parts) for parts in zip(*map(tensors, case.inputs["parts"]), strict=True))
     loss = (F.cross_entropy(model(inputs), targets, reduction="none") * mask).sum() / mask.sum()
     loss.backward()
     assert model.weight.grad is not None
@@ -144,8 +144,8 @@ def whole_batch(case: Case) -> tuple[np.ndarray, float]:
 
 def one_at_a_time(case: Case, seen: Seen) -> Miss | None:
     right = ["forward", "backward"] * len(case.inputs["parts"])
-    found = events(seen, 0)
-    return None if found == right else Miss("forward, backward for one micro-batch after the other", short(found))
+    happened = events(seen, 0)
+    return None if happened == right else Miss("forward, backward for one micro-batch after the other", short(happened))
 
 
 TOKEN_WEIGHTED = Task(
@@ -167,31 +167,31 @@ def adamw_case(rng: random.Random) -> dict:
 
 def observe_adamw(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    weights = [torch.from_numpy(each.copy()) for each in given["weights"]]
+    weights = [torch.from_numpy(w.copy()) for w in given["weights"]]
     states: list[dict] = [{} for _ in weights]
     for step, gradients in enumerate(given["gradients"], 1):
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
             function(weight, torch.from_numpy(gradient.copy()), state, step, given["lr"], tuple(given["betas"]),
                      given["eps"], given["weight_decay"])
     sizes = [sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) for state in states]
-    return {"weights": plain(torch.cat([each.reshape(-1) for each in weights])), "state elements": sizes}
+    return {"weights": plain(torch.cat([w.reshape(-1) for w in weights])), "state elements": sizes}
 
 
 def by_torch(case: Case) -> list[np.ndarray]:
     given = case.inputs
-    weights = [nn.Parameter(torch.from_numpy(each.copy())) for each in given["weights"]]
+    weights = [nn.Parameter(torch.from_numpy(w.copy())) for w in given["weights"]]
     optimizer = torch.optim.AdamW(weights, given["lr"], tuple(given["betas"]), given["eps"], given["weight_decay"])
     for gradients in given["gradients"]:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
-    return [torch.cat([each.detach().reshape(-1) for each in weights]).numpy()]
+    return [torch.cat([w.detach().reshape(-1) for w in weights]).numpy()]
 
 
 def two_states(case: Case, seen: Seen) -> Miss | None:
-    right = [2 * each.size for each in case.inputs["weights"]]
-    found = items(seen, 0, "state elements", int)
-    return None if found == right else Miss(f"states of {right} elements, two a weight", short(found))
+    right = [2 * weight.size for weight in case.inputs["weights"]]
+    sizes = items(seen, 0, "state elements", int)
+    return None if sizes == right else Miss(f"states of {right} elements, two a weight", short(sizes))
 
 
 ADAMW = Task(

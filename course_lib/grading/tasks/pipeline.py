@@ -27,12 +27,12 @@ def table(case: Case, seen: Seen) -> Schedule:
         Malformed: rows that are none, or a table that cannot run.
     """
     rows = items(seen, 0, "rows", list)
-    ranks, each = case.inputs["ranks"], case.inputs.get("stages_per_rank", 1)
+    ranks, per_rank = case.inputs["ranks"], case.inputs.get("stages_per_rank", 1)
     if len(rows) != ranks:
         raise Malformed(Miss(f"{ranks} rows", f"{len(rows)}"))
     try:
         actions = tuple(tuple(Action.parse(str(text)[:40]) for text in row[:10_000]) for row in rows)
-        made = Schedule("yours", loop(ranks, each), case.inputs["microbatches"], actions)
+        made = Schedule("yours", loop(ranks, per_rank), case.inputs["microbatches"], actions)
         check(made)
     except ConfigError as error:
         raise Malformed(Miss("a table that can run", short(error.what))) from None
@@ -49,8 +49,8 @@ def waits_no_longer(name: str) -> Rule:
 
     def rule(case: Case, seen: Seen) -> Miss | None:
         own = simulate(reference(name, case), COSTS).bubble
-        found = simulate(table(case, seen), COSTS).bubble
-        return None if found <= own else Miss(f"a bubble of {own}", f"{found}")
+        bubble = simulate(table(case, seen), COSTS).bubble
+        return None if bubble <= own else Miss(f"a bubble of {own}", f"{bubble}")
 
     return rule
 
@@ -59,10 +59,10 @@ def holds_no_more(name: str) -> Rule:
     """No rank holds more micro-batches than in the course's own table."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
-        for rank, (own, found) in enumerate(zip(in_flight(reference(name, case)), in_flight(table(case, seen)),
-                                                strict=True)):
-            if found > own:
-                return Miss(f"at most {own} micro-batches in flight in row {rank}", f"{found}")
+        for rank, (own, peak) in enumerate(zip(in_flight(reference(name, case)), in_flight(table(case, seen)),
+                                               strict=True)):
+            if peak > own:
+                return Miss(f"at most {own} micro-batches in flight in row {rank}", f"{peak}")
         return None
 
     return rule
@@ -134,8 +134,8 @@ def is_a_split(case: Case, seen: Seen) -> Miss | None:
 def dearest_is_cheapest(case: Case, seen: Seen) -> Miss | None:
     ends = [0, *deal_out(case.inputs["costs"], case.inputs["stages"]), len(case.inputs["costs"])]
     best = max(sum(case.inputs["costs"][a:b]) for a, b in zip(ends, ends[1:], strict=False))
-    found = max(stage_costs(case, seen))
-    return None if found == best else Miss(f"a dearest stage of {best}", f"{found} for {case.inputs['costs']}")
+    dearest = max(stage_costs(case, seen))
+    return None if dearest == best else Miss(f"a dearest stage of {best}", f"{dearest} for {case.inputs['costs']}")
 
 
 BALANCE = Task(
@@ -162,8 +162,8 @@ def bubble_is(key: str) -> Rule:
         lap = case.inputs["stages_per_rank"] if key == "interleaved" else 1
         others = case.inputs["ranks"] - 1
         right = Fraction(others, lap * case.inputs["microbatches"] + others)
-        found = number(seen, 0, key)
-        return None if abs(found - right) < 1e-9 else Miss(f"{right} of the step", f"{found:.6g} for {case.inputs}")
+        share = number(seen, 0, key)
+        return None if abs(share - right) < 1e-9 else Miss(f"{right} of the step", f"{share:.6g} for {case.inputs}")
 
     return rule
 

@@ -14,9 +14,9 @@ SEVEN_BILLION = {"layers": 32, "width": 4096, "intermediate": 11008, "vocabulary
 """LLaMA-7B's, arXiv 2302.13971 table 2 and its config.json."""
 
 
-def exactly(found: float, right: float) -> bool:
+def exactly(actual: float, right: float) -> bool:
     """Whether two numbers are the same but for rounding."""
-    return abs(found - right) <= 1e-9 * max(abs(right), 1e-12)
+    return abs(actual - right) <= 1e-9 * max(abs(right), 1e-12)
 
 
 # --- plan.memory ---
@@ -39,7 +39,7 @@ def memory(case: Case) -> dict[str, float]:
     width, layers, words = sizes["width"], sizes["layers"], sizes["vocabulary"]
     count = layers * (4 * width**2 + 3 * width * sizes["intermediate"] + 2 * width) + (2 * words + 1) * width
     shared = [given["gpus"] if given["stage"] >= stage else 1 for stage in (3, 2, 1)]
-    states = {key: count * each / by for key, each, by in zip(("parameters", "gradients", "optimizer"), (2, 2, 12),
+    states = {key: count * size / by for key, size, by in zip(("parameters", "gradients", "optimizer"), (2, 2, 12),
                                                               shared, strict=True)}
     tokens = given["micro_batch"] * given["sequence"]
     blocks = 2 * layers + 34 if given["checkpointing"] else 34 * layers
@@ -50,8 +50,8 @@ def memory_is(*keys: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         right = memory(case)
         for key in keys:
-            if not exactly(found := number(seen, 0, key), right[key]):
-                return Miss(f"{key} {right[key]:,.0f}", f"{found:,.0f} for {case.inputs}")
+            if not exactly(actual := number(seen, 0, key), right[key]):
+                return Miss(f"{key} {right[key]:,.0f}", f"{actual:,.0f} for {case.inputs}")
         return None
 
     return rule
@@ -76,7 +76,7 @@ def links_case(rng: random.Random, place: int) -> dict:
 
 
 def observe_seconds(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = {key: tuple(each) if isinstance(each, list) else each for key, each in case.inputs.items()}
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in case.inputs.items()}
     ring, by_level = function(**given)
     return {"ring": plain(ring), "by level": plain(by_level)}
 
@@ -95,8 +95,8 @@ def all_reduce_seconds(case: Case) -> dict[str, float]:
 
 def seconds_are(key: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
-        right, found = all_reduce_seconds(case)[key], number(seen, 0, key)
-        return None if exactly(found, right) else Miss(f"{right:.6g} s {key}", f"{found:.6g} s for {case.inputs}")
+        right, actual = all_reduce_seconds(case)[key], number(seen, 0, key)
+        return None if exactly(actual, right) else Miss(f"{right:.6g} s {key}", f"{actual:.6g} s for {case.inputs}")
 
     return rule
 
@@ -120,8 +120,8 @@ def layouts(gpus: int) -> list[Layout]:
 
 def legal(given: dict) -> list[Layout]:
     """Those that the model and the machines allow."""
-    return [each for each in layouts(given["gpus"]) if each[1] <= given["gpus_a_machine"]
-            and given["heads"] % each[1] == 0 and given["layers"] % each[2] == 0]
+    return [layout for layout in layouts(given["gpus"]) if layout[1] <= given["gpus_a_machine"]
+            and given["heads"] % layout[1] == 0 and given["layers"] % layout[2] == 0]
 
 
 def name_of(layout: Sequence[int]) -> str:
@@ -135,18 +135,18 @@ def search_case(rng: random.Random, place: int) -> dict:
              "heads": rng.choice((24, 40)) if place % 3 == 0 else 6}
     allowed = legal(given)
     chosen = rng.sample(allowed, 4)
-    given["memory_GiB"] = {name_of(each): rng.randrange(90, 200) for each in layouts(gpus)}
-    given["step_seconds"] = {name_of(each): rng.randrange(40, 400) / 16 for each in layouts(gpus)}
+    given["memory_GiB"] = {name_of(layout): rng.randrange(90, 200) for layout in layouts(gpus)}
+    given["step_seconds"] = {name_of(layout): rng.randrange(40, 400) / 16 for layout in layouts(gpus)}
     given["capacity_GiB"] = 80
     if place % 3 < 2:
-        for each in chosen:
-            given["memory_GiB"][name_of(each)] = rng.randrange(20, 81)
+        for layout in chosen:
+            given["memory_GiB"][name_of(layout)] = rng.randrange(20, 81)
         given["memory_GiB"][name_of(chosen[0])] = 80  # what just fits, fits
         best = min(given["step_seconds"].values())
-        for each in chosen[: 1 + place % 3]:
-            given["step_seconds"][name_of(each)] = best
-        for each in set(layouts(gpus)) - set(allowed):  # tempting, were they allowed
-            given["memory_GiB"][name_of(each)], given["step_seconds"][name_of(each)] = 10, best / 2
+        for layout in chosen[: 1 + place % 3]:
+            given["step_seconds"][name_of(layout)] = best
+        for layout in set(layouts(gpus)) - set(allowed):  # tempting, were they allowed
+            given["memory_GiB"][name_of(layout)], given["step_seconds"][name_of(layout)] = 10, best / 2
     return given
 
 
@@ -164,18 +164,18 @@ def observe_search(function: Callable[..., Any], case: Case, rank: int) -> dict:
         return look_up("step_seconds", layout)
 
     try:
-        found = function(given["gpus"], given["gpus_a_machine"], given["layers"], given["heads"],
-                         lambda layout: look_up("memory_GiB", layout), seconds, given["capacity_GiB"])
+        choice = function(given["gpus"], given["gpus_a_machine"], given["layers"], given["heads"],
+                          lambda layout: look_up("memory_GiB", layout), seconds, given["capacity_GiB"])
     except ValueError as refusal:
         return {"layout": [], "refusal": str(refusal)[:200], "asked": asked}
-    return {"layout": plain(found), "refusal": "", "asked": asked}
+    return {"layout": plain(choice), "refusal": "", "asked": asked}
 
 
 def fitting(case: Case) -> list[Layout]:
     """The legal layouts that fit, from the one to be returned to the slowest."""
     given = case.inputs
-    able = [each for each in legal(given) if given["memory_GiB"][name_of(each)] <= given["capacity_GiB"]]
-    return sorted(able, key=lambda each: (given["step_seconds"][name_of(each)], each[1], each[2]))
+    able = [layout for layout in legal(given) if given["memory_GiB"][name_of(layout)] <= given["capacity_GiB"]]
+    return sorted(able, key=lambda layout: (given["step_seconds"][name_of(layout)], layout[1], layout[2]))
 
 
 def one_that_fits(case: Case, seen: Seen) -> Layout | None:
@@ -186,11 +186,11 @@ def one_that_fits(case: Case, seen: Seen) -> Layout | None:
     """
     if not (able := fitting(case)):
         return None
-    found = tuple(items(seen, 0, "layout", int))
-    if found not in able:
-        why = short(seen[0].get("refusal")) if not found else f"{found} on {case.inputs['gpus']} GPUs"
+    layout = tuple(items(seen, 0, "layout", int))
+    if layout not in able:
+        why = short(seen[0].get("refusal")) if not layout else f"{layout} on {case.inputs['gpus']} GPUs"
         raise Malformed(Miss("a layout (data, tensors, stages) that is allowed and fits", why))
-    return found  # type: ignore[return-value]  # it is one of able
+    return layout  # type: ignore[return-value]  # it is one of able
 
 
 def fits(case: Case, seen: Seen) -> Miss | None:
@@ -199,26 +199,26 @@ def fits(case: Case, seen: Seen) -> Miss | None:
 
 
 def is_fastest(case: Case, seen: Seen) -> Miss | None:
-    if (found := one_that_fits(case, seen)) is None:
+    if (layout := one_that_fits(case, seen)) is None:
         return None
     best, seconds = fitting(case)[0], case.inputs["step_seconds"]
-    if seconds[name_of(found)] > seconds[name_of(best)]:
-        return Miss(f"{best} with {seconds[name_of(best)]} s", f"{found} with {seconds[name_of(found)]} s")
+    if seconds[name_of(layout)] > seconds[name_of(best)]:
+        return Miss(f"{best} with {seconds[name_of(best)]} s", f"{layout} with {seconds[name_of(layout)]} s")
     return None
 
 
 def is_simplest(case: Case, seen: Seen) -> Miss | None:
     if (miss := is_fastest(case, seen)) is not None:
         return miss
-    found = one_that_fits(case, seen)
-    return None if found is None or found == fitting(case)[0] else Miss(f"{fitting(case)[0]}, as fast and simpler",
-                                                                         f"{found}")
+    layout = one_that_fits(case, seen)
+    return None if layout is None or layout == fitting(case)[0] else Miss(f"{fitting(case)[0]}, as fast and simpler",
+                                                                         f"{layout}")
 
 
 def refuses(case: Case, seen: Seen) -> Miss | None:
     if one_that_fits(case, seen) is not None:
         return None
-    least = min(case.inputs["memory_GiB"][name_of(each)] for each in legal(case.inputs))
+    least = min(case.inputs["memory_GiB"][name_of(layout)] for layout in legal(case.inputs))
     said = str(seen[0].get("refusal") or "")
     return None if re.search(rf"\b{least}\b", said) else Miss(f"a ValueError that says {least} GiB",
                                                              short(said) or f"{seen[0].get('layout')}")
@@ -226,12 +226,12 @@ def refuses(case: Case, seen: Seen) -> Miss | None:
 
 def asks_only_what_fits(case: Case, seen: Seen) -> Miss | None:
     one_that_fits(case, seen)
-    right, found = {name_of(each) for each in fitting(case)}, set(items(seen, 0, "asked", str))
-    if found == right:
+    right, asked = {name_of(layout) for layout in fitting(case)}, set(items(seen, 0, "asked", str))
+    if asked == right:
         return None
-    odd = sorted(found - right)
+    odd = sorted(asked - right)
     return Miss("the seconds of each layout that fits, and of no other",
-                f"{odd[0]} asked" if odd else f"{sorted(right - found)[0]} not asked")
+                f"{odd[0]} asked" if odd else f"{sorted(right - asked)[0]} not asked")
 
 
 SEARCH = Task(

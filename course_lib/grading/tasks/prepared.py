@@ -25,17 +25,17 @@ def rows_case(rng: random.Random) -> dict:
 
 def observe_rows(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    return {"batches": [plain(function(given["total"], given["batch_size"], each, given["ranks"]))
-                        for each in range(given["ranks"])]}
+    return {"batches": [plain(function(given["total"], given["batch_size"], r, given["ranks"]))
+                        for r in range(given["ranks"])]}
 
 
 def dealt(case: Case, seen: Seen) -> list[list[list[int]]]:
-    found = items(seen, 0, "batches", list)
-    if len(found) != case.inputs["ranks"] or not all(
+    by_rank = items(seen, 0, "batches", list)
+    if len(by_rank) != case.inputs["ranks"] or not all(
             isinstance(batch, list) and all(type(row) is int and 0 <= row < case.inputs["total"] for row in batch)
-            for batches in found for batch in batches):
-        raise Malformed(Miss("for each rank a list of batches of row numbers", short(found)))
-    return found
+            for batches in by_rank for batch in batches):
+        raise Malformed(Miss("for each rank a list of batches of row numbers", short(by_rank)))
+    return by_rank
 
 
 def as_accelerate_deals(case: Case, seen: Seen) -> Miss | None:
@@ -43,11 +43,11 @@ def as_accelerate_deals(case: Case, seen: Seen) -> Miss | None:
     from torch.utils.data import BatchSampler
 
     given = case.inputs
-    for rank, found in enumerate(dealt(case, seen)):
+    for rank, batches in enumerate(dealt(case, seen)):
         sampler = BatchSampler(range(given["total"]), given["batch_size"], drop_last=False)
         right = [list(map(int, batch)) for batch in BatchSamplerShard(sampler, given["ranks"], rank)]
-        if found != right:
-            return Miss(f"{short(right)} for rank {rank} of {given['ranks']}", short(found))
+        if batches != right:
+            return Miss(f"{short(right)} for rank {rank} of {given['ranks']}", short(batches))
     return None
 
 
@@ -58,7 +58,8 @@ def equally_many(case: Case, seen: Seen) -> Miss | None:
 
 
 def all_rows(case: Case, seen: Seen) -> Miss | None:
-    missing = set(range(case.inputs["total"])) - {row for each in dealt(case, seen) for batch in each for row in batch}
+    dealt_rows = {row for batches in dealt(case, seen) for batch in batches for row in batch}
+    missing = set(range(case.inputs["total"])) - dealt_rows
     return Miss("every row on some rank", f"rows {short(sorted(missing))} on none") if missing else None
 
 
@@ -99,7 +100,7 @@ def few_bytes(limit: int) -> Callable[[Case, Seen], Miss | None]:
     def rule(case: Case, seen: Seen) -> Miss | None:
         for rank in range(case.world_size):
             made = made_by(seen, rank)
-            carried = sum(int(each.split()[1]) for each in made)
+            carried = sum(int(event.split()[1]) for event in made)
             if carried > limit or (case.world_size > 1 and not carried):
                 return Miss(f"collectives of at most {limit} bytes in all", short(", ".join(made) or "none"), rank)
         return None
@@ -137,9 +138,9 @@ def observe_first(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 def prepared_once(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
-        found = int((array(seen, rank, "happened") > 0).sum())
-        if found != (rank == 0):
-            return Miss(f"{'one call' if rank == 0 else 'no call'} of prepare", f"{found}", rank)
+        calls = int((array(seen, rank, "happened") > 0).sum())
+        if calls != (rank == 0):
+            return Miss(f"{'one call' if rank == 0 else 'no call'} of prepare", f"{calls}", rank)
     return None
 
 

@@ -23,7 +23,7 @@ class Momentum:
 
     def __init__(self, model: nn.Module, rate: float):
         self.parameters, self.rate = list(model.parameters()), rate
-        self.velocity = [torch.zeros_like(each) for each in self.parameters]
+        self.velocity = [torch.zeros_like(parameter) for parameter in self.parameters]
 
     def step(self) -> None:
         """Change the parameters by their gradients, and forget these."""
@@ -39,7 +39,7 @@ class Momentum:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        self.velocity, self.rate = [each.clone() for each in state["velocity"]], state["rate"]
+        self.velocity, self.rate = [v.clone() for v in state["velocity"]], state["rate"]
 
 
 class Falling:
@@ -180,11 +180,11 @@ def columns(case: Case, seen: Seen, key: str) -> np.ndarray:
     Raises:
         Malformed: something else.
     """
-    found = items(seen, 0, key, list)
-    if len(found) != case.inputs["after"] or any(len(each) != 3 or not all(type(one) in (int, float) for one in each)
-                                                 for each in found):
-        raise Malformed(Miss(f"{case.inputs['after']} steps of a row, a rate and a loss", short(found)))
-    return np.array(found, dtype=np.float64)
+    steps = items(seen, 0, key, list)
+    if len(steps) != case.inputs["after"] or any(len(step) != 3 or not all(type(one) in (int, float) for one in step)
+                                                 for step in steps):
+        raise Malformed(Miss(f"{case.inputs['after']} steps of a row, a rate and a loss", short(steps)))
+    return np.array(steps, dtype=np.float64)
 
 
 def goes_on(column: int, what: str, due: Callable[[Case], list[float]]) -> Rule:
@@ -203,8 +203,8 @@ def goes_on(column: int, what: str, due: Callable[[Case], list[float]]) -> Rule:
 
 def counts_on(case: Case, seen: Seen) -> Miss | None:
     columns(case, seen, "resumed")
-    right, found = case.inputs["before"] + case.inputs["after"], seen[0].get("step")
-    return None if found == right and type(found) is int else Miss(f"step {right} at the end", short(found))
+    right, step = case.inputs["before"] + case.inputs["after"], seen[0].get("step")
+    return None if step == right and type(step) is int else Miss(f"step {right} at the end", short(step))
 
 
 RESUME = Task(

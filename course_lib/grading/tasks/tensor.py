@@ -40,8 +40,8 @@ def by_one(case: Case) -> dict[str, np.ndarray]:
     x, up, down = (torch.from_numpy(case.inputs[key].copy()).requires_grad_() for key in ("x", "up", "down"))
     output = torch.tanh(x @ up.T) @ down.T
     output.square().sum().backward()
-    return {"output": output.detach().numpy(), **{name: each.grad.numpy() for name, each in zip(
-        ("x", "up", "down"), (x, up, down), strict=True) if each.grad is not None}}
+    return {"output": output.detach().numpy(), **{name: leaf.grad.numpy() for name, leaf in zip(
+        ("x", "up", "down"), (x, up, down), strict=True) if leaf.grad is not None}}
 
 
 def pieces_right(case: Case, seen: Seen) -> Miss | None:
@@ -54,9 +54,9 @@ def one_each_way(case: Case, seen: Seen) -> Miss | None:
     size = case.inputs["x"].nbytes
     right = [f"all_reduce {size}", "backward", f"all_reduce {size}"]
     for rank in range(case.world_size):
-        found = [each for each in events(seen, rank) if each != "wait"]
-        if found != right:
-            return Miss(", ".join(right), short(", ".join(found)), rank)
+        issued = [event for event in events(seen, rank) if event != "wait"]
+        if issued != right:
+            return Miss(", ".join(right), short(", ".join(issued)), rank)
     return None
 
 
@@ -80,15 +80,15 @@ def embedding_case(rng: random.Random, world: int) -> dict:
 def observe_embedding(function: Callable[..., Any], case: Case, rank: int) -> dict:
     rows = torch.from_numpy(np.split(case.inputs["table"], case.world_size)[rank].copy())
     with Recorder() as record:
-        found = function(torch.from_numpy(case.inputs["ids"].copy()), rows)
-    return {"vectors": plain(found), "events": record.events}
+        vectors = function(torch.from_numpy(case.inputs["ids"].copy()), rows)
+    return {"vectors": plain(vectors), "events": record.events}
 
 
 def no_table_sent(case: Case, seen: Seen) -> Miss | None:
     size = case.inputs["ids"].size * case.inputs["table"][0].nbytes
     for rank in range(case.world_size):
-        if (found := made_by(seen, rank)) != [f"all_reduce {size}"]:
-            return Miss(f"all_reduce {size}", short(", ".join(found) or "no collective"), rank)
+        if (issued := made_by(seen, rank)) != [f"all_reduce {size}"]:
+            return Miss(f"all_reduce {size}", short(", ".join(issued) or "no collective"), rank)
     return None
 
 
@@ -140,7 +140,7 @@ def three_numbers_a_row(case: Case, seen: Seen) -> Miss | None:
     limit = 3 * 4 * len(case.inputs["targets"])
     for rank in range(case.world_size):
         made = made_by(seen, rank)
-        if sum(int(each.split()[1]) for each in made) > limit or (case.world_size > 1 and not made):
+        if sum(int(event.split()[1]) for event in made) > limit or (case.world_size > 1 and not made):
             return Miss(f"at most {limit} bytes, three numbers a row", short(", ".join(made) or "nothing"), rank)
     return None
 
@@ -161,21 +161,21 @@ def grid_case(rng: random.Random) -> dict:
 
 def observe_grid(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    return {"groups": [plain(function(each, **given)) for each in
+    return {"groups": [plain(function(r, **given)) for r in
                        range(given["data"] * given["pipeline"] * given["tensor"])]}
 
 
 def group_along(axis: int, name: str) -> Any:
     def rule(case: Case, seen: Seen) -> Miss | None:
-        shape = tuple(case.inputs[each] for each in ("data", "pipeline", "tensor"))
+        shape = tuple(case.inputs[size] for size in ("data", "pipeline", "tensor"))
         grid = np.arange(np.prod(shape)).reshape(shape)
-        found = items(seen, 0, "groups", dict)
-        if len(found) != grid.size:
-            raise Malformed(Miss(f"groups of {grid.size} ranks", f"of {len(found)}"))
-        for rank, groups in enumerate(found):
+        by_rank = items(seen, 0, "groups", dict)
+        if len(by_rank) != grid.size:
+            raise Malformed(Miss(f"groups of {grid.size} ranks", f"of {len(by_rank)}"))
+        for rank, groups in enumerate(by_rank):
             place: list[Any] = list(np.unravel_index(rank, shape))
             place[axis] = slice(None)
-            right = [int(each) for each in grid[tuple(place)]]
+            right = [int(member) for member in grid[tuple(place)]]
             if groups.get(name) != right:
                 return Miss(f"{right} as {name} group of rank {rank}", short(groups.get(name)))
         return None

@@ -66,28 +66,28 @@ def runs_due(case: Case, rank: int) -> list[list[str | None]]:
 def rows_due(case: Case, rank: int) -> list[list[float]]:
     """Step and loss of each row of a rank's run."""
     losses = case.inputs["losses"]
-    means = [sum(each) / len(each) for each in zip(*losses, strict=True)]
+    means = [sum(column) / len(column) for column in zip(*losses, strict=True)]
     kept = losses[rank] if case.inputs["every_rank"] else means
     return [[step, kept[step]] for step in range(0, len(kept), case.inputs["every"])]
 
 
 def runs_are(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
-        if (found := items(seen, rank, "runs", list)) != (right := runs_due(case, rank)):
-            return Miss(f"runs [name, group] {right}", short(found), rank)
+        if (runs := items(seen, rank, "runs", list)) != (right := runs_due(case, rank)):
+            return Miss(f"runs [name, group] {right}", short(runs), rank)
     return None
 
 
 def rows_are(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         right = [rows_due(case, rank) for _ in runs_due(case, rank)]
-        found = items(seen, rank, "rows", list)
-        if len(found) != len(right):
-            return Miss(f"rows of {len(right)} runs", f"of {len(found)}", rank)
-        for mine, due in zip(found, right, strict=True):
+        rows = items(seen, rank, "rows", list)
+        if len(rows) != len(right):
+            return Miss(f"rows of {len(right)} runs", f"of {len(rows)}", rank)
+        for mine, due in zip(rows, right, strict=True):
             good = len(mine) == len(due) and all(
-                isinstance(each, list) and len(each) == 2 and all(type(one) in (int, float) for one in each)
-                and each[0] == one[0] and abs(each[1] - one[1]) < 1e-5 for each, one in zip(mine, due, strict=True))
+                isinstance(row, list) and len(row) == 2 and all(type(one) in (int, float) for one in row)
+                and row[0] == one[0] and abs(row[1] - one[1]) < 1e-5 for row, one in zip(mine, due, strict=True))
             if not good:
                 return Miss(f"[step, loss] {short(due)}", short(mine), rank)
     return None
@@ -95,9 +95,9 @@ def rows_are(case: Case, seen: Seen) -> Miss | None:
 
 def each_is_finished(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
-        right, found = [1] * len(runs_due(case, rank)), items(seen, rank, "finished", int)
-        if found != right:
-            return Miss(f"each of {len(right)} runs finished once", short(found), rank)
+        right, finished = [1] * len(runs_due(case, rank)), items(seen, rank, "finished", int)
+        if finished != right:
+            return Miss(f"each of {len(right)} runs finished once", short(finished), rank)
     return None
 
 
@@ -108,7 +108,7 @@ def as_few_as_needed(case: Case, seen: Seen) -> Miss | None:
     least = 1 if most and case.world_size > 1 else 0
     for rank in range(case.world_size):
         made = made_by(seen, rank)
-        carried = sum(int(each.split()[1]) for each in made)
+        carried = sum(int(event.split()[1]) for event in made)
         if not least <= len(made) <= most or carried > 64 * case.world_size:
             return Miss(f"{least} to {most} collectives of a number each", short(", ".join(made) or "none"), rank)
     return None
@@ -146,8 +146,8 @@ def redact_case(rng: random.Random, place: int) -> dict:
 def copied(value: Any) -> Any:
     """Its dicts and lists anew."""
     if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    return [copied(each) for each in value] if isinstance(value, list) else value
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
 
 
 def observe_redact(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -161,10 +161,10 @@ def redacted(config: dict, secrets: list[str]) -> Any:
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: MASK if by_name(name) and isinstance(each, str) and each else walk(each)
-                    for name, each in value.items()}
+            return {name: MASK if by_name(name) and isinstance(item, str) and item else walk(item)
+                    for name, item in value.items()}
         if isinstance(value, list):
-            return [walk(each) for each in value]
+            return [walk(item) for item in value]
         for secret in secrets if isinstance(value, str) else ():
             value = value.replace(secret, MASK)
         return value
@@ -176,7 +176,7 @@ def leaves(value: Any, at: str = "config") -> dict[str, Any]:
     """The values of a nested config by their place; an empty dict or list is one, and what is nested too deeply."""
     if isinstance(value, (dict, list)) and value and at.count(".") < DEEPEST:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return {place: leaf for key, each in pairs for place, leaf in leaves(each, f"{at}.{key}").items()}
+        return {place: leaf for key, item in pairs for place, leaf in leaves(item, f"{at}.{key}").items()}
     return {at: value}
 
 
@@ -197,10 +197,10 @@ def leaves_are(chosen: Callable[[str, Any, Any], bool]) -> Rule:
 
     def rule(case: Case, seen: Seen) -> Miss | None:
         before, right = leaves(case.inputs["config"]), leaves(redacted(case.inputs["config"], case.inputs["secrets"]))
-        found = config_of(seen)
+        config = config_of(seen)
         for place, value in right.items():
             if chosen(place, before[place], value):
-                mine = found.get(place, "nothing")
+                mine = config.get(place, "nothing")
                 if type(mine) is not type(value) or mine != value:
                     return Miss(f"{place} {value!r}", short(repr(mine)))
         return None
@@ -250,30 +250,30 @@ def attempts_case(rng: random.Random, place: int) -> dict:
 def metric_by_step(case: Case, metric: str) -> list[list[float]]:
     """[step, value] of what counts: of each step the lines of the last attempt that did it and was not undone."""
     attempts = case.inputs["attempts"]
-    undone = [each["resumed_at"] for each in attempts[1:]] + [float("inf")]
-    found = {}
-    for number, each in enumerate(attempts):
-        for row in map(json.loads, each["text"].split("\n")[:-1]):
+    undone = [later["resumed_at"] for later in attempts[1:]] + [float("inf")]
+    by_step = {}
+    for number, attempt in enumerate(attempts):
+        for row in map(json.loads, attempt["text"].split("\n")[:-1]):
             if metric in row and row["step"] <= min(undone[number:]):
-                found[row["step"]] = row[metric]
-    return [[step, found[step]] for step in sorted(found)]
+                by_step[row["step"]] = row[metric]
+    return [[step, by_step[step]] for step in sorted(by_step)]
 
 
 def observe_attempts(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    return {"rows": plain(function([dict(each) for each in case.inputs["attempts"]]))}
+    return {"rows": plain(function([dict(attempt) for attempt in case.inputs["attempts"]]))}
 
 
 def steps_once(case: Case, seen: Seen) -> Miss | None:
     right = [step for step, _ in metric_by_step(case, "train/loss")]
-    found = [row.get("step") for row in items(seen, 0, "rows", dict)]
-    return None if found == right else Miss(f"steps {short(right)}", short(found))
+    steps = [row.get("step") for row in items(seen, 0, "rows", dict)]
+    return None if steps == right else Miss(f"steps {short(right)}", short(steps))
 
 
 def values_of(metric: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         right = metric_by_step(case, metric)
-        found = [[row.get("step"), row[metric]] for row in items(seen, 0, "rows", dict) if metric in row]
-        return None if found == right else Miss(f"{metric} {short(right)}", short(found))
+        curve = [[row.get("step"), row[metric]] for row in items(seen, 0, "rows", dict) if metric in row]
+        return None if curve == right else Miss(f"{metric} {short(right)}", short(curve))
 
     return rule
 

@@ -32,10 +32,10 @@ def bytes_of(stage: int) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         size, ranks = case.inputs["parameters"], case.inputs["ranks"]
         kinds = zip((12, 2, 2), (stage >= 1, stage >= 2, stage >= 3), strict=True)
-        right = sum(each * size / (ranks if split else 1) for each, split in kinds)
-        found = number(seen, 0, f"stage {stage}")
-        return None if abs(found - right) <= 1e-6 * right else Miss(f"{right:,.0f} bytes for {case.inputs}",
-                                                                    f"{found:,.0f}")
+        right = sum(width * size / (ranks if split else 1) for width, split in kinds)
+        actual = number(seen, 0, f"stage {stage}")
+        return None if abs(actual - right) <= 1e-6 * right else Miss(f"{right:,.0f} bytes for {case.inputs}",
+                                                                     f"{actual:,.0f}")
 
     return rule
 
@@ -54,32 +54,32 @@ def partition_case(rng: random.Random) -> dict:
 
 def observe_partition(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    return {"runs": [plain(function(list(given["sizes"]), each, given["ranks"])) for each in range(given["ranks"])]}
+    return {"runs": [plain(function(list(given["sizes"]), r, given["ranks"])) for r in range(given["ranks"])]}
 
 
 def runs(case: Case, seen: Seen) -> list[list[list[int]]]:
-    found, sizes = items(seen, 0, "runs", list), case.inputs["sizes"]
-    good = len(found) == case.inputs["ranks"] and all(
-        isinstance(run, list) and len(run) == 3 and all(type(each) is int for each in run)
+    by_rank, sizes = items(seen, 0, "runs", list), case.inputs["sizes"]
+    good = len(by_rank) == case.inputs["ranks"] and all(
+        isinstance(run, list) and len(run) == 3 and all(type(n) is int for n in run)
         and 0 <= run[0] < len(sizes) and run[1] >= 0 and run[2] > 0 and run[1] + run[2] <= sizes[run[0]]
-        for mine in found for run in mine)
+        for mine in by_rank for run in mine)
     if not good:
-        raise Malformed(Miss("for each rank a list of (parameter, first element, elements) within it", short(found)))
-    return found
+        raise Malformed(Miss("for each rank a list of (parameter, first element, elements) within it", short(by_rank)))
+    return by_rank
 
 
 def each_element_once(case: Case, seen: Seen) -> Miss | None:
-    held = sorted((index, first + each) for mine in runs(case, seen) for index, first, count in mine
-                  for each in range(count))
-    every = [(index, each) for index, size in enumerate(case.inputs["sizes"]) for each in range(size)]
+    held = sorted((index, first + offset) for mine in runs(case, seen) for index, first, count in mine
+                  for offset in range(count))
+    every = [(index, offset) for index, size in enumerate(case.inputs["sizes"]) for offset in range(size)]
     return None if held == every else Miss("every element on one rank",
                                            f"{len(set(held))} of {len(every)}, {len(held) - len(set(held))} twice")
 
 
 def evenly(case: Case, seen: Seen) -> Miss | None:
     limit = -(-sum(case.inputs["sizes"]) // case.inputs["ranks"])
-    found = [sum(run[2] for run in mine) for mine in runs(case, seen)]
-    return None if max(found) <= limit else Miss(f"at most {limit} elements a rank", short(found))
+    sizes = [sum(run[2] for run in mine) for mine in runs(case, seen)]
+    return None if max(sizes) <= limit else Miss(f"at most {limit} elements a rank", short(sizes))
 
 
 def as_cut(case: Case, seen: Seen) -> Miss | None:
@@ -113,7 +113,7 @@ def step_case(rng: random.Random, world: int) -> dict:
 
 def observe_step(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    weights, gradient, momentum = (torch.from_numpy(each.copy()) for each in (
+    weights, gradient, momentum = (torch.from_numpy(array.copy()) for array in (
         given["weights"], given["gradients"][rank], np.split(given["momentum"], case.world_size)[rank]))
     with Recorder() as record:
         function(weights, gradient, momentum, given["lr"], given["beta"])
@@ -128,8 +128,8 @@ def zero_traffic(case: Case, seen: Seen) -> Miss | None:
     size = case.inputs["weights"].nbytes
     right = [f"reduce_scatter {size}", f"all_gather {size}"]
     for rank in range(case.world_size):
-        if (found := made_by(seen, rank)) != right:
-            return Miss(", ".join(right), short(", ".join(found) or "no collective"), rank)
+        if (issued := made_by(seen, rank)) != right:
+            return Miss(", ".join(right), short(", ".join(issued) or "no collective"), rank)
     return None
 
 
@@ -160,21 +160,21 @@ def observe_stage2(function: Callable[..., Any], case: Case, rank: int) -> dict:
     def arrived(parameter: Any) -> None:
         nonlocal held
         record.note("gradient")
-        held = max(held, sum(each.grad is not None for each in parameters))
+        held = max(held, sum(p.grad is not None for p in parameters))
 
     with Recorder() as record:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(arrived)
         finish = function(parameters)
         model(torch.from_numpy(case.inputs["rows"][rank])).square().mean().backward()
-        left = sum(each.grad is not None for each in parameters)
+        left = sum(p.grad is not None for p in parameters)
         shards = finish()
-    return {"shards": plain(torch.cat([each.reshape(-1) for each in shards])), "events": record.events,
+    return {"shards": plain(torch.cat([shard.reshape(-1) for shard in shards])), "events": record.events,
             "most whole gradients": held, "left": left}
 
 
 def shards_of_mean(case: Case) -> list[np.ndarray]:
-    return [flat([np.split(each.reshape(-1), case.world_size)[rank] for each in mean_gradients(case)[0]])
+    return [flat([np.split(gradient.reshape(-1), case.world_size)[rank] for gradient in mean_gradients(case)[0]])
             for rank in range(case.world_size)]
 
 
@@ -189,8 +189,8 @@ def freed(case: Case, seen: Seen) -> Miss | None:
 def scattered_early(case: Case, seen: Seen) -> Miss | None:
     layers = len(case.inputs["weights"])
     for rank in range(case.world_size):
-        happened = [each.split()[0] for each in events(seen, rank) if each != "wait"]
-        made = [each for each in happened if each != "gradient"]
+        happened = [event.split()[0] for event in events(seen, rank) if event != "wait"]
+        made = [name for name in happened if name != "gradient"]
         if made != ["reduce_scatter"] * layers:
             return Miss(f"{layers} reduce_scatters", short(", ".join(made) or "none"), rank)
         if "gradient" not in happened[happened.index("reduce_scatter"):]:

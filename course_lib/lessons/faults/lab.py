@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -247,10 +248,16 @@ def _said(rank: int, told: dict[str, Any], error: Exception | None) -> str:
     stack = error.stacks.get(rank, "") if isinstance(error, RanksHung) else ""
     calls = [call for call in re.findall(r'File "([^"]+)", line (\d+) in (\w+)', stack)
              if call[2] != "wrapper"]  # torch's, around each collective
-    for (_, _, name), (file, line, _) in zip(calls, calls[1:], strict=False):
-        if file in (stops.__file__, numbers.__file__):
+    for (_, _, name), (file, line, caller) in zip(calls, calls[1:], strict=False):
+        if caller in _FUNCTIONS:
             return f"was still in `{name}`, called at {Path(file).name}:{line}"
     return "was still waiting"
+
+
+_FUNCTIONS = {function.__code__.co_name for module in (stops, numbers)
+              for function in vars(module).values()
+              if isinstance(function, FunctionType) and function.__module__ == module.__name__}
+"""Names of the scenarios' own functions: all that a stack tells of a function in a process that has ended."""
 
 
 def _without_build_paths(text: str) -> str:

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from course_lib.config import Config
 from course_lib.errors import DataError
-from course_lib.launching import machine
 from course_lib.metering.meter import Meter
+from course_lib.system import machine
 from course_lib.training.callbacks.base import Callback
 from course_lib.training.checkpoints.run_folder import MONITOR
 from course_lib.writing import write_text

@@ -16,7 +16,7 @@ import torch
 from course_lib.config_files import to_yaml
 from course_lib.errors import CheckpointError
 from course_lib.launching.rank_process import is_consequence
-from course_lib.launching.seeding import rng_state, seed_everything, set_rng_state
+from course_lib.system.seeding import rng_state, seed_everything, set_rng_state
 from course_lib.training.checkpoints import checkpoint, formats, manifest, safetensors_tree
 from course_lib.training.state import TrainState
 from course_lib.writing import write_text

@@ -6,7 +6,7 @@ from course_lib.grading.task import Case, Miss, Property, Task
 
 
 def weighted(values):
-    return sum((i + 1) * each for i, each in enumerate(values))
+    return sum((i + 1) * value for i, value in enumerate(values))
 
 
 def draw_total(rng: random.Random) -> list[Case]:
@@ -20,8 +20,8 @@ def observe_total(function, case, rank):
 
 def right_total(case, seen):
     expected = weighted(case.inputs["values"])
-    found = seen[0].get("total")
-    return None if type(found) is int and found == expected else Miss(f"total {expected}", str(found)[:40])
+    total = seen[0].get("total")
+    return None if type(total) is int and total == expected else Miss(f"total {expected}", str(total)[:40])
 
 
 def kept(case, seen):
@@ -40,9 +40,9 @@ def observe_mean(function, case, rank):
 
 def right_mean(case, seen):
     expected = [sum(column) / 2 for column in zip(*case.inputs["shares"], strict=True)]
-    for rank, each in enumerate(seen):
-        if [float(x) for x in each["mean"]] != expected:
-            return Miss(str(expected), str(each["mean"]), rank)
+    for rank, observation in enumerate(seen):
+        if [float(x) for x in observation["mean"]] != expected:
+            return Miss(str(expected), str(observation["mean"]), rank)
     return None
 
 
@@ -62,9 +62,9 @@ def observe_noted(function, case, rank):
 
 
 def one_reduction(case, seen):
-    for rank, each in enumerate(seen):
-        if each["events"] != ["all_reduce 32"]:
-            return Miss("all_reduce 32", str(each["events"])[:40], rank)
+    for rank, observation in enumerate(seen):
+        if observation["events"] != ["all_reduce 32"]:
+            return Miss("all_reduce 32", str(observation["events"])[:40], rank)
     return None
 
 

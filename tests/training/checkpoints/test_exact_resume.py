@@ -21,9 +21,9 @@ from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CheckpointError, ConfigError, TrainingInterrupted
 from course_lib.launching.launch import RankError, launch
-from course_lib.launching.seeding import rng_state, seed_everything
 from course_lib.modeling import presets
 from course_lib.parallel.sharding import Shard
+from course_lib.system.seeding import rng_state, seed_everything
 from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import (
     async_save,

@@ -19,7 +19,8 @@ import psutil
 import pytest
 import torch
 
-from course_lib.launching import hub_reachable, machine
+from course_lib.launching.cores import usable_cores
+from course_lib.system import hub_reachable, machine
 
 
 @pytest.fixture
@@ -102,13 +103,27 @@ def test_describe_agrees_with_other_sources(endpoint):
 
 if hasattr(os, "sched_setaffinity"):  # macOS has no affinity to count
     def test_affinity_is_counted():
-        code = "import os, joblib; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(joblib.cpu_count())"
+        code = ("import os; from course_lib.launching.cores import usable_cores;"
+                "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(usable_cores())")
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"1\n"
+
+
+@pytest.mark.parametrize(("files", "quota"), [
+    ({"cpu.max": "150000 100000"}, 2), ({"cpu.max": "20000 100000"}, 1), ({"cpu.max": "max 100000"}, 64), ({}, 64),
+    ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+])
+def test_a_containers_share_of_the_cpu_is_counted(tmp_path, monkeypatch, files, quota):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert usable_cores(tmp_path) == quota
 
 
 def test_version_does_not_import():
     assert machine.version("no-such-distribution") is None
-    code = ("import sys; from course_lib.launching import machine;"
+    code = ("import sys; from course_lib.system import machine;"
             "print([machine.version(n) for n in machine.ENGINES]);"
             "print([m for m in ('deepspeed', 'accelerate', 'wandb', 'datasets') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
@@ -195,6 +210,6 @@ def test_peak_memory_grows_with_what_is_held():
 @pytest.mark.slow
 def test_peak_memory_is_the_process_own_and_not_its_launcher_s():
     block = fresh_pages(psutil.Process().memory_info().rss // 2 + 600_000_000)
-    code = "from course_lib.launching import hub_reachable as hub, machine; print(machine.peak_memory_bytes('cpu'))"
+    code = "from course_lib.system import hub_reachable as hub, machine; print(machine.peak_memory_bytes('cpu'))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert int(out) < 600_000_000 < block.size

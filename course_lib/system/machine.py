@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import joblib
 import psutil
 import torch
 
-from course_lib.launching import hub_reachable
+from course_lib.launching.cores import usable_cores
+from course_lib.system import hub_reachable
 
 ENGINES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "deepspeed", "tokenizers", "wandb",
            "scikit-learn", "papermill")
@@ -81,7 +81,7 @@ def describe(hub_timeout: float = 1.0) -> Machine:
         os_release=platform.release(),
         python=platform.python_version(),
         cpu=features.get("cpu_name") or platform.processor() or platform.machine(),
-        cores=joblib.cpu_count(),
+        cores=usable_cores(),
         memory_bytes=total,
         memory_available_bytes=min(memory.available, total),
         cpu_features=_cpu_features(),

@@ -1,0 +1,43 @@
+"""Something else in the place of a name or a variable for a while: the way to reach into a library without a hook."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[Any]:
+    """While the block runs, ``owner.name`` is ``new``, for all threads; gives what it was.
+
+    Args:
+        owner: a module, a class or an object.
+        name: of an attribute that it has.
+        new: what others find there meanwhile.
+    Raises:
+        AttributeError: the owner has no such attribute, in this version of its library.
+    """
+    before = getattr(owner, name)
+    is_own = name in vars(owner)  # else a base class's, which shows again once this one is gone
+    kept = vars(owner).get(name)  # not `before`, which of a class's static method is the function in it
+    setattr(owner, name, new)
+    try:
+        yield before
+    finally:
+        if is_own:
+            setattr(owner, name, kept)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """While the block runs, these variables are set; afterwards the environment is as it was, whatever was changed."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
