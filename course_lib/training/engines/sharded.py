@@ -65,7 +65,7 @@ class ShardedEngine(Engine):
                   if (found := self.split_of(key))}
         sharded.load({**room, **{key: run for key, (run, _) in shared.items()}}, folder)
         for key, (run, index) in shared.items():
-            room[key].data.copy_(run.data[index])
+            room[key].data.detach().copy_(run.data[index])
 
     tensor: TensorParallel | None = None
     """Where layers are shared: how."""
