@@ -1,8 +1,11 @@
-"""Writes files that are never half there."""
+"""Writes files that are never half there, and logs of JSON lines."""
 
+import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -19,3 +22,29 @@ def write_text(path: str | Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+class JsonLines:
+    """A log of one JSON object a line, each with the ``step`` that it belongs to, or with none.
+
+    A line is with the system when :meth:`append` returns, so that a process that is killed loses none; it is not
+    flushed to the disk, and of a machine that goes down the last lines may be missing, or one half there.
+
+    Args:
+        path: in a folder that exists.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Write a line at the end."""
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def cut(self, step: int) -> None:
+        """Drop what belongs to later steps, or is half there, before a run goes on from this one."""
+        if self.path.exists():
+            kept = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+                    if line.endswith("\n") and (json.loads(line).get("step") or 0) <= step]
+            write_text(self.path, "".join(kept))

@@ -76,16 +76,16 @@ exit $code
 
 def accelerate(job: Job) -> str:
     """Accelerate's configuration for all machines; the launch line, which differs by machine, stands in it."""
+    from course_lib.training.launchfiles import accelerate_yaml, several_processes  # torch takes two seconds
+
     world = job.instance_count * job.processes
     line = (f"accelerate launch --config_file FILE --machine_rank 0 --main_process_ip 10.0.0.1 {TRAIN} "
             f"{options(job)}")
-    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU" if world > 1 else "NO",
-                "num_machines": job.instance_count, "num_processes": world, "main_process_port": PORT,
-                "rdzv_backend": "static", "mixed_precision": "no"}
     cpu = "" if _has_gpus(job) else "ACCELERATE_USE_CPU=true "
-    return ("# The same line on each machine, with its own --machine_rank; the address is that of machine 0:\n"
+    head = ("# The same line on each machine, with its own --machine_rank; the address is that of machine 0:\n"
             f"#   {cpu}{line}\n"
-            "# mixed_precision: the run's own option decides.\n" + yaml.safe_dump(settings, sort_keys=False))
+            "# mixed_precision: the run's own option decides.\n")
+    return accelerate_yaml(several_processes(world), world, job.instance_count, head=head)
 
 
 def skypilot(job: Job) -> str:

@@ -49,18 +49,16 @@ def _texts(found: Search, chosen: Candidate, fields: dict[str, Any], config: Con
     """The files' contents by name."""
     from course_lib.cloud.launchers import LAUNCHERS
     from course_lib.training.engines.with_deepspeed import deepspeed_config
-    from course_lib.training.launchfiles import ACCELERATE, DEEPSPEED, accelerate_config
+    from course_lib.training.launchfiles import ACCELERATE, DEEPSPEED, accelerate_settings, accelerate_yaml
 
     plan, cluster, precision = chosen.plan, found.cluster, fields["mixed_precision"]
     job = _job(found, config)
     head = f"# {found.model.name} on {cluster.gpus} x {cluster.accelerator.name}: {plan.strategy}\n"
     texts = {"course.yaml": head + yaml.safe_dump(fields, sort_keys=False)}
-    accelerate = accelerate_config(config, precision, plan.gpus, block_classes(found.model.family))
-    accelerate |= {"num_machines": job.instance_count}
+    settings = accelerate_settings(config, precision, plan.gpus, block_classes(found.model.family))
     if job.instance_count > 1:
-        accelerate |= {"main_process_port": 29500, "rdzv_backend": "static"}
         head += "# Add --machine_rank and --main_process_ip on each machine.\n"
-    texts[ACCELERATE] = head + yaml.safe_dump(accelerate, sort_keys=False)
+    texts[ACCELERATE] = accelerate_yaml(settings, plan.gpus, job.instance_count, head=head)
     if config.parallel.chosen_engine == "deepspeed":
         texts[DEEPSPEED] = json.dumps(deepspeed_config(config, precision), indent=1) + "\n"
     if plan.pipeline == plan.tensor == 1:

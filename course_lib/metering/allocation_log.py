@@ -7,7 +7,6 @@ counts as a gradient from its first byte. It costs some microseconds an operator
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from course_lib.metering.collective_log import CollectiveLog, Transfer, ring_bytes
+from course_lib.metering.storages import StorageTable, TrackedStorage
 from course_lib.parallel.clock import Clock
 from course_lib.replacing import replaced
 
@@ -35,7 +35,6 @@ Parameter copies are gathered from other ranks, or cast to 16 bits. Logits are a
 and a column for each word, the loss's own too. Activations are what autograd saves for the backward pass; what
 checkpointing computes again within it is temporary, as is all the rest.
 """
-ORDER = {kind: place for place, kind in enumerate(KINDS)}
 FUNCTIONAL = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather",
               "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "broadcast": "broadcast"}
 """Collectives that DTensor issues; on fake tensors they never reach a process group."""
@@ -75,14 +74,6 @@ class Change(NamedTuple):
     """It was between start and stop."""
 
 
-@dataclass(eq=False)
-class _Storage:
-    alive: weakref.ref
-    kind: str
-    module: str
-    bytes: int = 0
-
-
 class AllocationLog(TorchDispatchMode):
     """Notes storages and collectives while it is entered; entered above a ``FakeTensorMode`` it sees that one's.
 
@@ -97,8 +88,8 @@ class AllocationLog(TorchDispatchMode):
         super().__init__()
         self.vocabulary = vocabulary
         self.phase, self.module = "set-up", ""
-        self._storages: dict[int, _Storage] = {}
-        self._events: list[tuple[_Storage, int, str]] = []
+        self._storages = StorageTable(KINDS, self._resized)
+        self._events: list[tuple[TrackedStorage, int, str]] = []
         self._hooked = WeakIdKeyDictionary()
         self._outer: list[str] = []
         self._looking = True
@@ -113,9 +104,7 @@ class AllocationLog(TorchDispatchMode):
 
             def resize(storage: torch.UntypedStorage, size: int) -> Any:
                 result = original(storage, size)
-                known = self._storages.get(storage._cdata)
-                if known is not None:
-                    self._resize(known, storage.nbytes())
+                self._storages.look(storage)
                 return result
 
             derive = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -157,20 +146,9 @@ class AllocationLog(TorchDispatchMode):
                 self.hold(tensor, "logits" if logits else kind)
         return result
 
-    def hold(self, tensor: torch.Tensor, kind: str, module: str | None = None) -> None:
+    def hold(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
         """Count a tensor's storage as ``kind``, or as what it is already if that comes first, and as ``module``'s."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._storages.get(key)
-        if known is None:
-            freed = functools.partial(self._free, key)
-            known = self._storages[key] = _Storage(weakref.ref(storage, freed), kind, module or self.module)
-            self._resize(known, storage.nbytes())
-        elif ORDER[kind] < ORDER[known.kind]:
-            known.kind = kind
-            known.module = module or known.module
+        self._storages.hold(tensor, kind, module, default=self.module)
 
     def watch(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
         """Follow which of some modules computes, forward and backward, and find gathered parameters and gradients."""
@@ -222,18 +200,11 @@ class AllocationLog(TorchDispatchMode):
             yield Change(phase, storage.kind, storage.module, size, place >= self._from[0])
 
     def _kind(self, tensor: Any) -> str:
-        known = self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+        known = self._storages.find(tensor) if isinstance(tensor, torch.Tensor) else None
         return known.kind if known else ""
 
-    def _resize(self, known: _Storage, size: int) -> None:
-        if size != known.bytes:
-            self._events.append((known, size - known.bytes, self.phase))
-            known.bytes = size
-
-    def _free(self, key: int, _: Any = None) -> None:
-        known = self._storages.pop(key, None)
-        if known is not None:
-            self._resize(known, 0)
+    def _resized(self, storage: TrackedStorage, change: int) -> None:
+        self._events.append((storage, change, self.phase))
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd's pack hook: an output is saved without its graph, which would keep itself alive."""

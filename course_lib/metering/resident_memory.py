@@ -1,34 +1,21 @@
 """Bytes that stay on a rank, by kind, and their peaks: distinct storages, each counted once and while it lives."""
 
-import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from course_lib.metering.storages import StorageTable, TrackedStorage
 
 KINDS = ("parameters", "gradients", "optimizer states", "communication buffers", "activations")
 """A storage that serves as several of these counts as the first."""
 
 INPUTS = "inputs"  # batches and module buffers: known, so that they are not taken for activations
-ORDER = {kind: place for place, kind in enumerate((*KINDS[:4], INPUTS, *KINDS[4:]))}
 
 Resident = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
-
-
-@dataclass(eq=False)
-class _Storage:
-    """A storage that is being watched; ``certain`` when its kind is no guess that another use may overrule."""
-
-    alive: weakref.ref
-    kind: str
-    bytes: int = 0
-    certain: bool = False
 
 
 class Residency:
@@ -61,27 +48,14 @@ class Residency:
         self.now = dict.fromkeys(KINDS, 0)
         self.peak = dict.fromkeys(KINDS, 0)
         self.peak_total = 0
-        self._storages: dict[int, _Storage] = {}
+        self._storages = StorageTable((*KINDS[:4], INPUTS, *KINDS[4:]), self._resized, self._moved)
         self._parameters: dict[int, weakref.ref] = {}
         self._gradients: dict[int, Callable[[], Any]] = {}  # by parameter, those already watched
         self._hooks: list[Any] = []
-        self._lock = threading.RLock()  # a storage may be freed on any thread, and within our own calls
 
     def hold(self, tensor: torch.Tensor, kind: str, certain: bool = False) -> None:
         """Watch a tensor's storage as ``kind``, or as what it is already if that comes first."""
-        for part in _plain(tensor):
-            storage = part.untyped_storage()
-            key = storage._cdata
-            with self._lock:
-                known = self._storages.get(key)
-                if known is None:
-                    freed = functools.partial(self._forget, key)
-                    known = self._storages[key] = _Storage(weakref.ref(storage, freed), kind)
-                elif not known.certain and (certain or ORDER[kind] < ORDER[known.kind]):
-                    self._resize(known, 0)
-                    known.kind = kind
-                known.certain |= certain
-                self._resize(known, storage.nbytes())
+        self._storages.hold(tensor, kind, certain=certain)
 
     def hold_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd's pack hook: saves the tensor, an output without its graph, which would keep itself alive."""
@@ -126,11 +100,7 @@ class Residency:
             self._look_at_deepspeed()
             for reference in list(self._parameters.values()):
                 self._hold_gradient_of(reference())
-        with self._lock:
-            for known in list(self._storages.values()):
-                storage = known.alive() if known.kind != "optimizer states" else None
-                if storage is not None:
-                    self._resize(known, storage.nbytes())
+        self._storages.look_at_all(but="optimizer states")
 
     def close(self) -> None:
         """Stop watching."""
@@ -180,27 +150,23 @@ class Residency:
                     self.hold(value, kind, certain=True)
 
     def _ask_engine(self, told: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        named: set[int] = set()
-        for kind in KINDS[:4]:
-            for tensor in told.get(kind, ()):
-                self.hold(tensor, kind)
-                named |= {part.untyped_storage()._cdata for part in _plain(tensor)}
-        with self._lock:
-            for key in [key for key, known in self._storages.items() if ORDER[known.kind] < ORDER[INPUTS]]:
-                if key not in named:
-                    self._forget(key)
+        named = [(kind, tensor) for kind in KINDS[:4] for tensor in told.get(kind, ())]
+        for kind, tensor in named:
+            self.hold(tensor, kind)
+        self._storages.keep_only([tensor for _, tensor in named], before=INPUTS)
 
-    def _resize(self, known: _Storage, size: int) -> None:
-        change, known.bytes = size - known.bytes, size
-        if change and known.kind != INPUTS:
-            self.now[known.kind] += change
-            self.peak[known.kind] = max(self.peak[known.kind], self.now[known.kind])
+    def _resized(self, storage: TrackedStorage, change: int) -> None:
+        self._count(storage.kind, change)
+
+    def _moved(self, storage: TrackedStorage, before: str) -> None:
+        self._count(before, -storage.bytes)
+        self._count(storage.kind, storage.bytes)
+
+    def _count(self, kind: str, change: int) -> None:
+        if kind != INPUTS:
+            self.now[kind] += change
+            self.peak[kind] = max(self.peak[kind], self.now[kind])
             self.peak_total = max(self.peak_total, sum(self.now.values()))
-
-    def _forget(self, key: int, _: Any = None) -> None:
-        with self._lock:
-            if key in self._storages:
-                self._resize(self._storages.pop(key), 0)
 
 
 def _gone() -> None:
@@ -213,13 +179,3 @@ def _wrappers(optimizer: Any) -> list[Any]:
     while chain and (inner := getattr(chain[-1], "optimizer", getattr(chain[-1], "optim", None))) is not None:
         chain.append(inner)
     return chain
-
-
-def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that hold a tensor's elements on this rank: of a DTensor its local one, of a sparse one two."""
-    if tensor.is_sparse:
-        return tensor._indices(), tensor._values()
-    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor):
-        return (tensor,)
-    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    return tuple(inner for part in parts if isinstance(part, torch.Tensor) for inner in _plain(part))

@@ -1,14 +1,14 @@
 """The tracker that needs nothing: JSON lines in the run's folder, whole after every line."""
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from course_lib.tracking.base import Histogram, RunInfo, Tracker
+from course_lib.writing import JsonLines
 
 
 class JsonLinesTracker(Tracker):
@@ -24,15 +24,14 @@ class JsonLinesTracker(Tracker):
     def __init__(self, info: RunInfo):
         super().__init__(info)
         self.path = info.folder / f"rank-{info.rank}.jsonl"
+        self.lines = JsonLines(self.path)
 
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.info.resumed_at is not None and self.path.exists():
-            # The last line may be half there, where the machine went down.
-            lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-                     if line.endswith("\n") and (json.loads(line).get("step") or 0) <= self.info.resumed_at]
-            self.path.write_text("".join(lines), encoding="utf-8")
-        self.out: TextIO = self.path.open("a" if self.info.resumed_at is not None else "w", encoding="utf-8")
+        if self.info.resumed_at is None:
+            self.path.unlink(missing_ok=True)
+        else:
+            self.lines.cut(self.info.resumed_at)
         self._write("run", id=self.info.id, name=self.info.name, project=self.info.project, group=self.info.group,
                     rank=self.info.rank, resumed_at=self.info.resumed_at)
 
@@ -60,12 +59,9 @@ class JsonLinesTracker(Tracker):
 
     def finish(self, state: str = "finished") -> None:
         self._write("end", state=state)
-        self.out.close()
 
     def _write(self, kind: str, **fields: Any) -> None:
-        entry = {"kind": kind, "time": round(time.time(), 3), **fields}
-        self.out.write(json.dumps(_plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
-        self.out.flush()
+        self.lines.append(_plain({"kind": kind, "time": round(time.time(), 3), **fields}))
 
 
 def _plain(value: Any) -> Any:

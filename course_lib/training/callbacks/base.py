@@ -4,7 +4,6 @@ A callback is called on every rank; ``trainer.is_main`` is True on one. It reads
 and may set ``trainer.state.stop``, on every rank alike.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from course_lib.training.checkpoints import checkpoint
-from course_lib.writing import write_text
+from course_lib.writing import JsonLines
 
 if TYPE_CHECKING:
     from course_lib.training.trainer import Trainer
@@ -85,19 +84,17 @@ class JsonLinesLog(Callback):
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.lines = path, JsonLines(path)
 
     def on_train_begin(self, trainer: "Trainer") -> None:
-        if trainer.is_main and self.path.exists():
-            kept = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-                    if line.endswith("\n") and json.loads(line)["step"] <= trainer.state.step]
+        if trainer.is_main:
             with checkpoint.saving(str(self.path)):
-                write_text(self.path, "".join(kept))
+                self.lines.cut(trainer.state.step)
 
     def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
         if trainer.is_main:
-            with checkpoint.saving(f"a line of {self.path}"), self.path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
+            with checkpoint.saving(f"a line of {self.path}"):
+                self.lines.append(line)
 
 
 class EarlyStopping(Callback):
