@@ -1,6 +1,6 @@
 """Data parallel, ZeRO and FSDP: ours beside torch's and DeepSpeed's, on the same model, in one run.
 
-    python benchmarks/data_parallel.py                     # 2 ranks; on GPUs, one a rank
+    python benchmarks/data_parallel.py                     # 2 ranks; on GPUs, one per rank
     python benchmarks/data_parallel.py --num_processes 4 --hidden 512 --layers 8
 
 Every engine lives in the same ranks and takes its turn, so that a drift of the machine meets them
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], tuple[list[float]
 
 def table(found: dict[tuple[str, str], tuple[list[float], int]]) -> str:
     """Markdown rows: step time, ratio to the peer, peak memory."""
-    lines = ["| strategy | engine | step, median (ms) | speed against the peer | peak memory a rank (MiB) |",
+    lines = ["| strategy | engine | step, median (ms) | speed against the peer | peak memory per rank (MiB) |",
              "|---|---|---|---|---|"]
     for (strategy, engine), (seconds, peak) in found.items():
         against = {peer: statistics.median(p / s for p, s in zip(found[peer][0], seconds, strict=True))
@@ -185,7 +185,7 @@ def main() -> None:
     text = (f"# Data parallel, ZeRO and FSDP: {kind}\n\n"
             f"{machine.measured_on('torch', 'transformers', 'deepspeed')}\n\n"
             f"{ranks} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, AdamW, {args.batch_size} rows of "
-            f"{args.length} tokens a rank; {args.rounds} rounds of {args.steps} steps, in turn.\n\n{table(found)}\n")
+            f"{args.length} tokens per rank; {args.rounds} rounds of {args.steps} steps, in turn.\n\n{table(found)}\n")
     write_text(HERE / f"data-parallel-{kind}.md", text)
     print(text)
 

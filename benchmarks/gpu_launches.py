@@ -1,10 +1,10 @@
-"""What a training step launches on a GPU: ATen calls and host syncs a step, for each strategy and engine.
+"""What a training step launches on a GPU: ATen calls and host syncs per step, for each strategy and engine.
 
     python benchmarks/gpu_launches.py [--before REVISION] [--strategies ddp:torch zero3:scratch]
 
 Counted on the simulated device of tests/gpu_sim, without a GPU: a call there is one operator that reached the device.
 A real GPU takes one kernel or several for it; of the operators on lists of tensors (_foreach_norm and the like) the
-simulation may count one call a tensor, where a GPU takes one for many. With --before the same is counted for the
+simulation may count one call per tensor, where a GPU takes one for many. With --before the same is counted for the
 package as it was at that revision.
 """
 
@@ -93,7 +93,7 @@ def table(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str
     def cell(pair: str, column: int) -> str:
         return f"{before[pair][column]:,} → {now[pair][column]:,}" if before else f"{now[pair][column]:,}"
 
-    rows = ["| strategy | engine | calls a step | of these in clipping and updating | host syncs a step |",
+    rows = ["| strategy | engine | calls per step | of these in clipping and updating | host syncs per step |",
             "|---|---|---|---|---|"]
     for pair in now:
         strategy, engine = pair.split(":")
@@ -115,8 +115,8 @@ def report(now: dict[str, list[int]], before: dict[str, list[int]] | None, revis
 `{command}`
 
 Counted on the simulated device of tests/gpu_sim, on 2 of its GPUs; no GPU was there. A call is one operator that
-reached the device; of the operators on lists of tensors the simulation may count one a tensor, where a GPU takes one
-for many. MiniLM in bf16, 4 rows of 32 tokens a rank, one micro-batch{"; before → now" if before else ""}.
+reached the device; of the operators on lists of tensors the simulation may count one per tensor, where a GPU takes one
+for many. MiniLM in bf16, 4 rows of 32 tokens per rank, one micro-batch{"; before → now" if before else ""}.
 
 {numbers}
 """)

@@ -78,7 +78,7 @@ class Noting(Sandbox):
 
 
 def make_hall(folder: Path, count: int) -> None:
-    """Scripts with the solutions, a folder a learner; each learner's own comment makes each text another."""
+    """Scripts with the solutions, one folder per learner; each learner's own comment makes each text another."""
     texts = {lesson: masters.answers(solutions_folder() / f"{lesson}.ipynb")
              for lesson in {TASKS[name].lesson for name in CHOSEN}}
     for i in range(count):
@@ -109,7 +109,7 @@ def grade(hall: Path, out: Path, jobs: int, kill_at: int | None) -> tuple[float,
 
 
 def bombs() -> list[str]:
-    """A row a bomb: how it was ended, and seconds from when the answer began until nothing was left of it."""
+    """One row per bomb: how it was ended, and seconds from when the answer began until nothing was left of it."""
     rows = []
     limits = Limits(seconds=BOMB_SECONDS, memory=2 << 30)
     for name, source in BOMBS.items():
@@ -146,7 +146,7 @@ def main() -> None:
         f"hidden cases, {args.jobs} at a time, each in a sandbox of its own; killed (SIGKILL) after {kept} verdicts "
         "and started again.", "",
         "| what | |", "|---|---|",
-        f"| gradings an hour | {hourly:,.0f} |",
+        f"| gradings per hour | {hourly:,.0f} |",
         f"| seconds, both runs | {first + second:,.0f} |",
         f"| verdicts kept over the kill | {kept} of {kept} |",
         f"| verdicts at the end | {done} of {total} |",

@@ -103,9 +103,9 @@ class Slopes:
     """What a step leaves behind on one rank, by least squares over the steps after warm-up."""
 
     memory: float
-    """Bytes a step."""
+    """Bytes per step."""
     files: float
-    """File descriptors a step."""
+    """File descriptors per step."""
     threads: float
     processes: float
 
@@ -239,7 +239,7 @@ def steps(args: argparse.Namespace) -> list[str]:
     """What many steps leave behind."""
     lines = [f"{args.steps:,} steps of a BERT of one layer on 2 ranks, an evaluation and a checkpoint every 250; least "
              "squares over the second half.", "",
-             "| rank | bytes a step | files | threads | processes |", "|---|---|---|---|---|"]
+             "| rank | bytes per step | files | threads | processes |", "|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
         options = {"model": smallest_model(Path(folder, "model"))}
         seen = launch(train, str(Path(folder, "run")), args.steps, 50, options, num_processes=2, timeout=7200,

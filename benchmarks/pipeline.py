@@ -1,6 +1,6 @@
 """Our pipeline executor beside torch's schedule runtime: the same tables, the same stages, in one run.
 
-    python benchmarks/pipeline.py                     # 2 ranks; on GPUs, one a rank
+    python benchmarks/pipeline.py                     # 2 ranks; on GPUs, one per rank
     python benchmarks/pipeline.py --num_processes 4 --microbatches 8 --hidden 128
 
 Both engines live in the same ranks on copies of the same stages and take turns, so that a drift of the machine

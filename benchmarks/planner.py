@@ -1,4 +1,4 @@
-"""The planner's predictions beside published measurements: tokens/s a GPU, error by kind, worst rows.
+"""The planner's predictions beside published measurements: tokens/s per GPU, error by kind, worst rows.
 
     python -m benchmarks.planner                # from the repository's root: compare, and write benchmarks/planner.md
     python -m benchmarks.planner --calibrate    # print the matmul shares of catalogue/hardware.yaml
@@ -67,7 +67,7 @@ def compare(flash2: bool = False) -> tuple[list[Compared], list[str]]:
 
 
 def _measured_memory(row: dict[str, Any]) -> float | None:
-    """Peak GiB a GPU, where the row has it."""
+    """Peak GiB per GPU, where the row has it."""
     value = row["value"]
     if "peak_allocated_MiB" in value:
         return value["peak_allocated_MiB"] / 1024

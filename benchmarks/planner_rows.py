@@ -1,6 +1,6 @@
 """How each published row is read: as a model, a plan, a cluster, and what was measured.
 
-What a source leaves open (the micro-batch, stages a pipeline rank) is the fastest of 1, 2, 4, 8, as people tune it;
+What a source leaves open (the micro-batch, stages per pipeline rank) is the fastest of 1, 2, 4, 8, as people tune it;
 what it measured is never looked at for that. What a row leaves out but its source says is cited here.
 """
 
@@ -22,7 +22,7 @@ GRAND_TETON = {"bandwidth": 2.4e12, "peak": (1 + 835 / 989) / 2}
 (989 TFLOP/s, the datasheet's) and NVL's (835), so the middle (benchmarks/llama3_h100_202412_torchtitan.md, note 2)."""
 
 Setting = tuple[models.Model, Plan, hardware.Cluster, float]
-"""Model, plan, cluster, and the measured tokens/s a GPU."""
+"""Model, plan, cluster, and the measured tokens/s per GPU."""
 
 
 def gpt(hidden: int, layers: int, heads: int, vocab: int, sequence: int, dropout: float = 0.1) -> models.Model:
@@ -39,7 +39,7 @@ def fastest(settings: list[Setting]) -> Setting:
 
 def open_choices(model: models.Model, base: dict[str, Any], batch: int, cluster: hardware.Cluster,
                  tokens: float, micro: int | None = None) -> Setting:
-    """Every micro-batch (and stages a rank, where the schedule is interleaved) that makes up the global batch."""
+    """Every micro-batch (and stages per rank, where the schedule is interleaved) that makes up the global batch."""
     sequences = batch // base["data"]
     settings = []
     for size in (1, 2, 4, 8) if micro is None else (micro,):

@@ -7,7 +7,7 @@
 
 `storage` kills a process that saves for ever at random moments, and flips and cuts the bits of a checkpoint; beside it,
 torch.distributed.checkpoint saving into one folder. `runs` is every fault in every phase of every trainer's runs
-(:mod:`testing.fault_injection`). `goodput` trains under kills at random moments, 120 an hour on average, each
+(:mod:`testing.fault_injection`). `goodput` trains under kills at random moments, 120 per hour on average, each
 followed by a new start from the newest checkpoint. Each writes its table, benchmarks/reliability-PART.md; `--quick`
 shows one of a handful of cases instead.
 """
@@ -43,7 +43,7 @@ from testing.fault_injection import FAULTS, PHASES, TRAINERS, FaultCase, Result
 
 HERE = Path(__file__).parent
 ELEMENTS = 200_000
-KILLS_AN_HOUR = 120
+KILLS_PER_HOUR = 120
 
 
 def publish(args: argparse.Namespace, part: str, *paragraphs: str) -> None:
@@ -229,7 +229,7 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         draw = random.Random(3)
-        while not self.over.wait(draw.expovariate(KILLS_AN_HOUR / 3600)):
+        while not self.over.wait(draw.expovariate(KILLS_PER_HOUR / 3600)):
             here = psutil.Process()
             with contextlib.suppress(psutil.NoSuchProcess):  # a rank that has just ended
                 if ranks := [child for child in here.children() if child.cmdline() == here.cmdline()]:
@@ -271,8 +271,8 @@ def goodput(args: argparse.Namespace) -> None:
                      f"{starts} | {100 * sum(calm) / 2 / seconds:.0f} % | "
                      f"{'equal to the bit' if equal else 'DIFFERENT'} |")
         print(lines[-1], flush=True)
-        publish(args, "goodput", f"{KILLS_AN_HOUR} kills an hour on average, at random moments of a random rank; a new "
-                f"start is a fork of a process that has imported everything. A checkpoint every {args.save_steps} "
+        publish(args, "goodput", f"{KILLS_PER_HOUR} kills per hour on average, at random moments of a random rank; a "
+                f"new start is a fork of a process that has imported everything. A checkpoint every {args.save_steps} "
                 "steps. Undisturbed: the same run, with as many checkpoints, before and after. Goodput: the mean of "
                 "its times by that with kills.",
                 "\n".join(lines))

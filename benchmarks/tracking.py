@@ -54,7 +54,7 @@ class Timed(TrackingCallback):
 
 
 def measure(options: dict[str, Any], steps: int, folder: str) -> tuple[float, float, float, float]:
-    """Milliseconds a step in tracking, milliseconds a step in all, seconds at the start and at the end."""
+    """Milliseconds per step in tracking, milliseconds per step in all, seconds at the start and at the end."""
     os.environ["WANDB_MODE"] = "offline"
     config = build({"model": "tiny-bert", "max_train_samples": 512, "max_eval_samples": 32, "max_length": 32,
                     "max_steps": steps, "eval_steps": 0, "save_steps": 0, "progress_bar": False, "device": "cpu",
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    lines = ["| tracker | in tracking (ms a step) | training step (ms) | start (s) | end (s) |",
+    lines = ["| tracker | in tracking (ms per step) | training step (ms) | start (s) | end (s) |",
              "|---|---|---|---|---|"]
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -120,7 +120,7 @@ def hugging_face(steps: int, seed: int, epochs: int | None = None) -> tuple[floa
 
 
 def flops_a_sample() -> float:
-    """Matrix FLOPs of forward and backward a sample, at the padding of each way of batching."""
+    """Matrix FLOPs of forward and backward per sample, at the padding of each way of batching."""
     config = build(COMMON)
     loaded, data, processor = prepared(config)
     rows = data.splits["train"].select(range(256))
@@ -160,8 +160,8 @@ def speed(repeats: int, steps: int) -> str:
     _, data, _ = prepared(config)
     tokens = statistics.mean(data.splits["train"]["length"])
     share = best * tokens * per_token / rate
-    lines += ["", f"The defaults train in {name} here. Limit: {per_token / 1e6:.1f} MFLOP of matrix products a token "
-              f"(forward and backward), {tokens:.1f} tokens a row without padding, {rate / 1e9:.0f} GFLOP/s measured "
+    lines += ["", f"The defaults train in {name} here. Limit: {per_token / 1e6:.1f} MFLOP of matrix products per token "
+              f"(forward and backward), {tokens:.1f} tokens per row without padding, {rate / 1e9:.0f} GFLOP/s measured "
               f"here in {name} for a 1024×1024 product: the fastest row does its useful products at "
               f"{100 * share:.0f} % of that rate."]
     return "\n".join(lines)

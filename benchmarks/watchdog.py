@@ -65,7 +65,7 @@ def main() -> None:
                      f"{ratio:.3f} |")
     table = "\n".join(lines)
     text = (f"# What the watchdog costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 "
-            f"of 4 layers, {BATCH} rows of {TOKENS} tokens a rank, {options.pairs} pairs of {STEPS} steps (bare "
+            f"of 4 layers, {BATCH} rows of {TOKENS} tokens per rank, {options.pairs} pairs of {STEPS} steps (bare "
             f"all-reduces of 16 floats: {COLLECTIVES}).\n\n{table}\n")
     write_text(Path(__file__).parent / "watchdog.md", text)
     print(text)

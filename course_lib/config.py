@@ -90,12 +90,12 @@ def _field_docs(cls: type) -> dict[str, str]:
 @functools.cache
 def options() -> tuple[Option, ...]:
     """Every leaf field of :class:`Config`, in order."""
-    found = []
+    listed = []
     for section in dataclasses.fields(Config):
         docs = _field_docs(section.type)  # type: ignore[arg-type]
-        found += [Option(f.name, section.name, f.type, f.default, docs[f.name])
-                  for f in dataclasses.fields(section.type)]  # type: ignore[arg-type]
-    return tuple(found)
+        listed += [Option(f.name, section.name, f.type, f.default, docs[f.name])
+                   for f in dataclasses.fields(section.type)]  # type: ignore[arg-type]
+    return tuple(listed)
 
 
 def option(name: str) -> Option:
@@ -104,9 +104,9 @@ def option(name: str) -> Option:
     Raises:
         ConfigError: there is none; the nearest names are given.
     """
-    for each in options():
-        if each.name == name:
-            return each
+    for opt in options():
+        if opt.name == name:
+            return opt
     raise ConfigError(f"unknown option `{name}`", nearest(name, [o.name for o in options()]))
 
 
@@ -163,7 +163,7 @@ def _check_together(config: Config) -> Config:
                           "leave one of the two out")
     if run.global_batch_size and (run.gradient_accumulation_steps > 1 or run.training_type == "pipeline"):
         raise ConfigError("global_batch_size decides gradient_accumulation_steps, and is not for pipelines",
-                          "give one of the two, or batch_size as rows a pipeline")
+                          "give one of the two, or batch_size as rows per pipeline")
     if run.global_batch_size and (run.split_batches or run.loss_weighting == "micro_batch"):
         raise ConfigError("global_batch_size is for any number of processes, and split_batches and loss_weighting "
                           "micro_batch make the step depend on it", "leave them out")
@@ -287,7 +287,7 @@ def _check_pipeline(config: Config) -> Config:
     if run.mixed_precision == "fp16":
         raise ConfigError("fp16 needs a scaler that knows all stages", "use --mixed_precision bf16 or no")
     if run.split_batches:
-        raise ConfigError("split_batches is not for pipelines", "give batch_size as rows a pipeline")
+        raise ConfigError("split_batches is not for pipelines", "give batch_size as rows per pipeline")
     sizes = pipeline.data_parallel_size, pipeline.pipeline_parallel_size, parallel.tensor_parallel_size
     if all(sizes) and run.num_processes and math.prod(map(int, filter(None, sizes))) != run.num_processes:
         shared = f" × tensor_parallel_size {sizes[2]}" if sizes[2] > 1 else ""

@@ -83,7 +83,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     known = list(dict.fromkeys(known))
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
     if close:
-        return "did you mean " + " or ".join(f"`{each}`" for each in close) + "?"
+        return "did you mean " + " or ".join(f"`{near}`" for near in close) + "?"
     if 0 < len(known) <= 12:
-        return "choose from " + ", ".join(f"`{each}`" for each in known)
+        return "choose from " + ", ".join(f"`{choice}`" for choice in known)
     return ""

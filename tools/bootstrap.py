@@ -4,6 +4,9 @@
     python3 tools/bootstrap.py launcher   print the `accelerate launch` command that uses this machine
     python3 tools/bootstrap.py pins       resolve pyproject.toml anew and rewrite constraints.txt
 
+uv installs, but does not `sync` from a lock: that fetches each file from the one address in the lock, whatever index
+pip is configured to use, and takes torch for CUDA where there is no GPU (docs/log.md).
+
 This file also parses on older Pythons, so that it can say what is missing.
 """
 

@@ -15,7 +15,7 @@ BEGIN, END = "<!-- parity: made by tools/parity.py -->", "<!-- end of parity -->
 
 
 def table(cells: Iterable[parity.Cell]) -> str:
-    """A row a strategy and engine, a column a world size: the largest differences of loss and weight."""
+    """One row per strategy and engine, one column per world size: the largest differences of loss and weight."""
     rows: dict[tuple[str, str], dict[int, str]] = {}
     for cell in cells:
         exact = cell.loss == cell.weight == 0

@@ -85,7 +85,7 @@ def run(settings: Settings, findings: Findings) -> None:
         findings.leave_out("all of it", "there is one GPU, and NCCL gives each rank one of its own: a rank alone "
                                         "waits for nobody")
         return
-    findings.note(f"{settings.gpus} ranks, one all-reduce a step; rank {CULPRIT} comes to harm before that of step "
+    findings.note(f"{settings.gpus} ranks, one all-reduce per step; rank {CULPRIT} comes to harm before that of step "
                   f"{STEP}. The watchdog's reports, {PATIENCE:g} s later, have to name rank {CULPRIT} and no other.")
     table = findings.table("rank 1", "collectives", "named", "reports", "the report's words", "result")
     for fault in FAULTS:

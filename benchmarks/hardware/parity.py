@@ -9,8 +9,8 @@ from course_lib.training.run import train
 def run(settings: Settings, findings: Findings) -> None:
     """Train once on the CPU, and compare what the section on strategies left."""
     folder = settings.room("parity") / "cpu"
-    findings.note(f"The largest difference of any of {strategies.STEPS} losses (nats a token) and of any final weight "
-                  "from one process on the CPU in fp32. At most "
+    findings.note(f"The largest difference of any of {strategies.STEPS} losses (nats per token) and of any final "
+                  "weight from one process on the CPU in fp32. At most "
                   f"{strategies.LOSS:g} / {strategies.WEIGHT:g} in fp32 without TF32, {strategies.LOW_LOSS:g} / "
                   f"{strategies.LOW_WEIGHT:g} in 16 bits.")
     train(build(strategies.oracle(folder)))

@@ -105,7 +105,7 @@ def ddp(subject: Subject, windows: Windows, folder: Path, ranks: int) -> None:
 
 
 def fsdp2(subject: Subject, windows: Windows, folder: Path, ranks: int) -> None:
-    """torch's fully_shard, a unit a block, under its own mixed precision."""
+    """torch's fully_shard, one unit per block, under its own mixed precision."""
     _loop(subject, windows, ranks, lambda model: _fsdp2(model, subject.precision == "bf16"), autocast=False)
 
 

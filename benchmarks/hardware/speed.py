@@ -1,4 +1,4 @@
-"""Tokens a second and MFU of our trainers beside their peers at equal settings, as ratios within one run."""
+"""Tokens per second and MFU of our trainers beside their peers at equal settings, as ratios within one run."""
 
 import importlib.util
 import statistics
@@ -100,7 +100,7 @@ def run(settings: Settings, findings: Findings) -> None:
         chosen = [each for each in chosen if each.name in ("torch's DDP, loop", "ours, ddp")]
         findings.leave_out("the other systems", "a tiny run")
     findings.note(f"{subject.described}, on {settings.counted}; fused AdamW, gradients clipped to {subjects.CLIP:g}, a "
-                  f"constant learning rate, {subjects.WORKERS} workers a rank and pinned batches for all. Each trial "
+                  f"constant learning rate, {subjects.WORKERS} workers per rank and pinned batches for all. Each trial "
                   "is of new processes; ours run without guards, trackers, evaluation and checkpoints. Peers get "
                   "batches without a mask. A trial has "
                   f"{WINDOWS} stretches after {WARMUP} steps, timed from one wait for the GPU to the next.")

@@ -96,7 +96,7 @@ def _pipelines(gpus: int) -> list[Case]:
     size = 4 if gpus % 4 == 0 else 2
     if gpus % size or ROWS % (gpus // size) or ROWS * size // gpus < 2 * size:
         return []
-    zero_bubble = "zb_h1" if size == 4 else "zbv"  # which takes two of the model's four blocks a rank
+    zero_bubble = "zb_h1" if size == 4 else "zbv"  # which takes two of the model's four blocks per rank
     grid = {"pipeline_parallel_size": size, "data_parallel_size": gpus // size}
     return [Case("ddp", "scratch", gpus, options=grid | {"schedule": "1f1b"}, name="pipeline 1f1b"),
             Case("zero1", "scratch", gpus, options=grid | {"schedule": zero_bubble}, name=f"pipeline {zero_bubble}"),
@@ -113,7 +113,7 @@ def on_rank(options: dict[str, Any]) -> dict[str, Any]:
 def run(settings: Settings, findings: Findings) -> None:
     """Train, save and resume each; leave the traces for the section on parity."""
     room = settings.room("strategies")
-    findings.note(f"{STEPS} steps of tiny-llama, {ROWS} rows a step, `course train`'s own code; saved after step "
+    findings.note(f"{STEPS} steps of tiny-llama, {ROWS} rows per step, `course train`'s own code; saved after step "
                   f"{SAVED} and resumed from there by new processes. The differences are of the resumed run's losses "
                   f"(nats) and final weights from the first run's; at most {LOSS:g} and {WEIGHT:g} in fp32, "
                   f"{LOW_LOSS:g} and {LOW_WEIGHT:g} in 16 bits.")
@@ -158,7 +158,7 @@ def _train(case: Case, options: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run left: losses by step (nats a token), and the final weights."""
+    """What a run left: losses by step (nats per token), and the final weights."""
 
     losses: dict[int, float]
     weights: dict[str, torch.Tensor]

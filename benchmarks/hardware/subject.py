@@ -57,7 +57,7 @@ class Subject:
         """For a report."""
         known = self.known
         return (f"GPT-2 of {self.layers} blocks of width {self.width} ({known.parameters / 1e6:.1f} M parameters), "
-                f"{self.tokens} tokens a row, {self.rows} rows a GPU, "
+                f"{self.tokens} tokens per row, {self.rows} rows per GPU, "
                 f"{'bf16' if self.precision == 'bf16' else 'fp32'}, no dropout, SDPA")
 
     def model(self) -> GPT2LMHeadModel:

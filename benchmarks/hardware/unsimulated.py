@@ -15,7 +15,7 @@ SECONDS = 280
 
 
 def run(settings: Settings, findings: Findings) -> None:
-    """Run them, a process a file, and list what they say."""
+    """Run them, one process per file, and list what they say."""
     findings.note("`GPU_TESTS=hardware pytest tests/gpu`: the tests that `make test` runs on a simulated device.")
     table = findings.table("file", "passed", "failed", "skipped", "seconds")
     skipped: dict[str, int] = {}

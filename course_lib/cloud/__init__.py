@@ -1,1 +1,1 @@
-"""What leaves the machine, and only when it was asked to: the Hub, and jobs in the cloud."""
+"""Sends models to the Hugging Face Hub and jobs to the cloud, only when asked to."""

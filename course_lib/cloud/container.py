@@ -1,4 +1,4 @@
-"""Inside SageMaker's training container: what it tells the trainer, and where it wants things left.
+"""Reads what SageMaker's training container tells the trainer, and where it wants files left.
 
 Its drivers start ``cli.py --name value …``, an option a hyperparameter and no command, with ``SM_*`` variables
 (sagemaker-train 1.x, container_drivers/scripts/environment.py). Outside a container all of this does nothing.
@@ -53,8 +53,8 @@ class Container:
                 argv += [f"--{name}", str(_content(self.channels[name]))]
         if "output_dir" not in given:
             argv += ["--output_dir", str(self.checkpoints)]
-            found = any(re.fullmatch(r"checkpoint-\d+", path.name) for path in self.checkpoints.glob("checkpoint-*"))
-            if found and "resume_from_checkpoint" not in given:
+            resumable = any(re.fullmatch(r"checkpoint-\d+", p.name) for p in self.checkpoints.glob("checkpoint-*"))
+            if resumable and "resume_from_checkpoint" not in given:
                 argv += ["--resume_from_checkpoint", "latest"]
         return argv
 

@@ -1,4 +1,4 @@
-"""Bring a trained model to the Hugging Face Hub: asked for by name, refused early, gone on with after a failure.
+"""Pushes a trained model to the Hugging Face Hub: refuses early what would fail, and can be repeated after a failure.
 
 The token comes from ``HF_TOKEN`` or from ``hf auth login`` and is handed to the Hub's client alone.
 """

@@ -1,4 +1,4 @@
-"""One machine of a job that is played here: a folder in the place of ``/opt/ml``, and the container's processes.
+"""Simulates one machine of a job: a folder in the place of ``/opt/ml``, and the container's processes.
 
 Three literals of the drivers and of the request are rewritten, in the copies that are run: ``/opt/ml`` to the
 folder, the host ``algo-1`` to 127.0.0.1, and its port 7777 to a free one.
@@ -36,7 +36,7 @@ class Instance:
 
     def __init__(self, root: Path, number: int, count: int, port: int):
         self.root, self.number, self.port = root, number, port
-        self.hosts = [f"127.0.0.{each + 1}" for each in range(count)]
+        self.hosts = [f"127.0.0.{i + 1}" for i in range(count)]
         self.process: subprocess.Popen[str] | None = None
 
     def lay_out(self, request: Mapping[str, Any], s3: Any) -> None:

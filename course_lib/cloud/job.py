@@ -1,4 +1,4 @@
-"""A training job for other machines: what runs there, on how many of which, for how long, and what that costs."""
+"""Describes a training job for other machines: what runs, on how many of which, for how long, at what cost."""
 
 import re
 from dataclasses import dataclass
@@ -108,8 +108,8 @@ def estimate(job: Job) -> Estimate:
 
 
 def _instance(instance_type: str) -> hardware.Cluster:
-    found = hardware.cluster(instance_type)
-    if found.instance is None:
+    cluster = hardware.cluster(instance_type)
+    if cluster.instance is None:
         raise ConfigError(f"`{instance_type}` is no SageMaker instance",
                           "choose from " + ", ".join(name for name in hardware.names() if name.startswith("ml.")))
-    return found
+    return cluster

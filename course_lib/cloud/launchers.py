@@ -1,4 +1,4 @@
-"""The same job for other launchers: a Slurm script, torchrun, Accelerate's YAML, a SkyPilot task.
+"""Writes a job for other launchers: a Slurm script, torchrun, Accelerate's YAML, a SkyPilot task.
 
 Each of them is text that stands by itself; nothing here is started.
 """
@@ -41,7 +41,7 @@ exec torchrun --nnodes {job.instance_count} --nproc_per_node {job.processes} {me
 
 
 def slurm(job: Job) -> str:
-    """A script for ``sbatch``: one task a node, which starts that node's ranks.
+    """A script for ``sbatch``: one task per node, which starts that node's ranks.
 
     Two minutes before the time is up, or when the job is preempted, torchrun gets SIGTERM and passes it on; the ranks
     write a checkpoint and end, and the job is put back into the queue and goes on from there.

@@ -208,9 +208,9 @@ class _Play:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The last value of each metric that the request defines, read from the log by its regular expression."""
-        found = []
+        last = []
         for metric in self.request["AlgorithmSpecification"].get("MetricDefinitions", ()):
             values = [match[1] for line in self.lines if (match := re.search(metric["Regex"], line))]
             if values:
-                found.append({"MetricName": metric["Name"], "Value": float(values[-1]), "Timestamp": datetime.now(UTC)})
-        return found
+                last.append({"MetricName": metric["Name"], "Value": float(values[-1]), "Timestamp": datetime.now(UTC)})
+        return last

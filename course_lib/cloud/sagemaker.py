@@ -1,4 +1,4 @@
-"""A training job on SageMaker, through version 3 of AWS's own SDK: built, looked at, sent."""
+"""Builds, shows and sends a SageMaker training job, through version 3 of AWS's own SDK."""
 
 import contextlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""AWS as moto plays it within this process: no account, no credentials, no network."""
+"""AWS simulated by moto within this process: no account, no credentials, no network."""
 
 import contextlib
 import os

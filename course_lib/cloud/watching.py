@@ -1,4 +1,4 @@
-"""After a job was sent: its log as it comes, its end, its model; and the whole of it rehearsed on this machine."""
+"""Follows a job that was sent: its log, its end, its model; or rehearses all of that on this machine."""
 
 import json
 import tarfile
@@ -82,8 +82,8 @@ def keep(folder: Path, request: Mapping[str, Any], description: Mapping[str, Any
 
 def describe(name: str, boto_session: Any) -> dict[str, Any]:
     """SageMaker's description of a job."""
-    found = boto_session.client("sagemaker").describe_training_job(TrainingJobName=name)
-    return {key: value for key, value in found.items() if key != "ResponseMetadata"}
+    description = boto_session.client("sagemaker").describe_training_job(TrainingJobName=name)
+    return {key: value for key, value in description.items() if key != "ResponseMetadata"}
 
 
 def follow(name: str, boto_session: Any, say: Callable[[str], None] = print, poll: float = 5.0) -> dict[str, Any]:
@@ -97,18 +97,19 @@ def follow(name: str, boto_session: Any, say: Callable[[str], None] = print, pol
     logs = boto_session.client("logs")
     tokens: dict[str, str] = {}
     while True:
-        found = describe(name, boto_session)
-        ended = found["TrainingJobStatus"] in ("Completed", "Failed", "Stopped")
+        description = describe(name, boto_session)
+        ended = description["TrainingJobStatus"] in ("Completed", "Failed", "Stopped")
         for stream in _streams(logs, name):
             for line in _new_lines(logs, stream, tokens):
                 say(f"[{stream.split('/')[1].rpartition('-')[0]}] {line}")
         if ended:
             break
         time.sleep(poll)
-    if found["TrainingJobStatus"] != "Completed":
-        raise CloudError(f"job {name} {found['TrainingJobStatus'].lower()}: {found.get('FailureReason', 'no reason')}",
+    if description["TrainingJobStatus"] != "Completed":
+        reason = description.get("FailureReason", "no reason")
+        raise CloudError(f"job {name} {description['TrainingJobStatus'].lower()}: {reason}",
                          "mend what it names; its log is in CloudWatch, group /aws/sagemaker/TrainingJobs")
-    return found
+    return description
 
 
 def fetch(description: Mapping[str, Any], folder: Path, boto_session: Any) -> Path:
@@ -129,10 +130,10 @@ def fetch(description: Mapping[str, Any], folder: Path, boto_session: Any) -> Pa
 
 def _streams(logs: Any, name: str) -> list[str]:
     try:
-        found = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{name}/")
+        page = logs.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{name}/")
     except logs.exceptions.ResourceNotFoundException:
         return []  # an account's first job, before its container has said anything
-    return [stream["logStreamName"] for stream in found["logStreams"]]
+    return [stream["logStreamName"] for stream in page["logStreams"]]
 
 
 def _new_lines(logs: Any, stream: str, tokens: dict[str, str]) -> list[str]:

@@ -26,7 +26,7 @@ def register(parser: argparse.ArgumentParser) -> None:
                          help="numbers of ranks, one after another; the first is compared with [1 2]")
     scaling.add_argument("--steps", type=int, default=30, help="optimizer steps of each; a third warms up [30]")
     scaling.add_argument("--scaling", choices=("weak", "strong"), default="weak",
-                         help="keep batch_size a rank, or over all ranks [weak]")
+                         help="keep batch_size per rank, or over all ranks [weak]")
     scaling.add_argument("--out", type=Path, default=Path("runs/scaling"), metavar="FOLDER",
                          help="for scaling.csv, scaling.json, scaling.png and the runs [runs/scaling]")
     add_config_options(scaling, ("data", "model", "optim", "parallel", "pipeline", "run"), without=SET_BY_SCALING)
@@ -88,7 +88,8 @@ def show(table, kind: str) -> None:
     from course_lib.system import machine
 
     shown = Table(title=f"{kind} scaling")
-    for column in ("processes", "global batch", "ms a step", "samples/s", "speed-up", "efficiency", "peak MiB a rank"):
+    for column in ("processes", "global batch", "ms per step", "samples/s", "speed-up", "efficiency",
+                   "peak MiB per rank"):
         shown.add_column(column, justify="right")
     for row in table.itertuples():
         shown.add_row(str(row.processes), str(row.global_batch), f"{row.step_ms:.1f}", f"{row.samples_per_second:.1f}",

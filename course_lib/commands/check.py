@@ -57,7 +57,7 @@ def _sources(path: Path, tasks: "dict[str, Task]") -> dict[str, str]:
             tree = ast.parse(text, str(path))
         except SyntaxError as error:
             raise DataError(f"{path}, line {error.lineno}: {error.msg}") from None
-        defined = {each.name for each in tree.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
         return {name: text for name, task in tasks.items() if task.function in defined}
     from nbformat.reader import NotJSONError
 

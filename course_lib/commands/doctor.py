@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     reasons = [f"{check.name}: {findings[check.name].detail}" for check in CHECKS
                if check.quickstart and findings[check.name].state == "cannot"]
     if args.json:
-        checks = [{"name": name, **found._asdict()} for name, found in findings.items()]
+        checks = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
         print(json.dumps({"quickstart": not reasons, "reasons": reasons, "machine": dataclasses.asdict(here),
                           "checks": checks}, indent=1))
     else:
@@ -58,9 +58,9 @@ def _print(here: "Machine", findings: "Mapping[str, CheckResult]", reasons: Sequ
     facts.add_row("installed", ", ".join(f"{name} {version or '(absent)'}" for name, version in here.engines.items()))
     console.print(facts)
     table = Table("", "", "what was found, and what to do", title="what it can run")
-    for name, found in findings.items():
-        text = found.detail + (f"\n→ {found.advice}" if found.advice else "")
-        table.add_row(name, Text(found.state, COLOURS[found.state]), Text(text))
+    for name, finding in findings.items():
+        text = finding.detail + (f"\n→ {finding.advice}" if finding.advice else "")
+        table.add_row(name, Text(finding.state, COLOURS[finding.state]), Text(text))
     console.print(table)
     cannot = f"The quickstart cannot run here. {'; '.join(reasons)}"
     console.print(Text(cannot if reasons else "The quickstart can run here: make train"))

@@ -214,9 +214,9 @@ def _hub(here: Machine) -> CheckResult:
 
 
 def _minilm(here: Machine) -> CheckResult:
-    found = minilm.local()
-    if found:
-        return CheckResult("ok", found[1])
+    copy = minilm.local()
+    if copy:
+        return CheckResult("ok", copy[1])
     if here.hub_problem:
         return CheckResult("cannot", "minilm is not installed, and the Hub cannot be reached", minilm.INSTALL)
     return CheckResult("slow", "not here yet; 90 MB come from the Hub at the first run", minilm.INSTALL)

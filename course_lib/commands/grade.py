@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where verdicts and reports go; a stopped run goes on")
     parser.add_argument("--tasks", default="", metavar="NAMES",
                         help="tasks or lessons, with commas between [all]")
-    parser.add_argument("--jobs", type=int, metavar="N", help="answers graded at a time [one a core]")
+    parser.add_argument("--jobs", type=int, metavar="N", help="answers graded at a time [one per core]")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for a task of a learner [60]")
     parser.add_argument("--memory_gib", type=float, default=4.0, metavar="G", help="memory for one [4]")
     parser.add_argument("--seed", type=int, metavar="N", help="draws the hidden cases [that of --out, or a new one]")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     reports.write_all(args.out, grades, tasks, submissions, isolated=not args.no_sandbox, hidden=solutions is not None)
     if args.no_sandbox:
         print(reports.UNSAFE)
-    unread = [problem for each in submissions for problem in each.problems]
+    unread = [problem for submission in submissions for problem in submission.problems]
     for problem in unread:
         print(f"not read: {problem}")
     print(f"{len(grades)} learners, {len(tasks)} tasks: {args.out / 'class.html'}, {args.out / 'grades.csv'}")

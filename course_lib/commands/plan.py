@@ -15,7 +15,7 @@ NAME = "plan"
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
-COLUMNS = ("strategy", "micro-batch", "accumulation", "GiB a GPU", "tokens/s", "MFU")
+COLUMNS = ("strategy", "micro-batch", "accumulation", "GiB per GPU", "tokens/s", "MFU")
 COLOURS = {"parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "yellow",
            "logits": "red", "buffers": "green", "runtime": "white"}
 BAR = 60
@@ -37,7 +37,7 @@ def register(parser: argparse.ArgumentParser) -> None:
                         help="a bundled name (facebook/opt-6.7b), a folder or config.json, or a name on the Hub")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all [one node]")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="A100-80, H100, T4 ..., or a SageMaker instance")
-    parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory a GPU than this")
+    parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory per GPU than this")
     parser.add_argument("--calibration", type=Path, metavar="FILE",
                         help="take the shares of peak that `course bench --run` measured, not the catalogue's")
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
@@ -55,17 +55,17 @@ def run(args: argparse.Namespace) -> int:
     """Search, and print what was found."""
     if args.what_if:
         return _vary(args)
-    found = find(args)
+    result = find(args)
     if args.json:
         import json
 
-        print(json.dumps(as_json(found, args.tokens), indent=2))
+        print(json.dumps(as_json(result, args.tokens), indent=2))
     else:
-        _show(found, args.tokens)
+        _show(result, args.tokens)
     if args.emit:
         from course_lib.commands import plan_files
 
-        files = plan_files.write(found, args.emit)
+        files = plan_files.write(result, args.emit)
         print(f"wrote {', '.join(files)} to {args.emit}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
@@ -118,99 +118,100 @@ def _vary(args: argparse.Namespace) -> int:
             value = VARIED[name](text.strip())
         except ValueError:
             raise ConfigError(f"--what-if {name}: `{text}` is no number", "write it as --what-if gpus=8,16") from None
-        row: dict[str, Any] = {name: value}
+        varied: dict[str, Any] = {name: value}
         try:
             best = find(argparse.Namespace(**vars(args) | {name: value})).best
         except NothingFits as why:
-            rows.append(row | {"fits": False, "why": str(why)})
+            rows.append(varied | {"fits": False, "why": str(why)})
             continue
         time = {"hours": best.cost.hours(args.tokens), "dollars": best.cost.dollars(args.tokens)} if args.tokens else {}
-        rows.append(row | {"fits": True, "strategy": best.plan.strategy, "micro_batch": best.plan.micro_batch,
-                           "accumulation": best.plan.accumulation, "bytes": best.memory.total,
-                           "tokens_per_second": best.cost.tokens_per_second, "mfu": best.cost.mfu} | time)
+        rows.append(varied | {"fits": True, "strategy": best.plan.strategy, "micro_batch": best.plan.micro_batch,
+                              "accumulation": best.plan.accumulation, "bytes": best.memory.total,
+                              "tokens_per_second": best.cost.tokens_per_second, "mfu": best.cost.mfu} | time)
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
     table = Table(box=None, pad_edge=False)
     for head in (name.replace("_", " "), *COLUMNS, *(("hours",) if args.tokens else ())):
         table.add_column(head, justify="left" if head == "strategy" else "right")
-    for each in rows:
-        if each["fits"]:
-            cells = [each["strategy"], str(each["micro_batch"]), str(each["accumulation"]),
-                     f"{each['bytes'] / 2**30:.1f}", f"{each['tokens_per_second']:,.0f}", f"{each['mfu']:.1%}",
-                     *([f"{each['hours']:,.1f}"] if args.tokens else [])]
+    for row in rows:
+        if row["fits"]:
+            cells = [row["strategy"], str(row["micro_batch"]), str(row["accumulation"]),
+                     f"{row['bytes'] / 2**30:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}",
+                     *([f"{row['hours']:,.1f}"] if args.tokens else [])]
         else:
-            cells = ["does not fit: " + each["why"].rsplit(": ", 1)[1]]
-        table.add_row(str(each[name]), *cells)
+            cells = ["does not fit: " + row["why"].rsplit(": ", 1)[1]]
+        table.add_row(str(row[name]), *cells)
     Console().print(table)
     return 0
 
 
-def as_json(found: "Search", budget: float | None) -> dict[str, Any]:
+def as_json(result: "Search", budget: float | None) -> dict[str, Any]:
     """Everything that the page says, with bytes and seconds."""
     from course_lib.planning import strategy, to_launchers
 
     return {
-        "model": found.model.name, "parameters": found.model.parameters,
-        "gpu": found.cluster.accelerator.name, "gpus": found.cluster.gpus,
-        "gpu_memory_bytes": found.cluster.accelerator.memory, "layouts_tried": found.considered,
-        "layouts_that_fit": len(found.candidates),
-        "plans": [_candidate(each, budget) for each in found.best_of_each()],
-        "failed": [{"family": each.family, "plan": each.plan.strategy, "needs_bytes": strategy.needed(each.memory),
-                    "remedy": each.remedy} for each in found.failed],
-        "explanation": strategy.explain(found),
-        "launch": to_launchers.launch_line(found.best.plan, found.cluster.gpus_per_node, found.model)}
+        "model": result.model.name, "parameters": result.model.parameters,
+        "gpu": result.cluster.accelerator.name, "gpus": result.cluster.gpus,
+        "gpu_memory_bytes": result.cluster.accelerator.memory, "layouts_tried": result.considered,
+        "layouts_that_fit": len(result.candidates),
+        "plans": [_candidate(candidate, budget) for candidate in result.best_of_each()],
+        "failed": [{"family": f.family, "plan": f.plan.strategy, "needs_bytes": strategy.needed(f.memory),
+                    "remedy": f.remedy} for f in result.failed],
+        "explanation": strategy.explain(result),
+        "launch": to_launchers.launch_line(result.best.plan, result.cluster.gpus_per_node, result.model)}
 
 
-def _candidate(each: "Candidate", budget: float | None) -> dict[str, Any]:
+def _candidate(candidate: "Candidate", budget: float | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    time: dict[str, float | None] = {"tokens_per_second": each.cost.tokens_per_second,
-                                     "step_seconds": each.cost.step, "mfu": each.cost.mfu}
+    time: dict[str, float | None] = {"tokens_per_second": candidate.cost.tokens_per_second,
+                                     "step_seconds": candidate.cost.step, "mfu": candidate.cost.mfu}
     if budget:
-        time |= {"hours": each.cost.hours(budget), "dollars": each.cost.dollars(budget)}
-    return {"strategy": each.plan.strategy, "plan": asdict(each.plan), "memory_bytes": each.memory.at_peak(),
-            "host_bytes": each.memory.host, **time}
+        time |= {"hours": candidate.cost.hours(budget), "dollars": candidate.cost.dollars(budget)}
+    return {"strategy": candidate.plan.strategy, "plan": asdict(candidate.plan),
+            "memory_bytes": candidate.memory.at_peak(), "host_bytes": candidate.memory.host, **time}
 
 
-def _show(found: "Search", budget: float | None) -> None:
+def _show(result: "Search", budget: float | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from course_lib.planning import strategy, to_launchers
 
-    console, chip = Console(), found.cluster.accelerator
-    plan = found.best.plan
-    console.print(f"{found.model.name} ({found.model.parameters:,} parameters) on {found.cluster.gpus} x {chip.name}, "
-                  f"{plan.global_batch} x {plan.sequence_length:,} tokens a step\n", highlight=False)
+    console, chip = Console(), result.cluster.accelerator
+    plan, model = result.best.plan, result.model
+    console.print(f"{model.name} ({model.parameters:,} parameters) on {result.cluster.gpus} x {chip.name}, "
+                  f"{plan.global_batch} x {plan.sequence_length:,} tokens per step\n", highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in (*COLUMNS, *(("hours",) if budget else ())):
         table.add_column(name, justify="left" if name == "strategy" else "right")
-    for each in found.best_of_each():
-        cells = [each.plan.strategy, str(each.plan.micro_batch), str(each.plan.accumulation),
-                 f"{each.memory.total / 2**30:.1f}", f"{each.cost.tokens_per_second:,.0f}", f"{each.cost.mfu:.1%}"]
-        table.add_row(*cells, *((f"{each.cost.hours(budget):,.1f}",) if budget else ()))
+    for candidate in result.best_of_each():
+        cost = candidate.cost
+        cells = [candidate.plan.strategy, str(candidate.plan.micro_batch), str(candidate.plan.accumulation),
+                 f"{candidate.memory.total / 2**30:.1f}", f"{cost.tokens_per_second:,.0f}", f"{cost.mfu:.1%}"]
+        table.add_row(*cells, *((f"{cost.hours(budget):,.1f}",) if budget else ()))
     console.print(table)
     console.print()
-    _bar(console, found)
-    for line in strategy.explain(found):
+    _bar(console, result)
+    for line in strategy.explain(result):
         console.print(line, highlight=False)
     if budget:
-        dollars = found.best.cost.dollars(budget)
+        dollars = result.best.cost.dollars(budget)
         price = f", ${dollars:,.0f} at list price" if dollars else "; no price is known: name a SageMaker instance"
-        console.print(f"{budget:,.0f} tokens take {found.best.cost.hours(budget):,.1f} hours{price}.", highlight=False)
-    console.print(f"\nStart it with:\n  {to_launchers.launch_line(plan, found.cluster.gpus_per_node, found.model)}",
+        console.print(f"{budget:,.0f} tokens take {result.best.cost.hours(budget):,.1f} hours{price}.", highlight=False)
+    console.print(f"\nStart it with:\n  {to_launchers.launch_line(plan, result.cluster.gpus_per_node, result.model)}",
                   highlight=False, soft_wrap=True)
 
 
-def _bar(console: Any, found: "Search") -> None:
+def _bar(console: Any, result: "Search") -> None:
     """Memory of one rank of the best plan as a bar over the GPU's whole memory."""
     from rich.text import Text
 
     from course_lib.planning.memory import RUNTIME
 
-    whole = found.cluster.accelerator.memory
-    parts = {**found.best.memory.at_peak(), "runtime": float(RUNTIME)}
+    whole = result.cluster.accelerator.memory
+    parts = {**result.best.memory.at_peak(), "runtime": float(RUNTIME)}
     bar, filled, drawn = Text("a rank  ["), 0.0, 0
     for kind, size in parts.items():
         filled += size
@@ -220,7 +221,7 @@ def _bar(console: Any, found: "Search") -> None:
     bar.append("." * (BAR - drawn) + f"] {filled / 2**30:.1f} of {whole / 2**30:.1f} GiB\n        ")
     for kind, size in parts.items():
         bar.append(f"{kind[0].upper()} {kind} {size / 2**30:.1f}  ", style=COLOURS[kind])
-    if found.best.memory.host:
-        bar.append(f"\n        and {found.best.memory.host / 2**30:.1f} GiB of host memory for each GPU")
+    if result.best.memory.host:
+        bar.append(f"\n        and {result.best.memory.host / 2**30:.1f} GiB of host memory for each GPU")
     console.print(bar, soft_wrap=True)
     console.print()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from course_lib.cloud.job import Job
 
 
-def write(found: Search, folder: Path) -> list[str]:
+def write(result: Search, folder: Path) -> list[str]:
     """Write the fastest plan that ``course train`` runs.
 
     ``course.yaml`` (the run), ``accelerate.yaml``, for DeepSpeed's plans ``deepspeed.json``, without pipelines
@@ -28,14 +28,15 @@ def write(found: Search, folder: Path) -> list[str]:
     Raises:
         ConfigError: no plan that fits is one of ours, or the folder cannot be written.
     """
-    chosen = next((each for each in found.candidates if to_launchers.runs_here(each.plan, found.model)), None)
+    chosen = next((candidate for candidate in result.candidates
+                   if to_launchers.runs_here(candidate.plan, result.model)), None)
     if chosen is None:
-        raise ConfigError(f"every layout that fits splits single layers (tensor parallel) on {found.cluster.gpus} x "
-                          f"{found.cluster.accelerator.name}, and `course train` does not split those of "
-                          f"{found.model.family}",
+        raise ConfigError(f"every layout that fits splits single layers (tensor parallel) on {result.cluster.gpus} x "
+                          f"{result.cluster.accelerator.name}, and `course train` does not split those of "
+                          f"{result.model.family}",
                           "plan with more GPUs or a shorter sequence, or run the plan with Megatron-LM or torchtitan")
-    fields = to_launchers.options(chosen.plan, found.model) | {"num_processes": chosen.plan.gpus}
-    texts = _texts(found, chosen, fields, build(fields))
+    fields = to_launchers.options(chosen.plan, result.model) | {"num_processes": chosen.plan.gpus}
+    texts = _texts(result, chosen, fields, build(fields))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -45,17 +46,17 @@ def write(found: Search, folder: Path) -> list[str]:
     return list(texts)
 
 
-def _texts(found: Search, chosen: Candidate, fields: dict[str, Any], config: Config) -> dict[str, str]:
+def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Config) -> dict[str, str]:
     """The files' contents by name."""
     from course_lib.cloud.launchers import LAUNCHERS
     from course_lib.training.engines.with_deepspeed import deepspeed_config
     from course_lib.training.launchfiles import ACCELERATE, DEEPSPEED, accelerate_settings, accelerate_yaml
 
-    plan, cluster, precision = chosen.plan, found.cluster, fields["mixed_precision"]
-    job = _job(found, config)
-    head = f"# {found.model.name} on {cluster.gpus} x {cluster.accelerator.name}: {plan.strategy}\n"
+    plan, cluster, precision = chosen.plan, result.cluster, fields["mixed_precision"]
+    job = _job(result, config)
+    head = f"# {result.model.name} on {cluster.gpus} x {cluster.accelerator.name}: {plan.strategy}\n"
     texts = {"course.yaml": head + yaml.safe_dump(fields, sort_keys=False)}
-    settings = accelerate_settings(config, precision, plan.gpus, block_classes(found.model.family))
+    settings = accelerate_settings(config, precision, plan.gpus, block_classes(result.model.family))
     if job.instance_count > 1:
         head += "# Add --machine_rank and --main_process_ip on each machine.\n"
     texts[ACCELERATE] = accelerate_yaml(settings, plan.gpus, job.instance_count, head=head)
@@ -72,11 +73,11 @@ def _texts(found: Search, chosen: Candidate, fields: dict[str, Any], config: Con
     return texts
 
 
-def _job(found: Search, config: Config) -> "Job":
+def _job(result: Search, config: Config) -> "Job":
     """The run on as many machines as its GPUs fill; on a SageMaker instance where one has just such a node."""
     from course_lib.cloud.job import Job
 
-    cluster = found.cluster
+    cluster = result.cluster
     if cluster.gpus % cluster.gpus_per_node:
         raise ConfigError(f"{cluster.gpus} GPUs fill no whole number of nodes of {cluster.gpus_per_node}",
                           f"give --gpus {cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node}")

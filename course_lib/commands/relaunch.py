@@ -42,7 +42,7 @@ def relaunch(num_processes: int, arguments: Sequence[str], *, use_cpu: bool, out
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if not gpus:
-        # "multi_gpu" is what Accelerate calls one process a device; with this it keeps the CPU.
+        # "multi_gpu" is what Accelerate calls one process per device; with this it keeps the CPU.
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as worker.py does

@@ -54,7 +54,7 @@ def scores_table(config: Config, summary: dict[str, Any]) -> Table:
 
 
 def print_scores(scores: dict[str, Any]) -> None:
-    """One row a figure."""
+    """One row per figure."""
     table = Table(title=f"{scores['model']} on {scores['dataset']}, {scores['split']} split", show_header=False)
     for name, value in scores.items():
         if name not in ("model", "dataset", "split"):

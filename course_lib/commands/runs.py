@@ -19,7 +19,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("folders", nargs="*", default=["runs"], metavar="FOLDER",
                         help="output_dir of a run, or a folder of such [runs]")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     parser.add_argument("--report", metavar="FILE", help="write a report: FILE.md or FILE.html")
     parser.add_argument("--metrics", metavar="NAMES", help="metrics to draw in it, with commas between")
 

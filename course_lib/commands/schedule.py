@@ -47,7 +47,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--ranks", type=int, metavar="P", help="ranks of the pipeline")
     what.add_argument("--microbatches", type=int, nargs="+", metavar="M",
                       help="micro-batches of a step; several with --compare")
-    what.add_argument("--virtual", type=int, metavar="V", help="stages a rank, where the schedule takes any [2]")
+    what.add_argument("--virtual", type=int, metavar="V", help="stages per rank, where the schedule takes any [2]")
     costs = parser.add_argument_group("costs of one micro-batch in all the stages of a rank, in any unit (2, 0.5, 1/3)")
     costs.add_argument("--cost_f", type=number, default=1, metavar="T", help="time of the forward [1]")
     costs.add_argument("--cost_b", type=number, default=1, metavar="T",
@@ -62,7 +62,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("files")
     out.add_argument("--svg", metavar="FILE", help="write the time line as SVG (with --compare: bubbles and memory)")
     out.add_argument("--png", metavar="FILE", help="write it as PNG")
-    out.add_argument("--csv", metavar="FILE", help="write the table: a row a rank, as torch's compute-only form")
+    out.add_argument("--csv", metavar="FILE", help="write the table: one row per rank, as torch's compute-only form")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,21 +138,21 @@ def _compare(args: argparse.Namespace, costs: "Costs") -> int:
     if args.csv:
         raise ConfigError("--csv with --compare", "write one table, with --schedule NAME")
     virtual = 2 if args.virtual is None else args.virtual
-    found = search(args.ranks, args.microbatches, costs, args.memory_limit, stages_per_rank=[virtual])
-    schedule_report.compare(Console(), found, args.memory_limit)
+    candidates = search(args.ranks, args.microbatches, costs, args.memory_limit, stages_per_rank=[virtual])
+    schedule_report.compare(Console(), candidates, args.memory_limit)
     if args.svg or args.png:
-        _save(_comparison(found, args), args)
+        _save(_comparison(candidates, args), args)
     return 0
 
 
-def _comparison(found: "Sequence[ScheduleCandidate]", args: argparse.Namespace) -> "Figure":
+def _comparison(candidates: "Sequence[ScheduleCandidate]", args: argparse.Namespace) -> "Figure":
     from course_lib.commands import schedule_report
     from course_lib.figures.pipeline import bubble_beside_memory
 
     several = len(args.microbatches) > 1
-    points = {f"{each.name} ({each.microbatches})" if several else each.name: each.timeline
-              for each in found if each.timeline}
-    return bubble_beside_memory(points, schedule_report.verdict(found), args.memory_limit)
+    points = {f"{candidate.name} ({candidate.microbatches})" if several else candidate.name: candidate.timeline
+              for candidate in candidates if candidate.timeline}
+    return bubble_beside_memory(points, schedule_report.verdict(candidates), args.memory_limit)
 
 
 def _save(figure: "Figure", args: argparse.Namespace) -> None:

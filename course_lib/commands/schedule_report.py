@@ -64,10 +64,10 @@ def _facts(timeline: Timeline, costs: Costs, in_flight: Sequence[int], limit: Nu
     if timeline.stage_bubble != timeline.bubble:
         yield "", (f"{float(timeline.stage_bubble):.2%} between a rank's own first and last action, "
                    "which is what is lost where steps follow without a barrier")
-    wait = None if costs.message else bubble_time(schedule.name, schedule.ranks, schedule.microbatches, costs)
+    wait = None if costs.latency else bubble_time(schedule.name, schedule.ranks, schedule.microbatches, costs)
     if wait is not None:
         yield "formula", f"a rank waits {_plain(wait)} in a step"
-    peaks = ", ".join(_plain(each) for each in timeline.peak_bytes)
+    peaks = ", ".join(_plain(peak) for peak in timeline.peak_bytes)
     yield "held at most", f"{peaks} by rank; {', '.join(map(str, in_flight))} micro-batches, counted for each stage"
     if limit is not None:
         over = [rank for rank, peak in enumerate(timeline.peak_bytes) if peak > limit]
@@ -81,32 +81,32 @@ def finding(timeline: Timeline) -> str:
             f"{float(timeline.bubble):.1%} idle, {_plain(max(timeline.peak_bytes))} held at most")
 
 
-def verdict(found: Sequence[ScheduleCandidate]) -> str:
+def verdict(candidates: Sequence[ScheduleCandidate]) -> str:
     """Which candidate is best, in one line."""
-    best = found[0]
+    best = candidates[0]
     if best.problem:
         return "No schedule fits"
     return f"Best of those that fit: {best.name} with {best.microbatches} micro-batches"
 
 
-def compare(console: Console, found: Sequence[ScheduleCandidate], limit: Number | None) -> None:
+def compare(console: Console, candidates: Sequence[ScheduleCandidate], limit: Number | None) -> None:
     """All candidates, best first, and why the others cannot be taken."""
-    table = Table(box=None, title=verdict(found) + (f" (limit {_plain(limit)})" if limit is not None else ""))
+    table = Table(box=None, title=verdict(candidates) + (f" (limit {_plain(limit)})" if limit is not None else ""))
     for column in ("", "schedule", "V", "M", "time/M", "idle", "held"):
         table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
     table.add_column("")
-    for place, each in enumerate(found, start=1):
-        row = ["", each.name, str(each.stages_per_rank), str(each.microbatches)]
-        if each.timeline is None:
+    for place, candidate in enumerate(candidates, start=1):
+        row = ["", candidate.name, str(candidate.stages_per_rank), str(candidate.microbatches)]
+        if candidate.timeline is None:
             row += [""] * 3
         else:
-            peak = max(each.timeline.peak_bytes)
-            row += [_plain(each.sample_time), f"{float(each.timeline.bubble):.1%}", _plain(peak)]
-        row[0] = "" if each.problem else str(place)
-        table.add_row(*row, Text(each.problem or "fits", "red" if each.problem else "green"),
-                      style="dim" if each.problem else "bold" if place == 1 else "")
+            peak = max(candidate.timeline.peak_bytes)
+            row += [_plain(candidate.sample_time), f"{float(candidate.timeline.bubble):.1%}", _plain(peak)]
+        row[0] = "" if candidate.problem else str(place)
+        table.add_row(*row, Text(candidate.problem or "fits", "red" if candidate.problem else "green"),
+                      style="dim" if candidate.problem else "bold" if place == 1 else "")
     console.print(table)
-    console.print("V stages a rank, M micro-batches, time of a step by micro-batch, idle share, most held by a rank.",
+    console.print("V stages per rank, M micro-batches, time of a step by micro-batch, idle share, most held by a rank.",
                   style="dim")
 
 

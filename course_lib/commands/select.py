@@ -14,12 +14,12 @@ def register(parser: argparse.ArgumentParser) -> None:
                              "[text_generation]")
     parser.add_argument("--model_name", required=True, metavar="NAME", help="a name or folder, as for `course plan`")
     parser.add_argument("--mode", default="training", metavar="TASK", help="what it is for [training]")
-    parser.add_argument("--batch_size", type=int, default=8, metavar="N", help="sequences a GPU and step [8]")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="N", help="sequences per GPU and step [8]")
     parser.add_argument("--distributed", action="store_true", help="print the settings of a run on --gpu-count GPUs")
     parser.add_argument("--gpu_count", type=int, default=1, metavar="N", help="GPUs [1]")
     parser.add_argument("--gpu", default="A100-80", metavar="NAME",
                         help="which, for --distributed: an accelerator or a SageMaker instance [A100-80]")
-    parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory a GPU than this")
+    parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory per GPU than this")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [512, or the model's limit]")
 
 

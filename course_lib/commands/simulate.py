@@ -43,28 +43,29 @@ def run(args: argparse.Namespace) -> int:
     setting = simulate.Setting(**{name: getattr(args, name) for name in fields})
     if args.compare_formula:
         setting.plan()  # refuses at once what the formula does not know
-    found = simulate.simulate(args.model, setting)
-    compared = formula_check.compare(args.model, setting, found) if args.compare_formula else []
+    simulated = simulate.simulate(args.model, setting)
+    compared = formula_check.compare(args.model, setting, simulated) if args.compare_formula else []
     if args.json:
-        result = {"model": args.model, **dataclasses.asdict(setting), **dataclasses.asdict(found)}
+        result = {"model": args.model, **dataclasses.asdict(setting), **dataclasses.asdict(simulated)}
         if compared:
-            result["formula"] = [dataclasses.asdict(each) | {"error": each.error if each.simulated else None}
-                                 for each in compared]
+            result["formula"] = [dataclasses.asdict(row) | {"error": row.error if row.simulated else None}
+                                 for row in compared]
         print(json.dumps(result, indent=2))
     else:
-        _show(args.model, setting, found, compared)
+        _show(args.model, setting, simulated, compared)
     return 0
 
 
-def _show(model: str, setting: "Setting", found: "Simulated", compared: "list[Difference]") -> None:
+def _show(model: str, setting: "Setting", simulated: "Simulated", compared: "list[Difference]") -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    console.print(f"{model} ({found.parameters:,} parameters), {setting.strategy}, rank {setting.rank} of "
+    console.print(f"{model} ({simulated.parameters:,} parameters), {setting.strategy}, rank {setting.rank} of "
                   f"{setting.world_size:,}, {setting.micro_batch} x {setting.sequence_length:,} tokens, "
                   f"{setting.precision}{', every block recomputed' if setting.checkpointing else ''}\n"
-                  f"peak: {_gib(found.total)} GiB, in the {found.phase} {'pass' * (found.phase != 'step')}\n",
+                  f"peak: {_gib(simulated.total)} GiB, in the {simulated.phase} "
+                  f"{'pass' * (simulated.phase != 'step')}\n",
                   highlight=False)
 
     def table(*heads: str) -> Table:
@@ -74,29 +75,30 @@ def _show(model: str, setting: "Setting", found: "Simulated", compared: "list[Di
         return made
 
     kinds = table("GiB by kind", "own peak", "at the peak", "after backward")
-    for kind in found.peak:
-        kinds.add_row(kind, *(_gib(each[kind]) for each in (found.peak, found.at_peak, found.resident)))
+    for kind in simulated.peak:
+        kinds.add_row(kind, *(_gib(sizes[kind]) for sizes in (simulated.peak, simulated.at_peak, simulated.resident)))
     console.print(kinds)
 
     console.print()
-    largest = sorted(found.modules, key=lambda name: -sum(found.modules[name].values()))[:MODULES]
+    largest = sorted(simulated.modules, key=lambda name: -sum(simulated.modules[name].values()))[:MODULES]
     parts = table("GiB by part, at the peak", "all", "states", "activations", "rest")
     for name in largest:
-        held = found.modules[name]
+        held = simulated.modules[name]
         states = sum(held.get(kind, 0) for kind in ("parameters", "gradients", "optimizer states"))
         kept = held.get("activations", 0) + held.get("logits", 0)
         every = sum(held.values())
         parts.add_row(name or "(the loss)", *map(_gib, (every, states, kept, every - states - kept)))
     console.print(parts)
-    if len(found.modules) > len(largest):
-        console.print(f"and {len(found.modules) - len(largest)} smaller; --json has all and the collectives in order")
+    if len(simulated.modules) > len(largest):
+        smaller = len(simulated.modules) - len(largest)
+        console.print(f"and {smaller} smaller; --json has all and the collectives in order")
 
     console.print()
     exchanged = table("collectives", "calls", "dtype", "ranks", "GiB", "GiB sent by this rank")
     sums: dict[tuple[str, str, int], list[int]] = {}
-    for each in found.exchanges:
-        summed = sums.setdefault((f"{each.phase}: {each.name}", each.dtype, each.ranks), [0, 0, 0])
-        for place, value in enumerate((1, each.bytes, each.sent)):
+    for exchange in simulated.exchanges:
+        summed = sums.setdefault((f"{exchange.phase}: {exchange.name}", exchange.dtype, exchange.ranks), [0, 0, 0])
+        for place, value in enumerate((1, exchange.bytes, exchange.sent)):
             summed[place] += value
     for (name, dtype, ranks), (calls, size, sent) in sums.items():
         exchanged.add_row(name, str(calls), dtype, f"{ranks:,}", _gib(size), _gib(sent))

@@ -27,7 +27,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--instance_type", required=True, metavar="ML.NAME", help="SageMaker's name of the machine, for "
                      "every launcher: ml.p4d.24xlarge, ml.g5.xlarge ...")
     job.add_argument("--instance_count", type=int, default=1, metavar="N", help="machines [1]")
-    job.add_argument("--processes_per_instance", type=int, metavar="N", help="ranks on each [one a GPU]")
+    job.add_argument("--processes_per_instance", type=int, metavar="N", help="ranks on each [one per GPU]")
     job.add_argument("--max_hours", type=float, default=24.0, metavar="HOURS", help="stop the job after these [24]")
     job.add_argument("--spot", action="store_true", help="use spare capacity: cheaper, can be taken away")
     job.add_argument("--max_wait_hours", type=float, metavar="HOURS", help="with --spot, until the end, waits "
@@ -108,10 +108,10 @@ def _account(args: argparse.Namespace, rehearsal: bool) -> "Account":
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
     """``NAME=VALUE`` options as a mapping."""
-    for each in given:
-        if not each.partition("=")[0] or "=" not in each:
-            raise ConfigError(f"{option} {each}", f"write {option} NAME=VALUE")
-    return {name: value for name, _, value in (each.partition("=") for each in given)}
+    for pair in given:
+        if not pair.partition("=")[0] or "=" not in pair:
+            raise ConfigError(f"{option} {pair}", f"write {option} NAME=VALUE")
+    return {name: value for name, _, value in (pair.partition("=") for pair in given)}
 
 
 def _send(args: argparse.Namespace, job: "Job") -> int:

@@ -34,15 +34,15 @@ def run(args: argparse.Namespace) -> int:
     sweep = sweeps.read_sweep(args.sweep)
     base = as_options(args)
     settings = sweep.settings()
-    for each in settings:
-        config_from(args, **each)
+    for setting in settings:
+        config_from(args, **setting)
     if args.wandb_yaml:
         write_text(args.wandb_yaml, sweeps.wandb_yaml(args.sweep, base))
         print(f"wandb sweep {args.wandb_yaml}, and then the wandb agent that it names, in the folder of the course")
         return 0
     if args.dry_run:
-        for number, each in enumerate(settings):
-            print(f"{number}: {sweeps.shown(each)}")
+        for number, setting in enumerate(settings):
+            print(f"{number}: {sweeps.shown(setting)}")
         return 0
     if args.parallel < 1:
         raise ConfigError(f"--parallel {args.parallel}", "take at least 1")
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     outcomes = sweeps.run_sweep(sweep, base, folder, parallel=args.parallel)
     _print(sweep, outcomes)
     print(f"all results: {folder / sweeps.RESULTS}")
-    return EXIT_FAILED if any(each.error for each in outcomes) else 0
+    return EXIT_FAILED if any(outcome.error for outcome in outcomes) else 0
 
 
 def _print(sweep, outcomes) -> None:

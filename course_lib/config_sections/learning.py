@@ -1,4 +1,4 @@
-"""What is learned, from what, how long, and what is kept of it."""
+"""Config sections of the training itself: data, model, optimizer, length and output of the run."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -130,11 +130,11 @@ training_type basic and under torch_compile, else fast."""
     max_steps: Positive | None = None
     """Stop after so many optimizer steps, whatever num_epochs says."""
     batch_size: Positive = 16
-    """Rows a process in one micro-batch."""
+    """Rows per process in one micro-batch."""
     eval_batch_size: Positive = 64
-    """Rows a process in one evaluation batch."""
+    """Rows per process in one evaluation batch."""
     gradient_accumulation_steps: Positive = 1
-    """Micro-batches a process in one optimizer step."""
+    """Micro-batches per process in one optimizer step."""
     global_batch_size: Positive | None = None
     """Rows of an optimizer step over all processes, however many there are: gradient_accumulation_steps follows, and \
 batch_size is the most that a micro-batch may have."""

@@ -1,4 +1,4 @@
-"""How ranks share the work."""
+"""Config sections of parallelism: strategy, engine, pipeline."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -60,8 +60,8 @@ class PipelineConfig(Strict):
     """How a model is cut into stages, and in which order they work (training_type pipeline)."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
-                      "dualpipev"] = "1f1b"
-    """Order of the ranks' forwards and backwards."""
+                      "dualpipev", "zb_auto", "zbv_auto", "v_half", "v_min"] = "1f1b"
+    """Order of the ranks' forwards and backwards. The last four are fitted, for F, I and W that take equally long."""
     pipeline_parallel_size: Positive | None = None
     """Ranks of a pipeline; default: all that data_parallel_size leaves."""
     data_parallel_size: Positive | None = None
@@ -69,7 +69,7 @@ class PipelineConfig(Strict):
     stages_per_rank: Positive | None = None
     """Stages that a rank holds; default: what the schedule prescribes, or 2 where it takes any."""
     pipeline_chunks: Positive | None = None
-    """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 a rank."""
+    """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 per rank."""
     split_spec: str | None = None
     """Blocks to cut at, as in `transformer.h.5:end,transformer.h.8:beginning`; default: cut by split_by."""
     split_by: Literal["flops", "parameters", "seconds"] = "flops"

@@ -1,4 +1,4 @@
-"""What is tracked of a run, what is watched on its ranks, and what ends it."""
+"""Config sections of trackers, of monitoring the ranks, and of guards that end a run."""
 
 import os
 from dataclasses import dataclass

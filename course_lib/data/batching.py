@@ -1,7 +1,7 @@
 """Which rows make up which batch: the same global batches for any number of processes.
 
 The order of an epoch depends on the seed and the epoch alone. It is cut into global batches,
-one an optimizer step, and each global batch is dealt out to accumulation steps and processes.
+one per optimizer step, and each global batch is dealt out to accumulation steps and processes.
 """
 
 import sys
@@ -37,7 +37,7 @@ class RowKey(NamedTuple):
 
 
 def layout(global_batch_size: int, num_processes: int, largest: int) -> tuple[int, int]:
-    """How a global batch is dealt out evenly: rows a process in a micro-batch, and micro-batches a process.
+    """How a global batch is dealt out evenly: rows per process in a micro-batch, and micro-batches per process.
 
     The fewest micro-batches that keep to ``largest``, and then the fewest rows: with 32 rows on 3 processes and at
     most 8 in a micro-batch, that is 2 micro-batches of 6, of whose 36 places 4 are filler.
@@ -45,7 +45,7 @@ def layout(global_batch_size: int, num_processes: int, largest: int) -> tuple[in
     Args:
         global_batch_size: rows in one optimizer step.
         num_processes: processes that share them; any number.
-        largest: rows a process that a micro-batch may have at most.
+        largest: rows per process that a micro-batch may have at most.
     """
     accumulation = -(-global_batch_size // (num_processes * largest))
     return -(-global_batch_size // (num_processes * accumulation)), accumulation
@@ -54,14 +54,14 @@ def layout(global_batch_size: int, num_processes: int, largest: int) -> tuple[in
 class GlobalBatchSampler(Sampler[list[RowKey]]):
     """Micro-batches in the order in which Accelerate deals them to processes.
 
-    For each global batch, for each accumulation step, one micro-batch a process: process r of N
+    For each global batch, for each accumulation step, one micro-batch per process: process r of N
     takes every N-th, starting at r. Iterated by one process, it is the plain loop.
 
     Args:
         lengths: tokens of each row; an Arrow column is read as it is needed.
-        batch_size: rows a process in one micro-batch.
+        batch_size: rows per process in one micro-batch.
         num_processes: processes that share a global batch.
-        accumulation: micro-batches a process in one global batch.
+        accumulation: micro-batches per process in one global batch.
         seed: decides the order, together with the epoch.
         group_by_length: sort windows of the shuffled order by length, then shuffle the batches.
         global_batch_size: rows in one optimizer step; default: all that the three above hold. Where it is

@@ -1,4 +1,4 @@
-"""Work on a data set that is done once: kept on disk under a key, by one process while the others wait."""
+"""Caches on disk what is made of a data set, under a key: one process works while the others wait."""
 
 import contextlib
 import hashlib
@@ -123,8 +123,8 @@ def cached_filter(rows: datasets.Dataset, kept: pa.ChunkedArray, describe: str) 
     def filtered(batch: pa.Table) -> dict[str, pa.ChunkedArray]:
         nonlocal begun
         begun += len(batch)
-        found = batch.filter(kept.slice(begun - len(batch), len(batch)))
-        return dict(zip(found.column_names, found.columns, strict=True))
+        rest = batch.filter(kept.slice(begun - len(batch), len(batch)))
+        return dict(zip(rest.column_names, rest.columns, strict=True))
 
     return cached_map(rows, filtered, key=key, features=rows.features, describe=describe)
 

@@ -1,4 +1,4 @@
-"""Text made uniform before it is tokenized."""
+"""Cleans texts before they are tokenized."""
 
 import html
 import unicodedata

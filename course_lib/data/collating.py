@@ -1,4 +1,4 @@
-"""Rows of token ids made into padded batches, with the labels of each task."""
+"""Collates rows of token ids into padded batches, with the labels of each task."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Columns of any data set made into `text` and `label`: which they are, and whether every row has them."""
+"""Finds the text and label columns of any data set, and checks that every row has them."""
 
 import hashlib
 import json
@@ -37,12 +37,12 @@ def choose_column(wanted: str | None, usual: Sequence[str], columns: Sequence[st
         if wanted not in columns:
             raise DataError(f"{what} has no column `{wanted}`, only {listed}", nearest(wanted, columns))
         return wanted
-    found = [each for each in columns if each.lower() in usual]
-    if len(found) != 1:
-        which = f"{' and '.join(found)} could each be" if found else "none is known to be"
+    candidates = [name for name in columns if name.lower() in usual]
+    if len(candidates) != 1:
+        which = f"{' and '.join(candidates)} could each be" if candidates else "none is known to be"
         raise DataError(f"{what} has the columns {listed}, and {which} the {option.partition('_')[0]}",
                         f"name it with --{option}")
-    return found[0]
+    return candidates[0]
 
 
 def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset:
@@ -65,7 +65,7 @@ def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset
 
 
 def blank_rows(rows: datasets.Dataset) -> pa.ChunkedArray:
-    """bool [rows]: whether a row's `text` is no more than white space; a bit a row is held."""
+    """bool [rows]: whether a row's `text` is no more than white space; one bit per row is held."""
     bits, start = np.zeros(-(-len(rows) // 8), np.uint8), 0
     for texts in batches(rows, "text"):  # of BATCH_ROWS, so each begins a byte
         blank = pc.equal(pc.utf8_trim_whitespace(texts), "").to_numpy(zero_copy_only=False)
@@ -117,7 +117,7 @@ def _as_names(values: pa.Array, name: str, split: str, first: int) -> pa.Array:
         values = values.cast(pa.int64())
     elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
               or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not one class a row",
+        raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not one class per row",
                         "name another with --label_column")
     return values.cast(pa.string())
 
@@ -163,9 +163,9 @@ def number_classes(texts: datasets.Dataset, labels: "Labels", classes: Sequence[
         names = _named(batch[labels.name].combine_chunks(), labels.feature, labels.name, split, 0)
         return {"label": pc.index_in(names, numbered)}
 
-    found = cached_map(labels.rows, numbers, key=digest(FORMAT, "label", list(classes), labels.digest),
+    coded = cached_map(labels.rows, numbers, key=digest(FORMAT, "label", list(classes), labels.digest),
                        features=datasets.Features({"label": datasets.Value("int64")}), describe=f"Labels of {split}")
-    return datasets.concatenate_datasets([texts, found], axis=1)
+    return datasets.concatenate_datasets([texts, coded], axis=1)
 
 
 class Labels:

@@ -48,7 +48,7 @@ class DataConnector:
     """Loads the data set that a config names; every rank may do so at the same time.
 
     Data sets: `tweets` (bundled), `pydocs` (the documentation of this machine's Python), a local file (CSV, TSV, JSON,
-    JSON lines, Parquet, plain text) or a folder of them, one a split, and any text data set on the Hub by its name,
+    JSON lines, Parquet, plain text) or a folder of them, one per split, and any text data set on the Hub by its name,
     with a revision as in ``dair-ai/emotion@main``.
 
     Args:
@@ -147,15 +147,15 @@ class DataConnector:
     def _number(self, rows: dict[str, _Rows]) -> tuple[dict[str, datasets.Dataset], tuple[str, ...] | None]:
         """Each split with its classes as numbers, and the names of the classes."""
         if not self._classifies:
-            return {split: each.texts for split, each in rows.items()}, None
-        labels = {split: each.labels for split, each in rows.items() if each.labels}
+            return {split: split_rows.texts for split, split_rows in rows.items()}, None
+        labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels}
         known = labels["train"].distinct
         label_names = columns.name_classes(known, labels["train"].feature)
         if len(label_names) < 2:
             raise DataError(f"every row of the training split has the label `{label_names[0]}`",
                             "a classifier needs two classes: check --label_column")
-        return {split: columns.number_classes(rows[split].texts, each, label_names, known, split)
-                for split, each in labels.items()}, label_names
+        return {split: columns.number_classes(rows[split].texts, numbered, label_names, known, split)
+                for split, numbered in labels.items()}, label_names
 
     def _cut_validation(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
         """Hold out a part of the training split as the validation split."""

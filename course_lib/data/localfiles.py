@@ -149,15 +149,15 @@ def check_rows(path: Path) -> None:
             file.seek(0)
             content = file.read().removeprefix(codecs.BOM_UTF8)
             rows = json.loads(content) if NULL_IN_A_LIST.search(content) else []
-            found = next((f"row {number}" for number, row in enumerate(rows) if row is None), "")
+            where = next((f"row {number}" for number, row in enumerate(rows) if row is None), "")
         elif first.startswith(b"null"):
-            found = "row 0"
+            where = "row 0"
         elif first.endswith(b"}"):  # else an object over several lines, where `null` may stand in a list
-            found = next((f"line {number}" for number, line in lines if line.startswith(b"null")), "")
+            where = next((f"line {number}" for number, line in lines if line.startswith(b"null")), "")
         else:
-            found = ""
-    if found:
-        raise DataError(f"{found} (from 0) of {path} is null, not an object", "leave such rows out")
+            where = ""
+    if where:
+        raise DataError(f"{where} (from 0) of {path} is null, not an object", "leave such rows out")
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ class EpochBatches(Sequence[np.ndarray]):
     """Row numbers of each global batch of one epoch, worked out a part at a time.
 
     Up to ``PART`` rows, the order is a permutation of them all. Beyond, it is one of runs of rows, a part takes so many
-    of them, and their rows are shuffled: 8 bytes a run and about 30 a row of one part are all that is held.
+    of them, and their rows are shuffled: 8 bytes per run and about 30 per row of one part are all that is held.
 
     Args:
         lengths: tokens of each row; an Arrow column stays on disk.
@@ -63,14 +63,14 @@ class EpochBatches(Sequence[np.ndarray]):
         """The batches of one part, longest row first where grouped by length."""
         runs = self.runs[part * self.runs_of_a_part : (part + 1) * self.runs_of_a_part]
         ends = [(run * self.run, min((run + 1) * self.run, self.rows)) for run in runs.tolist()]
-        rows = np.concatenate([np.arange(*each) for each in ends])
+        rows = np.concatenate([np.arange(*start_end) for start_end in ends])
         # All rows in one part are shuffled by the seed alone.
         random = np.random.default_rng(self.seed if self.rows == self.run else [*self.seed, part + 1])
         order, size = random.permutation(len(rows)), self.size
         rows = rows[order]
         if not self.group_by_length:
             return [rows[i : i + size] for i in range(0, len(rows), size)]
-        lengths = np.concatenate([lengths_of(self.lengths, *each) for each in ends])[order]
+        lengths = np.concatenate([lengths_of(self.lengths, *start_end) for start_end in ends])[order]
         batches = []
         for start in range(0, len(rows), WINDOW * size):
             window = slice(start, start + WINDOW * size)
@@ -83,10 +83,10 @@ class EpochBatches(Sequence[np.ndarray]):
 def lengths_at(lengths: Sequence[int] | pa.ChunkedArray, rows: np.ndarray) -> np.ndarray:
     """Tokens of some rows, by number and in any order; int64."""
     # One by one: Arrow's take joins the pieces of a long column anew for each call.
-    found = (lengths[row] for row in rows.tolist())
+    tokens = (lengths[row] for row in rows.tolist())
     if isinstance(lengths, pa.ChunkedArray):
-        found = (each.as_py() for each in found)
-    return np.fromiter(found, np.int64, len(rows))
+        tokens = (length.as_py() for length in tokens)
+    return np.fromiter(tokens, np.int64, len(rows))
 
 
 def lengths_of(lengths: Sequence[int] | pa.ChunkedArray, first: int, end: int) -> np.ndarray:

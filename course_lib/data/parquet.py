@@ -1,4 +1,4 @@
-"""Parquet files into the cache of ``datasets``, a batch of rows at a time.
+"""Reads Parquet files into the cache of ``datasets``, a batch of rows at a time.
 
 ``datasets`` reads them by Arrow's scanner, which runs ahead of who takes its rows, as far as the file is read faster
 than the cache is written: up to a gigabyte of them waits in memory.

@@ -97,7 +97,7 @@ class DataProcessor:
         def truncated(batch: pa.Table) -> dict[str, Any]:
             tokens = self.tokenizer(batch["text"].to_pylist(), truncation=True, max_length=self.max_length,
                                     return_attention_mask=False, return_token_type_ids=False)["input_ids"]
-            return {"input_ids": tokens, "length": [len(each) for each in tokens]}
+            return {"input_ids": tokens, "length": [len(ids) for ids in tokens]}
 
         tokens = cached_map(rows.select_columns("text"), truncated, key=key, features=FEATURES,
                             describe=f"Tokenizing {split}")

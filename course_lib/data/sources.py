@@ -1,4 +1,4 @@
-"""Where a data set is: bundled, this machine's Python, a local file or folder, or the Hub."""
+"""Finds where a data set is: bundled, this machine's Python, a local file or folder, or the Hub."""
 
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -81,7 +81,7 @@ def find(config: DataConfig) -> Source:
         return Source(path.resolve().name, f"local {'folder' if path.is_dir() else 'file'} {name}", files,
                       lambda split: localfiles.read_split(files[split]))
     if path.suffix.lower() in localfiles.KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        beside = [str(each) for each in path.parent.glob("*") if each.is_dir() or each.suffix in localfiles.KINDS]
+        beside = [str(entry) for entry in path.parent.glob("*") if entry.is_dir() or entry.suffix in localfiles.KINDS]
         raise DataError(f"no file or folder {name}", nearest(str(path), beside) if beside else "")
     return _hub(name, config.dataset_config)
 

@@ -1,4 +1,4 @@
-"""The capstone drawn: a run that was killed and went on, and two arms of a comparison."""
+"""Figures of the capstone: a run that was killed and went on, and two arms of a comparison."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,28 +37,29 @@ def recovery(undisturbed: Mapping[int, float], broken: Broken, resumed: Resumed)
 
 
 def comparison(runs: Sequence[Tracked], planned: Mapping[str, Here], title: str) -> Figure:
-    """Both arms: model states and bytes sent with what was planned, rows a second, and the loss of every run.
+    """Both arms: model states and bytes sent with what was planned, rows per second, and the loss of every run.
 
     Args:
         runs: the compared ones.
         planned: the plan by arm.
         title: the finding.
     """
-    found = table(runs)
-    panels = {"model states (MiB a rank)": ("states_MiB", {arm: here.states / 2**20 for arm, here in planned.items()}),
-              "sent (MB a rank and step)": ("sent_MB", {arm: here.sent / 1e6 for arm, here in planned.items()}),
-              "rows a second": ("samples_per_second", {})}
+    rows = table(runs)
+    panels = {"model states (MiB per rank)": ("states_MiB",
+                                              {arm: here.states / 2**20 for arm, here in planned.items()}),
+              "sent (MB per rank and step)": ("sent_MB", {arm: here.sent / 1e6 for arm, here in planned.items()}),
+              "rows per second": ("samples_per_second", {})}
     with canvas(title, width=9.6, height=3.2, ncols=4) as (figure, (*bars, losses)):
         for axes, (name, (column, plan)) in zip(bars, panels.items(), strict=True):
             for place, (arm, colour) in enumerate(ARMS.items()):
                 if arm in plan:
                     axes.bar(place - 0.2, plan[arm], width=0.4, **PREDICTED, edgecolor=colour)
-                axes.bar(place + 0.2 * bool(plan), found.loc[arm, column], width=0.4, color=colour)
+                axes.bar(place + 0.2 * bool(plan), rows.loc[arm, column], width=0.4, color=colour)
             axes.set(xlabel=name)
         for place, (arm, colour) in enumerate(ARMS.items()):
             points = [run.loss for run in runs if run.arm == arm]
             losses.plot([place] * len(points), points, "o", color=colour, alpha=0.7)
-            losses.plot([place - 0.2, place + 0.2], [found.loc[arm, "loss"]] * 2, color=colour)
+            losses.plot([place - 0.2, place + 0.2], [rows.loc[arm, "loss"]] * 2, color=colour)
         losses.set(xlabel="test loss of each run (nats)", xlim=(-0.6, 1.6))
         for axes in (*bars, losses):
             axes.set_xticks(range(len(ARMS)), list(ARMS))

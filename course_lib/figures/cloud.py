@@ -1,4 +1,4 @@
-"""A job in the cloud: what its request is made of, and how it went from its start to its end."""
+"""Figures of a cloud job: what its request is made of, and its phases from start to end."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -44,25 +44,25 @@ def losses_by_attempt(lines: Sequence[str]) -> list[dict[int, float]]:
     for line in lines:
         if attempts[-1] and "resumed from" in line:
             attempts.append({})
-        if found := re.search(r"metrics: step=(\d+) .* loss=(\S+)", line):
-            attempts[-1][int(found[1])] = float(found[2])
+        if match := re.search(r"metrics: step=(\d+) .* loss=(\S+)", line):
+            attempts[-1][int(match[1])] = float(match[2])
     return attempts
 
 
 def _phases(axes: Any, description: Mapping[str, Any]) -> None:
     """A bar for each phase, from its start to that of the next."""
     phases = description["SecondaryStatusTransitions"]
-    starts: list[datetime] = [each["StartTime"] for each in phases]
+    starts: list[datetime] = [phase["StartTime"] for phase in phases]
     ends = [*starts[1:], description["TrainingEndTime"]]
-    for each, start, end in zip(phases, starts, ends, strict=True):
+    for phase, start, end in zip(phases, starts, ends, strict=True):
         axes.barh(0, (end - start).total_seconds(), left=(start - starts[0]).total_seconds(),
-                  color=PHASES[each["Status"]])
-    interruption = [(start - starts[0]).total_seconds() for each, start in zip(phases, starts, strict=True)
-                    if each["Status"] == "Interrupted"]
+                  color=PHASES[phase["Status"]])
+    interruption = [(start - starts[0]).total_seconds() for phase, start in zip(phases, starts, strict=True)
+                    if phase["Status"] == "Interrupted"]
     axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)
     axes.set(yticks=[], xlabel="seconds since the job was taken")
     axes.grid(False)
-    seen = {each["Status"] for each in phases}
+    seen = {phase["Status"] for phase in phases}
     known = {name: colour for name, colour in PHASES.items() if name in seen}
     axes.legend([Patch(color=colour) for colour in known.values()], list(known), ncols=4, fontsize=8.5,
                 loc="lower left", bbox_to_anchor=(0, 1))

@@ -1,4 +1,4 @@
-"""Loss curves that should be one curve, and how far apart they are."""
+"""Figures of loss curves that should coincide, and of how far apart they are."""
 
 from collections.abc import Mapping, Sequence
 

@@ -27,7 +27,7 @@ def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
                        strict=True))
     with canvas(title, width=6.6, height=2.9) as (figure, axes):
         lowest = 0.0
-        for name, values in sorted(spread.items(), key=lambda each: each[1][-1]):
+        for name, values in sorted(spread.items(), key=lambda entry: entry[1][-1]):
             colour = colours.get(name, COLOURS["right"])
             axes.plot(values, color=colour, marker="o", markersize=3, clip_on=False)
             end_label(axes, len(values) - 1, max(values[-1], lowest), name, colour)
@@ -67,7 +67,7 @@ def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float], u
 
 
 def buckets_leaving(ways: Mapping[str, Sending]) -> Figure:
-    """The backward of one rank a panel: compute above, below it a bar for each bucket's all-reduce."""
+    """The backward of one rank per panel: compute above, below it a bar for each bucket's all-reduce."""
     early = {name: sum(begin < way.backward for begin, _ in way.sent) for name, way in ways.items()}
     best = max(early, key=early.__getitem__)
     title = f"{early[best]} of {len(ways[best].sent)} buckets leave while backward still runs"

@@ -1,4 +1,4 @@
-"""A metric put together in several ways, against the number of ranks: the right figure is a flat line."""
+"""Figure of a metric computed in several ways, against the number of ranks: the right one is a flat line."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
 
 
 def metric_by_ranks(ranks: Sequence[int], right: float, wrong: Mapping[str, Sequence[float]], metric: str) -> Figure:
-    """One line a way of computing a metric.
+    """One line per way of computing a metric.
 
     Args:
         ranks: numbers of ranks, ascending.

@@ -1,4 +1,4 @@
-"""Who waits for whom, and who says so: ranks that stand still, errors and their causes, steps that are slow."""
+"""Figures of faults: where ranks hang, which errors follow from which cause, which steps are slow."""
 
 import statistics
 from collections.abc import Mapping, Sequence

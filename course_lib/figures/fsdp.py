@@ -1,4 +1,4 @@
-"""When the weights are there, and when a rank waits for them."""
+"""Figures of FSDP: when weights are resident, and when a rank waits for them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -81,11 +81,11 @@ def waiting(runs: Mapping[str, Waits]) -> Figure:
 
 
 def stays_and_passes(ranks: Sequence[int], stays: Sequence[float], passes: float) -> Figure:
-    """Predicted bytes a GPU against the number of GPUs: the states that stay, and the blocks that pass through.
+    """Predicted bytes per GPU against the number of GPUs: the states that stay, and the blocks that pass through.
 
     Args:
         ranks: numbers of GPUs.
-        stays: bytes of model states a GPU, for each of them.
+        stays: bytes of model states per GPU, for each of them.
         passes: bytes of whole parameters in flight at the peak.
     """
     overtaken = next((n for n, size in zip(ranks, stays, strict=True) if size < passes), None)
@@ -99,7 +99,7 @@ def stays_and_passes(ranks: Sequence[int], stays: Sequence[float], passes: float
         for place, size in zip(places, gigabytes, strict=True):
             axes.text(place, size + passes / 1e9, f"{size + passes / 1e9:.2f}", ha="center", va="bottom")
         axes.set_xticks(places, [str(n) for n in ranks])
-        axes.set(xlabel="GPUs", ylabel="GB a GPU, by the formula", ylim=(0, 1.18 * (gigabytes[0] + passes / 1e9)))
+        axes.set(xlabel="GPUs", ylabel="GB per GPU, by the formula", ylim=(0, 1.18 * (gigabytes[0] + passes / 1e9)))
         last = len(ranks) - 0.65
         axes.text(last, passes / 2e9 + gigabytes[-1], " whole weights\n in flight", va="center",
                   color=COLOURS["parameters"], fontweight="bold", fontsize=9)

@@ -32,8 +32,8 @@ def gantt(timelines: Mapping[str, Timeline], title: str, unit: str = "") -> Figu
         title: the finding.
         unit: of the times, for the axis.
     """
-    panels = [(f"{name}: {float(each.bubble):.1%} idle" if name else "", each.schedule, each.rows, True)
-              for name, each in timelines.items()]
+    panels = [(f"{name}: {float(timeline.bubble):.1%} idle" if name else "", timeline.schedule, timeline.rows, True)
+              for name, timeline in timelines.items()]
     return _draw(title, panels, unit)
 
 
@@ -184,14 +184,14 @@ def bubble_beside_memory(timelines: Mapping[str, Timeline], title: str, limit: F
     return figure
 
 
-def step_times(found: Sequence[ScheduleCandidate]) -> Figure:
+def step_times(candidates: Sequence[ScheduleCandidate]) -> Figure:
     """Time of a step against the number of micro-batches that the batch is cut into, and how much of it is idle.
 
     Args:
         found: one schedule with several numbers of micro-batches, in any order; all of them have a time line.
     """
-    points = sorted((each.microbatches, float(each.timeline.makespan), float(each.timeline.bubble))
-                    for each in found if each.timeline)
+    points = sorted((candidate.microbatches, float(candidate.timeline.makespan), float(candidate.timeline.bubble))
+                    for candidate in candidates if candidate.timeline)
     counts, steps, idle = map(list, zip(*points, strict=True))
     best = steps.index(min(steps))
     title = f"The step is shortest with {counts[best]} micro-batches; the bubble goes on shrinking"

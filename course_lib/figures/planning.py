@@ -1,4 +1,4 @@
-"""Plans drawn: the map of strategies, memory of a rank by kind, and predictions against measurements."""
+"""Figures of plans: the map of strategies, memory of a rank by kind, and predictions against measurements."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +28,7 @@ def strategy_map(places: Sequence[Sequence[Place]], gpu: str) -> Figure:
     """Model size by number of GPUs, coloured by the fastest strategy that fits, framed where it offloads.
 
     Args:
-        places: a row a model, as :func:`course_lib.planning.strategy_map.survey` gives them.
+        places: one row per model, as :func:`course_lib.planning.strategy_map.survey` gives them.
         gpu: its name, for the title.
     """
     empty = sum(place.best is None for row in places for place in row)
@@ -64,7 +64,8 @@ def _place(axes: Axes, x: int, y: int, place: Place) -> None:
     axes.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if dark else "black", fontweight="bold")
 
 
-def memory(predicted: Mapping[str, float], found: Mapping[str, float], title: str, name: str = "simulated") -> Figure:
+def memory(predicted: Mapping[str, float], measured: Mapping[str, float], title: str,
+           name: str = "simulated") -> Figure:
     """Memory of one rank by kind: the formula hollow, what was found solid.
 
     Args:
@@ -77,8 +78,8 @@ def memory(predicted: Mapping[str, float], found: Mapping[str, float], title: st
         for place, kind in enumerate(predicted):
             colour = KIND_COLOURS.get(kind, COLOURS["neutral"])
             axes.barh(place - 0.19, predicted[kind] / 2**30, height=0.36, **PREDICTED, edgecolor=colour)
-            axes.barh(place + 0.19, found[kind] / 2**30, height=0.36, color=colour)
-            axes.annotate(f"{found[kind] / 2**30:.2f}", (found[kind] / 2**30, place + 0.19), xytext=(4, 0),
+            axes.barh(place + 0.19, measured[kind] / 2**30, height=0.36, color=colour)
+            axes.annotate(f"{measured[kind] / 2**30:.2f}", (measured[kind] / 2**30, place + 0.19), xytext=(4, 0),
                           textcoords="offset points", va="center", fontsize=9)
         axes.set_yticks(range(len(predicted)), list(predicted))
         axes.invert_yaxis()
@@ -130,7 +131,7 @@ def memory_view(model: Model, chip: Accelerator, strategy: str, ranks: int, micr
                 checkpointing="full" if recompute else "none")
     held = estimate(model, plan)
     verdict = "fits" if held.fits(chip.memory) else "does not fit"
-    text = f"{model.name}, {plan.strategy} on {ranks} ranks: {held.total / 2**30:.1f} GiB a rank"
+    text = f"{model.name}, {plan.strategy} on {ranks} ranks: {held.total / 2**30:.1f} GiB per rank"
     return text, rank(held, chip, f"{plan.strategy} on {ranks} x {chip.name}: {verdict}")
 
 

@@ -1,4 +1,4 @@
-"""Tracked runs beside each other: curves by step, and what each came to."""
+"""Figures of tracked runs: curves by step, and final values side by side."""
 
 from collections.abc import Mapping, Sequence
 
@@ -92,13 +92,13 @@ def compare_groups(metrics: pd.DataFrame, name: str, groups: Mapping[str, str]) 
 
 def confusion(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Figure:
     """A confusion matrix, ``counts[actual][predicted]``, shaded by the share of its row."""
-    found = np.array(counts)
-    shares = found / found.sum(axis=1, keepdims=True).clip(min=1)
+    matrix = np.array(counts)
+    shares = matrix / matrix.sum(axis=1, keepdims=True).clip(min=1)
     worst = int(np.diag(shares).argmin())
-    title = f"Of {found[worst].sum()} texts that are {labels[worst]}, {found[worst, worst]} are recognised"
+    title = f"Of {matrix[worst].sum()} texts that are {labels[worst]}, {matrix[worst, worst]} are recognised"
     with canvas(title, width=4.8, height=3.4) as (figure, axes):
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        for (row, column), count in np.ndenumerate(found):
+        for (row, column), count in np.ndenumerate(matrix):
             axes.text(column, row, str(count), ha="center", va="center",
                       color="white" if shares[row, column] > 0.5 else "black")
         axes.set_xticks(range(len(labels)), labels)

@@ -1,4 +1,4 @@
-"""How a training scales with the number of processes."""
+"""Figure of how a training scales with the number of processes."""
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -26,9 +26,9 @@ def scaling(points: pd.DataFrame) -> Figure:
         rate.annotate("perfect", (last["processes"], first["samples_per_second"] * last["processes"]
                                   / first["processes"]), xytext=(-4, 0), textcoords="offset points", ha="right",
                       color=COLOURS["neutral"])
-        rate.set(ylabel="samples a second", ylim=(0, None))
+        rate.set(ylabel="samples per second", ylim=(0, None))
         time.plot(counts, points["step_ms"], "o-", color=COLOURS["right"])
-        time.set(ylabel="ms a step", ylim=(0, None))
+        time.set(ylabel="ms per step", ylim=(0, None))
         for panel in (rate, time):
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_locator(FixedLocator(list(counts)))

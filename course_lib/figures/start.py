@@ -1,4 +1,4 @@
-"""What this machine can run, how soon its processes start, and what several of them bring."""
+"""Figures of lesson 00: what this machine can run, how soon its processes start, and what several of them bring."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def capabilities(findings: Mapping[str, tuple[str, str, str]]) -> Figure:
     Args:
         findings: state (`ok`, `slow` or `cannot`), detail and advice, by the name of the check.
     """
-    names = {state: [name for name, found in findings.items() if found[0] == state] for state in STATES}
+    names = {state: [name for name, finding in findings.items() if finding[0] == state] for state in STATES}
     counts = ", ".join(f"{len(names[state])} {word}"
                        for state, word in zip(STATES, ("run well", "slowly", "not at all"), strict=True))
     remarks = {name: _remark(detail, advice) for name, (state, detail, advice) in findings.items() if state != "ok"}
@@ -88,7 +88,7 @@ def start_times(predicted: Mapping[int, float], measured: Mapping[int, Sequence[
 
 
 def throughput(predicted: float, measured: Mapping[str, float]) -> Figure:
-    """Samples a second of several settings, the last one beside its prediction.
+    """Samples per second of several settings, the last one beside its prediction.
 
     Args:
         predicted: samples/s of the last setting.
@@ -101,7 +101,7 @@ def throughput(predicted: float, measured: Mapping[str, float]) -> Figure:
         for place, (setting, rate) in enumerate(measured.items()):
             _pair(axes, place, predicted if setting == last else None, [rate], COLOURS["forward"], "{:.0f}")
         axes.set_xticks(range(len(measured)), list(measured))
-        axes.set(ylabel="samples a second, all ranks")
+        axes.set(ylabel="samples per second, all ranks")
     return figure
 
 

@@ -78,7 +78,7 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x")
-        axes.set(xlabel="ms a step", xlim=(0, 1.25 * max([*measured.values(), *predicted.values()])))
+        axes.set(xlabel="ms per step", xlim=(0, 1.25 * max([*measured.values(), *predicted.values()])))
     return figure
 
 

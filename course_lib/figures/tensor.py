@@ -1,4 +1,4 @@
-"""What tensor parallelism sends and holds, what each axis of the grid sends, and what the order of the axes costs."""
+"""Figures of tensor parallelism: what it sends and holds, what each axis of the grid sends, what their order costs."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What each stage of ZeRO holds and moves: the formula hollow, the measurement solid."""
+"""Figures of ZeRO: what each stage holds and moves; the formula hollow, the measurement solid."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ KINDS = ("parameters", "gradients", "optimizer states")
 
 
 def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
-    """Bytes of model states a parameter, by stage and number of ranks.
+    """Bytes of model states per parameter, by stage and number of ranks.
 
     Args:
         measured: bytes by kind, by (stage, N).
@@ -24,17 +24,17 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
     title = f"Each stage splits one more kind; each measured within {worst:.2%} of the formula"
     with canvas(title, width=7.8, height=3.7, ncols=len(stages), sharey=True,
                 width_ratios=[1.0] * (len(stages) - 1) + [1.8]) as (figure, axes):
-        for stage, each in zip(stages, axes, strict=True):
+        for stage, panel in zip(stages, axes, strict=True):
             for place, ranks in enumerate(sizes):
-                _stack(each, place - 0.2, predicted[stage, ranks], elements, solid=False)
-                _stack(each, place + 0.2, measured[stage, ranks], elements, solid=True)
+                _stack(panel, place - 0.2, predicted[stage, ranks], elements, solid=False)
+                _stack(panel, place + 0.2, measured[stage, ranks], elements, solid=True)
                 total = sum(measured[stage, ranks].values()) / elements
-                each.annotate(f"{total:.3g}", (place, total), xytext=(0, 3), textcoords="offset points", ha="center",
-                              fontsize=9)
-            each.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
-            each.set_xticks(range(len(sizes)), [str(n) for n in sizes])
-            each.set_xlabel("ranks N", loc="left")
-        axes[0].set_ylabel("bytes a parameter, on each rank")
+                panel.annotate(f"{total:.3g}", (place, total), xytext=(0, 3), textcoords="offset points", ha="center",
+                               fontsize=9)
+            panel.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
+            panel.set_xticks(range(len(sizes)), [str(n) for n in sizes])
+            panel.set_xlabel("ranks N", loc="left")
+        axes[0].set_ylabel("bytes per parameter, on each rank")
         axes[0].set_ylim(0, 19)
         for height, kind in zip((2, 6, 12), KINDS, strict=True):
             axes[-1].annotate(kind, (len(sizes) - 0.4, height), va="center", color=COLOURS[kind], fontweight="bold")
@@ -105,7 +105,7 @@ def large(formula: Mapping[int, Mapping[str, float]], published: Mapping[int, fl
         axes.annotate("black line: the paper's figure", (len(stages) - 0.52, 70), ha="right",
                       color=COLOURS["neutral"], fontsize=9)
         axes.set_xticks(range(len(stages)), ["plain" if stage == 0 else f"stage {stage}" for stage in stages])
-        axes.set_ylabel("GB a GPU")
+        axes.set_ylabel("GB per GPU")
         axes.set_xlim(-0.5, len(stages) - 0.5)
         axes.set_ylim(0, 1.15 * max(sum(formula[stage].values()) for stage in stages))
         bottom = 0.0

@@ -1,4 +1,4 @@
-"""A hall of submissions: every task of everybody, several at a time, kept as they come.
+"""Grades all submissions of a class: every task of every learner, several at a time, each verdict kept as it comes.
 
 Each verdict is a file of its own, written beside its place and renamed. A run that was stopped finds the verdicts that
 it has and grades the rest.
@@ -30,7 +30,7 @@ from course_lib.writing import write_text
 
 @dataclass(frozen=True)
 class Grading:
-    """How a hall is graded, the same for everybody.
+    """How the submissions of a class are graded, the same for everybody.
 
     Attributes:
         tasks: by name.
@@ -124,7 +124,7 @@ class Grading:
         return self.out / "verdicts" / learner / f"{name}.json"
 
     def _fingerprint(self, submission: Submission, name: str, seed: int) -> str:
-        """Of all that a verdict follows from."""
+        """SHA-256 of all that a verdict follows from, in hex."""
         parts = (submission.answers.get(name), seed, self.solutions is None, self.sandbox.isolated, self.limits,
                  self.tasks[name].points)
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -124,7 +124,7 @@ def _hand_on(parent: Path) -> None:
 
 
 def _mine() -> str:
-    """How the folders of graders are called that number processes as this one does."""
+    """How the cgroup folders of graders in this process's PID namespace begin."""
     return f"{_NAME}{os.stat('/proc/self/ns/pid').st_ino}-"
 
 

@@ -21,7 +21,7 @@ from course_lib.grading.task import Case, Finding, Observation, Task, earned
 from course_lib.grading.tasks import TASKS
 from course_lib.launching.launch import RankError, RanksHung, launch
 
-SECONDS_A_CASE = 10.0
+SECONDS_PER_CASE = 10.0
 """That a rank waits for another in a collective."""
 
 
@@ -71,7 +71,7 @@ class Report:
 
 
 def task_of(name: str) -> Task:
-    """The task of a name.
+    """The task with this name.
 
     Raises:
         ConfigError: there is none; the nearest are given.
@@ -131,8 +131,8 @@ def observe(jobs: Sequence[CheckJob], stream: bool = False) -> list[list[Observa
 
 
 def _seconds(jobs: int) -> float:
-    """Until ranks that still run are ended."""
-    return 2 * SECONDS_A_CASE + 3 * jobs
+    """Seconds until ranks that still run are ended."""
+    return 2 * SECONDS_PER_CASE + 3 * jobs
 
 
 def _observe_on_rank(jobs: Sequence[CheckJob]) -> list[Observation | None]:
@@ -162,11 +162,11 @@ class Meeting:
     seconds: float
 
     def arrive(self, place: str) -> None:
-        """Say that this rank has come so far."""
+        """Say that this rank has reached ``place``."""
         self.store.set(f"{place} {self.rank}", "")
 
     def meet(self, place: str) -> None:
-        """Arrive, and wait for the others."""
+        """Say so, and wait until all ranks have reached ``place``."""
         self.arrive(place)
         self.store.wait([f"{place} {rank}" for rank in range(self.world_size)],
                         datetime.timedelta(seconds=self.seconds))
@@ -179,7 +179,7 @@ def _observe_case(job: CheckJob, meeting: Meeting) -> Observation:
     at once, so that nobody waits for it.
     """
     dist.init_process_group("gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.world_size,
-                            timeout=datetime.timedelta(seconds=SECONDS_A_CASE))
+                            timeout=datetime.timedelta(seconds=SECONDS_PER_CASE))
     meeting.meet("connected")
     try:
         seen = _observe_function(job, meeting.rank)

@@ -31,7 +31,7 @@ def by_lesson(tasks: Mapping[str, Task], verdicts: Mapping[str, Verdict]) -> dic
 
 
 def write_csv(path: Path, grades: Grades, tasks: Mapping[str, Task], submissions: Sequence[Submission]) -> None:
-    """One line a learner and lesson, with the columns that nbgrader exports; what is not known here is empty."""
+    """One line per learner and lesson, with the columns that nbgrader exports; what is not known here is empty."""
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     table.writerow(COLUMNS)
@@ -59,7 +59,7 @@ def write_json(path: Path, grades: Grades, submissions: Sequence[Submission]) ->
 
 
 def write_junit(path: Path, grades: Grades) -> None:
-    """A suite a learner, a case a property."""
+    """One suite per learner, one case per property."""
     root = ElementTree.Element("testsuites", name="course grade")
     for learner, verdicts in grades.items():
         scores = [score for verdict in verdicts.values() for score in verdict.scores.values()]
@@ -76,7 +76,7 @@ def write_junit(path: Path, grades: Grades) -> None:
 
 
 def write_gradescope(folder: Path, grades: Grades, tasks: Mapping[str, Task]) -> None:
-    """LEARNER.json in the form of Gradescope's results.json, a test a property.
+    """LEARNER.json in the form of Gradescope's results.json, one test per property.
 
     Source: https://gradescope-autograders.readthedocs.io/en/latest/specs/#output-format
     """

@@ -1,4 +1,4 @@
-"""The hidden cases, which stand in the instructor's ``solutions/hidden`` alone: a table `DRAW` a lesson."""
+"""The hidden cases, which stand in the instructor's ``solutions/hidden`` alone: one table `DRAW` per lesson."""
 
 import importlib.util
 import random

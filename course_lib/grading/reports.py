@@ -1,4 +1,4 @@
-"""Pages to read: one a learner, one for the class. Whatever a learner wrote is shown as text, never as markup."""
+"""Writes HTML reports: one per learner, one for the class. What a learner wrote is shown as text, never as markup."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ def _share(points: int, maximum: int) -> float:
 
 
 def _bins(shares: Sequence[float]) -> list[int]:
-    """How many have a share of [0, 10 %), [10 %, 20 %), ..., [90 %, 100 %], and all points."""
+    """Histogram of shares: how many lie in [0, 10 %), [10 %, 20 %), ..., [90 %, 100 %], and all points."""
     counts = Counter(int(share * BINS) for share in shares)
     return [counts[i] for i in range(BINS + 1)]
 

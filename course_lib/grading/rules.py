@@ -1,4 +1,4 @@
-"""What rules have in common: reading observations that may be of any form, and comparing them."""
+"""Helpers of the rules: they read observations, which may be of any form, and compare them."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -4,6 +4,8 @@ Inside: no network but its own loopback, the system and Python read-only, folder
 environment, no capability, and a filter of system calls. From outside, the time, the processes, the memory and the
 output of all of it together are watched, and its whole process namespace is ended at once. Where the grader can make a
 cgroup (`course_lib.grading.cgroup`), the kernel limits the processes of all of it together too.
+
+Ours, since nbgrader and Jupyter run an answer with all the rights of whoever grades.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Proof that the checks check: a stub earns nothing, the solution all, a planted answer loses what it should.
 
-Planted answers live in ``solutions/planted/*.py``, a table `PLANTED` a lesson: the solution with one thing wrong.
+Planted answers live in ``solutions/planted/*.py``, one table `PLANTED` per lesson: the solution with one thing wrong.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Answers out of what learners handed in: notebooks, .py files, zips, folders.
+"""Reads answers from what learners handed in: notebooks, .py files, zips, folders.
 
 Nothing is executed, extracted to disk or followed: a file is opened once, must be an ordinary one, and is read up to a
 limit; a zip is looked through before a byte of it is unpacked. What cannot be read is a problem of its learner, told in
@@ -72,7 +72,7 @@ def read_submissions(paths: Sequence[Path], tasks: Mapping[str, Task]) -> list[S
 
     A file directly in a given folder is its learner's name, unless it is named as a lesson is: then the folder is. In
     folders below, the first folder's name is the learner's, as in nbgrader's ``submitted/LEARNER/LESSON/x.ipynb``. A
-    zip is one learner's, unless it is given by itself and holds a folder (or a file) a learner.
+    zip is one learner's, unless it is given by itself and holds a folder (or a file) per learner.
 
     Raises:
         CourseError: a path that does not exist, or nothing to grade in any.
@@ -217,7 +217,7 @@ def _open(file: Path, learner: str, where: str, lesson: str, lessons: set[str], 
 
 
 def _of_several(names: Sequence[str], lessons: set[str]) -> bool:
-    """Whether a zip is a hall's, not one learner's: several folders, or several files that no lesson is named as."""
+    """Whether a zip is of a class, not of one learner: several folders, or several files that no lesson is named as."""
     folders = {name.split("/")[0] for name in names if "/" in name}
     files = {PurePosixPath(name).stem for name in names if "/" not in name}
     if folders == {"submitted"}:

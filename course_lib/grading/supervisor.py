@@ -128,7 +128,7 @@ class _Ranks:
         return pack(whole | {name: self.task.own[name](whole[name], rank, self.world_size) for name in self.job["own"]})
 
     def failed(self) -> bool:
-        """Whether a rank has."""
+        """Whether a rank has failed."""
         return any(map(self._failed, range(self.world_size)))
 
     def _start(self, rank: int) -> None:
@@ -150,7 +150,7 @@ class _Ranks:
         self.ends.append((to_us, to_them))
 
     def _read_until(self, parts: int) -> None:
-        """Take what the ranks say, so many parts of each; once one has failed, the others have a moment more."""
+        """Read ``parts`` messages of each rank; once one has failed, the others have GRACE_SECONDS more."""
         deadline = float("inf")
         with selectors.DefaultSelector() as selector:
             for rank in self.open:
@@ -171,12 +171,12 @@ class _Ranks:
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
     def _failed(self, rank: int) -> bool:
-        """Whether it has ended, or said why it cannot go on."""
+        """Whether a rank has ended, or said why it cannot go on."""
         parts = self._parts(rank)
         return (len(parts) < 2 and rank not in self.open) or (len(parts) > 0 and parts[0] != READY)
 
     def _parts(self, rank: int) -> list[bytes]:
-        """The whole parts that a rank has said."""
+        """The complete messages that a rank has sent."""
         said, parts, at = self.said[rank], [], 0
         while len(said) - at >= LENGTH.size:
             end = at + LENGTH.size + LENGTH.unpack_from(said, at)[0]

@@ -106,7 +106,7 @@ class Met:
 
 @dataclass(frozen=True)
 class Task:
-    """An exercise as the grader sees it.
+    """An exercise as the grader sees it: how cases are drawn, run and judged.
 
     Attributes:
         name: ``topic.mechanism``.
@@ -154,7 +154,7 @@ class Task:
         return self.draw(rng)
 
     def judge(self, case: Case, observations: Sequence[Observation]) -> list[Finding]:
-        """A finding a property, from what the ranks observed.
+        """One finding per property, from what the ranks observed.
 
         An observation of a function that raised is ``{"error": text, "at": seconds}``: then no property holds, and the
         error that came first is told, since others follow from it.

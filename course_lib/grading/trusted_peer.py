@@ -1,4 +1,4 @@
-"""A rank that is ours beside the learner's: what its all-reduces bring is seen where no code of an answer runs.
+"""A trusted rank beside the learner's: it sees what their all-reduces give, where no code of an answer runs.
 
 In one more case of two ranks, rank 1 is a trusted process, which no process of the answer can read, write or trace. It
 joins each all-reduce that rank 0 announces, and brings one number in every place, which is drawn outside and handed to
@@ -94,7 +94,7 @@ def judge(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> list
 
 
 def parted(task: Task, left: str) -> list[Finding]:
-    """The same where our rank could not join: the result was reached in another way, which nobody saw."""
+    """The findings where the trusted rank could not join: the result was reached in a way that it did not see."""
     assert task.met is not None
     return [Finding(task.met.property, False, 0, "all-reduces with its peer", short(left))]
 

@@ -68,7 +68,7 @@ def printable(text: str) -> str:
 
 def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] | None, error: str | None
               ) -> dict[str, Score]:
-    """Points a property: its own if it was judged, held wherever it was, and nothing went wrong besides."""
+    """Points per property: its own if it was judged, held wherever it was, and nothing went wrong besides."""
     scores = {}
     for name, points in task.points.items():
         shown = [finding for finding in public if finding.property == name]

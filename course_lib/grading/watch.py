@@ -1,4 +1,4 @@
-"""What a sandbox takes while it runs: the limits, who watches them from outside, and the end of all that it started."""
+"""Watches from outside what a sandbox takes: its limits, and the end of all that it started."""
 
 import contextlib
 import itertools

@@ -85,7 +85,7 @@ def all_reduce_bytes(ranks: Sequence[int], numel: int) -> dict[str, dict[int, Mo
     state = Accelerator()
     ways = {"naive": through_rank_0, "torch": lambda tensor, group: dist.all_reduce(tensor, group=group),
             "ring": lambda tensor, group: collectives.all_reduce(tensor, group=group)}
-    found: dict[str, dict[int, Moved]] = {name: {} for name in ways}
+    least: dict[str, dict[int, Moved]] = {name: {} for name in ways}
     for n in ranks:
         group = dist.new_group(list(range(n)))
         for name, way in ways.items():
@@ -99,8 +99,8 @@ def all_reduce_bytes(ranks: Sequence[int], numel: int) -> dict[str, dict[int, Mo
                         assert (tensor == n * (n + 1) / 2).all(), f"{name} on {n} ranks summed wrongly"
                     dist.barrier()
                 moved.append(Moved(meter.bytes_sent, meter.wire_bytes))
-            found[name][n] = min(moved, key=lambda each: each.wire or 0)
-    return found
+            least[name][n] = min(moved, key=lambda measurement: measurement.wire or 0)
+    return least
 
 
 def gpt2(layers: int, width: int) -> GPT2LMHeadModel:
@@ -174,7 +174,7 @@ def sendings(ways: Mapping[str, Way], layers: int, width: int, rows: int, repeat
             sending = watched.step(ids)
             if repeat:  # the first warms up
                 steps[name].append(sending)
-    return {name: min(each, key=lambda sending: sending.end) for name, each in steps.items()}
+    return {name: min(tries, key=lambda sending: sending.end) for name, tries in steps.items()}
 
 
 def _in_forward_order(parameters: Sequence[nn.Parameter], *sizes: int) -> list[list[nn.Parameter]]:
@@ -210,8 +210,8 @@ class _Watched:
         kinds = [kind for kind, _, _ in self.events]
         last = max(i for i, kind in enumerate(kinds) if kind == "gradient")
         backward = 1e3 * (seconds(self.events[last][2]) - begin)
-        sent = [(1e3 * (each.start - begin), 1e3 * (each.end - begin)) for each in meter.collectives
-                if each.name == "all_reduce"]
+        sent = [(1e3 * (collective.start - begin), 1e3 * (collective.end - begin)) for collective in meter.collectives
+                if collective.name == "all_reduce"]
         return Sending(
             buckets=[size for kind, size, _ in self.events if kind == "bucket"],
             gradients=kinds.count("gradient"),
@@ -255,7 +255,7 @@ class Trained:
 
 
 def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Trained]:
-    """On one rank: the same training by four engines that take turns, AdamW, ``rows`` rows a step over all ranks.
+    """On one rank: the same training by four engines that take turns, AdamW, ``rows`` rows per step over all ranks.
 
     Returns:
         ``ours``; ``torch``'s DistributedDataParallel; ``bf16``, ours with compressed gradients; and ``alone``: this
@@ -266,7 +266,7 @@ def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Tr
         "bf16": lambda model: DataParallel(model, communication_hook=bf16_compression), "alone": lambda model: model}
     models = {name: wrap(gpt2(layers, width)) for name, wrap in wraps.items()}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
-    found = {name: Trained([], 0, None, []) for name in models}
+    trained = {name: Trained([], 0, None, []) for name in models}
     clock = Clock(Accelerator().device)
     for step in range(steps):
         batch = tokens(step % 4, rows)
@@ -275,14 +275,14 @@ def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Tr
             measured = Meter(models[name]) if step >= steps - TRIES else contextlib.nullcontext()
             with measured:
                 seconds, loss = _step(models[name], optimizers[name], ids, clock)
-            found[name].losses.append(loss)
+            trained[name].losses.append(loss)
             if isinstance(measured, Meter):
-                found[name].sent = measured.bytes_sent
+                trained[name].sent = measured.bytes_sent
                 if measured.wire_bytes is not None:
-                    found[name].wire = min(measured.wire_bytes, found[name].wire or measured.wire_bytes)
+                    trained[name].wire = min(measured.wire_bytes, trained[name].wire or measured.wire_bytes)
             elif step >= 2:
-                found[name].seconds.append(seconds)
-    return found
+                trained[name].seconds.append(seconds)
+    return trained
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, clock: Clock) -> tuple[float, float]:

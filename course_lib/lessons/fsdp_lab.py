@@ -1,4 +1,4 @@
-"""Small trainings under full sharding, watched: what is resident when, what moves, what rounding costs.
+"""What lesson 06 measures of small trainings under FSDP: what is resident when, what moves, what rounding costs.
 
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """
@@ -157,7 +157,7 @@ def apart(some: WatchedSharding, others: WatchedSharding) -> float:
 
 
 def block_seconds(build: Build, rows: int) -> float:
-    """The shortest forward of a block, on any rank, in two steps with so many rows a rank."""
+    """The shortest forward of a block, on any rank, in two steps with so many rows per rank."""
     engine, clock = _engine("scratch", build), Clock(Accelerator().device)
     begun: list[Stamp] = []
     ended: list[Stamp] = []

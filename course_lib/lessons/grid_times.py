@@ -49,9 +49,9 @@ class Training:
         return 12 * self.layers * self.width**2
 
     def fits(self, grid: RankGrid, machines: Machines) -> bool:
-        """Whether weights, gradients and Adam's states, 16 bytes a parameter, and the activations fit.
+        """Whether weights, gradients and Adam's states, 16 bytes per parameter, and the activations fit.
 
-        Activations are 34 bytes a token, layer and column of the width, all of them split over tp, for as many
+        Activations are 34 bytes per token, layer and column of the width, all of them split over tp, for as many
         micro-batches as 1F1B has in flight on the first stage (arXiv 2205.05198, sections 4.2 and 4.3; the attention
         matrix is not stored).
         """
@@ -74,7 +74,7 @@ class Training:
         once = {"compute": 6 * share * self.tokens / machines.flops,
                 "tp": 4 * self.layers / grid.pp * 2 * (grid.tp - 1) / grid.tp * hidden / speed["tp"],
                 "pp": 2 * hidden * (grid.pp > 1) / speed["pp"]}
-        parts = {name: microbatches * each for name, each in once.items()}
+        parts = {name: microbatches * seconds for name, seconds in once.items()}
         parts["dp"] = 2 * (grid.dp - 1) / grid.dp * 2 * share / speed["dp"]
         return parts | {"idle": (grid.pp - 1) * sum(once.values())}
 
@@ -85,13 +85,13 @@ def orders() -> list[tuple[str, ...]]:
 
 
 def best_grid(training: Training, gpus: int, machines: Machines) -> tuple[RankGrid, float] | None:
-    """The quickest grid that fits, and its seconds a step; None where none fits."""
-    found = [(sum(training.seconds(grid, machines).values()), grid) for grid in _grids(gpus)
-             if training.layers % grid.pp == 0 and training.width % grid.tp == 0 and training.rows % grid.dp == 0
-             and training.fits(grid, machines)]
-    if not found:
+    """The quickest grid that fits, and its seconds per step; None where none fits."""
+    candidates = [(sum(training.seconds(grid, machines).values()), grid) for grid in _grids(gpus)
+                  if training.layers % grid.pp == 0 and training.width % grid.tp == 0 and training.rows % grid.dp == 0
+                  and training.fits(grid, machines)]
+    if not candidates:
         return None
-    seconds, grid = min(found, key=lambda pair: pair[0])
+    seconds, grid = min(candidates, key=lambda pair: pair[0])
     return grid, seconds
 
 
@@ -100,9 +100,9 @@ def best_grids(sizes: Mapping[str, tuple[int, int]], gpus: Iterable[int], machin
     table = {}
     for name, (layers, width) in sizes.items():
         training = Training(layers, width)
-        found = [best_grid(training, count, machines) for count in gpus]
+        best = [best_grid(training, count, machines) for count in gpus]
         table[f"{name}, {training.parameters / 1e9:.1f}B"] = [
-            f"{each[0].dp} × {each[0].pp} × {each[0].tp}" if each else "does not fit" for each in found]
+            f"{choice[0].dp} × {choice[0].pp} × {choice[0].tp}" if choice else "does not fit" for choice in best]
     return table
 
 

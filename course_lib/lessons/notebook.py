@@ -40,15 +40,15 @@ def recorded(notebook: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: a name was recorded twice.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for cell in nbformat.read(notebook, as_version=4).cells:
         for output in cell.get("outputs", []):
             entry = output.get("data", {}).get(MIME)
             if entry is not None:
-                if entry["name"] in found:
+                if entry["name"] in values:
                     raise ValueError(f"{notebook} records {entry['name']} twice")
-                found[entry["name"]] = entry["value"]
-    return found
+                values[entry["name"]] = entry["value"]
+    return values
 
 
 def predict(name: str, value: float, unit: str = "", because: str = "") -> float:
@@ -85,8 +85,8 @@ def source(thing: Callable | type, doc: bool = False) -> Code:
     text = textwrap.dedent(inspect.getsource(thing))
     if not doc and thing.__doc__:
         for quotes in ('"""', "'''"):
-            head, found, rest = text.partition(quotes)
-            if found and not head.rstrip().endswith("="):
+            head, quote, rest = text.partition(quotes)
+            if quote and not head.rstrip().endswith("="):
                 text = head.rstrip() + "\n" + rest.partition(quotes)[2].lstrip("\n")
                 break
     return Code(text, language="python")

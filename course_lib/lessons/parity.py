@@ -42,7 +42,7 @@ PAIRS = [(strategy, engine) for strategy, engines in ENGINES.items() for engine 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run left: the loss of every step (nats a token), the gradient norms, the final weights."""
+    """What one run left: the loss of every step (nats per token), the gradient norms, the final weights."""
 
     losses: list[float]
     norms: list[float]
@@ -121,22 +121,22 @@ def trace(config: Config) -> Trace:
 
 def traces(folder: Path, world_size: int, pairs: list[tuple[str, str]], **options: Any) -> list[Trace] | None:
     """Several pairs one after the other on the ranks that are here."""
-    found = []
+    recorded = []
     for strategy, engine in pairs:
         AcceleratorState._reset_state()  # the process group stays
         GradientState._reset_state()
-        found.append(trace(task(folder / f"{strategy}-{engine}", world_size, strategy=strategy, engine=engine,
-                                **options)))
+        recorded.append(trace(task(folder / f"{strategy}-{engine}", world_size, strategy=strategy, engine=engine,
+                                   **options)))
         gc.collect()
-    return found if launch_environment.discover().rank == 0 else None
+    return recorded if launch_environment.discover().rank == 0 else None
 
 
-def compare(found: Trace, wanted: Trace, strategy: str, engine: str, world_size: int) -> Cell:
+def compare(actual: Trace, wanted: Trace, strategy: str, engine: str, world_size: int) -> Cell:
     """The largest differences between a run and the single process's."""
-    assert len(found.losses) == len(wanted.losses) > 0 and set(found.weights) == set(wanted.weights)
+    assert len(actual.losses) == len(wanted.losses) > 0 and set(actual.weights) == set(wanted.weights)
     largest = [max(abs(a - b) for a, b in zip(x, y, strict=True))
-               for x, y in ((found.losses, wanted.losses), (found.norms, wanted.norms))]
-    weight = max((found.weights[name] - wanted.weights[name]).abs().max().item() for name in wanted.weights)
+               for x, y in ((actual.losses, wanted.losses), (actual.norms, wanted.norms))]
+    weight = max((actual.weights[name] - wanted.weights[name]).abs().max().item() for name in wanted.weights)
     return Cell(strategy, engine, world_size, largest[0], largest[1], weight)
 
 
@@ -160,7 +160,7 @@ def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list
         for deepspeed in (False, True):
             chosen = [pair for pair in pairs or PAIRS if (pair[1] == "deepspeed") == deepspeed]
             if chosen:
-                found = launch(traces, folder / f"{world_size}", world_size, chosen, **options,
-                               num_processes=world_size, timeout=timeout, device="cpu")[0]
-                cells += [compare(run, wanted, *pair, world_size) for run, pair in zip(found, chosen, strict=True)]
+                runs = launch(traces, folder / f"{world_size}", world_size, chosen, **options,
+                              num_processes=world_size, timeout=timeout, device="cpu")[0]
+                cells += [compare(run, wanted, *pair, world_size) for run, pair in zip(runs, chosen, strict=True)]
     return cells

@@ -1,4 +1,4 @@
-"""Real ranks run a table: on stages that only sleep, to measure bubbles; on a real model, to compare gradients.
+"""What lesson 07 measures on real ranks: bubbles, with stages that only sleep; gradients, with a real model.
 
 A sleeping stage needs no core: what is measured is the schedule and the messages, not how many ranks share a core.
 """
@@ -102,10 +102,10 @@ def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 10, ti
     by_rank = launch(_on_rank, schedules, costs, tries, num_processes=ranks.pop(), timeout=timeout, device="cpu")
     measured = {}
     for name, schedule in schedules.items():
-        passes = [found[name] for found in by_rank]
+        passes = [results[name] for results in by_rank]
         foreseen = simulate(schedule, costs)
         peaks = tuple(tried[0].peak for tried in passes)
-        measured[name] = least_disturbed([Measured(foreseen, _rows(each), peaks) for each in zip(*passes, strict=True)])
+        measured[name] = least_disturbed([Measured(foreseen, _rows(step), peaks) for step in zip(*passes, strict=True)])
     return measured
 
 
@@ -117,7 +117,7 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
                for size in {schedule.microbatches for schedule in schedules.values()}}
     for name, schedule in schedules.items():
         seconds = [[float(cost) / 1000 for cost in costs.of(kind, schedule.stages)]
-                   for kind in ("forward", "input", "weight")]
+                   for kind in ("forward", "backward_input", "backward_weight")]
         stages = {stage: SleepingStage(0.0, 0.0, 0.0) for stage in schedule.stages_of(dist.get_rank())}
         executors[name] = PipelineExecutor(schedule, stages, lambda output, target: output.sum())
         batch = batches[schedule.microbatches]
@@ -125,7 +125,7 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
         for stage, module in stages.items():
             module.seconds = (seconds[0][stage], seconds[1][stage], seconds[2][stage])
     foreseen = {name: float(simulate(schedule, costs).bubble) for name, schedule in schedules.items()}
-    found: dict[str, list[StepResult]] = {name: [] for name in schedules}
+    results: dict[str, list[StepResult]] = {name: [] for name in schedules}
     left = list(schedules)
     for _ in range(tries):
         # By turns, so that what disturbs the machine for seconds spoils one try of several tables and not all of one.
@@ -133,11 +133,11 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
             batch = batches[schedules[name].microbatches]
             dist.barrier()
             tried = executors[name].step(batch, targets=batch)
-            found[name].append(tried)
+            results[name].append(tried)
             if _bubble(tried) <= foreseen[name] + DISTURBED:
                 left.remove(name)
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def _bubble(tried: StepResult) -> float:
@@ -151,9 +151,9 @@ def _bubble(tried: StepResult) -> float:
 
 def _rows(passes: Sequence[StepResult]) -> tuple[tuple[Span, ...], ...]:
     """What each rank ran in one try, in ms from the first start."""
-    start = min(each.spans[0].start for each in passes)
-    return tuple(tuple(Span(action, 1000 * (begin - start), 1000 * (end - start)) for action, begin, end in each.spans)
-                 for each in passes)
+    start = min(result.spans[0].start for result in passes)
+    return tuple(tuple(Span(action, 1000 * (begin - start), 1000 * (end - start))
+                       for action, begin, end in result.spans) for result in passes)
 
 
 def least_disturbed(tries: Sequence[Measured]) -> Measured:
@@ -162,7 +162,7 @@ def least_disturbed(tries: Sequence[Measured]) -> Measured:
     The shortest of all would not do: a machine that halts every rank while all compute makes a pass longer and leaves
     its bubble right; one that halts a single rank makes it a little shorter than that, with a bubble that is wrong.
     """
-    return min(tries, key=lambda each: (each.bubble > float(each.predicted.bubble) + DISTURBED, each.makespan))
+    return min(tries, key=lambda one: (one.bubble > float(one.predicted.bubble) + DISTURBED, one.makespan))
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Gradients:
     """What one step left.
 
     Attributes:
-        loss: of the batch, nats a token.
+        loss: of the batch, nats per token.
         by_name: of the model's parameters.
         elements: parameters that each rank holds.
     """
@@ -195,7 +195,7 @@ def unsplit(build: Callable[[], nn.Module], ids: Tensor) -> Gradients:
     model = build()
     loss = next_token_loss(model(input_ids=ids).logits, ids)
     loss.backward()
-    return Gradients(loss.item(), _gradients(model), [sum(each.numel() for each in model.parameters())])
+    return Gradients(loss.item(), _gradients(model), [sum(parameter.numel() for parameter in model.parameters())])
 
 
 def split(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor,
@@ -212,7 +212,7 @@ def split(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids
     ranks = {schedule.ranks for schedule in schedules.values()}
     by_rank = launch(_split_on_rank, schedules, build, ids, engine, tied, num_processes=ranks.pop(), timeout=timeout,
                      device="cpu")
-    return {name: _joined([found[name] for found in by_rank]) for name in schedules}
+    return {name: _joined([parts[name] for parts in by_rank]) for name in schedules}
 
 
 Part = tuple[list[float], dict[str, Tensor], int]
@@ -221,14 +221,14 @@ Part = tuple[list[float], dict[str, Tensor], int]
 
 def _joined(parts: list[Part]) -> Gradients:
     (losses,) = [losses for losses, _, _ in parts if losses]
-    return Gradients(sum(losses) / len(losses), {name: each for _, found, _ in parts for name, each in found.items()},
-                     [elements for _, _, elements in parts])
+    gradients = {name: gradient for _, of_rank, _ in parts for name, gradient in of_rank.items()}
+    return Gradients(sum(losses) / len(losses), gradients, [elements for _, _, elements in parts])
 
 
 def _split_on_rank(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor, engine: type,
                    tied: bool) -> dict[str, Part]:
     dist.init_process_group("gloo")
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     for name, schedule in schedules.items():
         model = build()
         where = split_evenly(model, schedule.stages, length=ids.shape[1])
@@ -237,11 +237,11 @@ def _split_on_rank(schedules: Mapping[str, Schedule], build: Callable[[], nn.Mod
         if tied:
             sum_shared_gradients(shared_weights(model, where), stages, schedule.stage_ranks)
         held = {parameter for stage in stages.values() for parameter in stage.parameters()}
-        found[name] = ([loss.item() for loss in done.losses], _gradients(model), sum(each.numel() for each in held))
+        parts[name] = ([loss.item() for loss in done.losses], _gradients(model), sum(p.numel() for p in held))
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return parts
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -21,7 +21,7 @@ class Point:
     Attributes:
         processes: ranks.
         global_batch: rows of an optimizer step, over all ranks.
-        step_ms: milliseconds a step, over the steps after the warm-up.
+        step_ms: milliseconds per step, over the steps after the warm-up.
         samples_per_second: over all ranks, over the same steps.
         speed_up: throughput by that of the first point.
         efficiency: speed-up by the growth in processes since the first point; 1 is perfect.
@@ -70,7 +70,7 @@ def study(base: Sequence[str], processes: Sequence[int], folder: Path, *, steps:
         points.append(Point(count, summary["train"]["global_batch_size"], seconds / counted * 1e3, rate, speed_up,
                             speed_up / (count / first.processes if first else 1),
                             max(summary["memory"]["peak_bytes"]) / 2**20))
-        say(f"{count} processes: {points[-1].step_ms:.1f} ms a step, {rate:.1f} samples/s, "
+        say(f"{count} processes: {points[-1].step_ms:.1f} ms per step, {rate:.1f} samples/s, "
             f"efficiency {points[-1].efficiency:.0%}")
     return points
 
@@ -85,5 +85,5 @@ def after_warm_up(metrics: Path) -> tuple[float, float, int]:
 
 
 def frame(points: Sequence[Point]) -> pd.DataFrame:
-    """A row a number of processes; columns are :class:`Point`'s."""
+    """One row per number of processes; columns are :class:`Point`'s."""
     return pd.DataFrame([asdict(point) for point in points])

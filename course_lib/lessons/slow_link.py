@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from course_lib.parallel.flat_parameter import FlatParamGroup
+from course_lib.parallel.fsdp import FlatParamGroup
 from course_lib.replacing import replaced
 
 

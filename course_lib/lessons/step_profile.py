@@ -1,4 +1,4 @@
-"""A training step taken apart: bytes by kind and by moment, seconds by turns, padding, the gradient itself.
+"""What lesson 01 measures of a training step: bytes by kind and by moment, seconds, padding, the gradient itself.
 
 Bytes are exact counts of tensors, not readings of the process's memory, so they are the same on
 every machine; what an allocator adds on top is not in them.
@@ -181,9 +181,9 @@ def seconds_by_turns(trainer: "Trainer", ways: Mapping[str, Sequence[Batch]],
             trainer.train_step([batch])
     trainer.phases = before
     trainer.clock.settle()
-    for each in phases.values():
-        each.settle()
-    return {name: dict(each.seconds) for name, each in phases.items()}
+    for phase in phases.values():
+        phase.settle()
+    return {name: dict(phase.seconds) for name, phase in phases.items()}
 
 
 def gradient(trainer: "Trainer", micro_batches: Sequence[Batch], loss_weighting: str = "token") -> torch.Tensor:

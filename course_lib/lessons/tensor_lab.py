@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism, watched: what is exact, what moves, what is held.
+"""What lesson 08 measures of tensor and sequence parallelism: what is exact, what moves, what is held.
 
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """
@@ -64,8 +64,8 @@ def pair_apart(width: int = 16) -> dict[str, float]:
     split_in = whole_in.detach().clone().requires_grad_()
     column, row = ColumnParallelLinear(first), RowParallelLinear(deepcopy(second))
     whole, split = second(F.gelu(first(whole_in))), row(F.gelu(column(split_in)))
-    for each in (whole, split):
-        each.square().sum().backward()
+    for output in (whole, split):
+        output.square().sum().backward()
     pairs: dict[str, Any] = {"output": (split, whole), "gradient of X": (split_in.grad, whole_in.grad)}
     layers: Any = {"A": (column, first), "B": (row, second)}
     for name, (mine, theirs) in layers.items():
@@ -140,9 +140,9 @@ def watch(shape: Shape, engine: str = "scratch", **options: Any) -> WatchedSplit
         loss.backward()
     turn = meter.clock.seconds(stamp)
     gradients = model.whole_gradients() if engine != "whole" else {n: p.grad for n, p in model.named_parameters()}
-    apart = max((gradients[name] - each).abs().max().item() for name, each in wanted.items())
-    largest = max(each.abs().max().item() for each in wanted.values())
-    forward, backward = ([(each.name, each.bytes) for each in meter.collectives if (each.start < turn) is before]
+    apart = max((gradients[name] - gradient).abs().max().item() for name, gradient in wanted.items())
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    forward, backward = ([(call.name, call.bytes) for call in meter.collectives if (call.start < turn) is before]
                          for before in (True, False))
     held = sum(_local(p).nbytes for p in model.parameters())
     return WatchedSplit(loss.item(), apart / largest, forward, backward, meter.bytes_sent, meter.peak["activations"],
@@ -180,7 +180,7 @@ def cross_entropies(vocabulary: int, tokens: int) -> dict[str, Crossed]:
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     wanted = logits.grad
     assert wanted is not None
-    found = {}
+    crossed = {}
     for name, way in (("gathered", gathering), ("parallel", parallel)):
         mine = scatter(logits.detach()).detach().requires_grad_()
         with Meter() as meter:
@@ -188,8 +188,8 @@ def cross_entropies(vocabulary: int, tokens: int) -> dict[str, Crossed]:
             loss.backward()
         assert mine.grad is not None
         apart = (gathered(mine.grad, None, -1) - wanted).abs().max() / wanted.abs().max()
-        found[name] = Crossed(loss.item(), meter.bytes_sent, apart.item())
-    return found
+        crossed[name] = Crossed(loss.item(), meter.bytes_sent, apart.item())
+    return crossed
 
 
 def _local(tensor: Tensor) -> Tensor:

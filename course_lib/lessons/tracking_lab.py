@@ -1,4 +1,4 @@
-"""What tracking costs, where it costs it, and whether it leaves the machine: measured for the lesson on tracking."""
+"""What lesson 11 measures: what tracking costs, where, and whether it leaves the machine."""
 
 import functools
 import socket
@@ -71,7 +71,7 @@ class StepTimes(Callback):
 
     @property
     def least_ms(self) -> float:
-        """Milliseconds a step of the quickest STRETCH of them but for the first two.
+        """Milliseconds per step of the quickest STRETCH of them but for the first two.
 
         What else the machine does adds to a stretch; from one step to the next it also takes away, as a rank that has
         waited for a core sees less of the others' next step.
@@ -80,11 +80,11 @@ class StepTimes(Callback):
 
 
 def step_ms(config: Config, slow: float = 0.0, in_thread: bool = False) -> float:
-    """Train on this rank's part, with a tracker that takes ``slow`` seconds a row on the main rank. A collective call.
+    """Train on this rank's part; a tracker takes ``slow`` seconds per row on the main rank. A collective call.
 
     Args:
         config: of a run of more than STRETCH + 2 steps.
-        slow: seconds a row; 0: no tracker at all.
+        slow: seconds per row; 0: no tracker at all.
         in_thread: hand rows to a thread, as the trainers do, or keep them in the step.
 
     Returns:
@@ -120,12 +120,12 @@ def row_ms(names: Iterable[str], folder: Path, rows: int = 100, step: float = 2e
         tracker.finish()
         return statistics.median(spent) * 1e3
 
-    found = {}
+    milliseconds = {}
     for name in names:
         info = [RunInfo(f"{name}{number}", "cost", "lesson", None, folder / f"{name}-{number}") for number in (0, 1)]
-        found[name] = {"in the step": timed(TRACKERS[name](info[0])),
-                       "handed over": timed(Guarded(TRACKERS[name](info[1])))}
-    return pd.DataFrame(found).T
+        milliseconds[name] = {"in the step": timed(TRACKERS[name](info[0])),
+                              "handed over": timed(Guarded(TRACKERS[name](info[1])))}
+    return pd.DataFrame(milliseconds).T
 
 
 def attempts_to_leave(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int | None, str]:

@@ -1,4 +1,4 @@
-"""What several ranks know about a split, put together wrongly in the usual ways, and rightly from sums.
+"""Metrics of a split over several ranks, combined wrongly in the usual ways, and rightly from sums.
 
 Each wrong way stands in working code somewhere. The lesson on distributed evaluation measures how
 far off it is; :mod:`course_lib.training.evaluation` is what the trainers use.
@@ -19,7 +19,7 @@ def dealt(num_rows: int, batch_size: int, num_processes: int, even: bool = True)
 
     Args:
         num_rows: rows of the split.
-        batch_size: rows a rank in one batch.
+        batch_size: rows per rank in one batch.
         num_processes: ranks.
         even: repeat rows, from the first on, until every rank has as many full batches.
     Returns:
@@ -63,8 +63,8 @@ def averaged_over_ranks(predictions: np.ndarray, references: np.ndarray, ranks: 
         ranks: row numbers of each rank.
         num_labels: classes of the model.
     """
-    each = [scores(predictions[rows], references[rows], num_labels) for rows in ranks if len(rows)]
-    return {name: float(np.mean([score[name] for score in each])) for name in each[0]}
+    rank_scores = [scores(predictions[rows], references[rows], num_labels) for rows in ranks if len(rows)]
+    return {name: float(np.mean([score[name] for score in rank_scores])) for name in rank_scores[0]}
 
 
 def with_repeats(predictions: np.ndarray, references: np.ndarray, ranks: Sequence[np.ndarray],

@@ -21,12 +21,12 @@ STATE = KINDS[:3]
 """Parameters, gradients and optimizer states: what the paper calls model states."""
 
 PUBLISHED_7_5B = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.88}
-"""GB (10^9 bytes) a GPU for 7.5 billion parameters on 64 GPUs, as printed (arXiv 1910.02054, Table 1 and Figure 1)."""
+"""GB (10^9 bytes) per GPU for 7.5 billion parameters on 64 GPUs, as printed (arXiv 1910.02054, Table 1, Figure 1)."""
 
 
 def model_states(stage: int, ranks: int, parameters: float, *, parameter_bytes: int = 4, gradient_bytes: int = 4,
                  optimizer_bytes: int = 8) -> dict[str, float]:
-    """Bytes of model states a rank, by kind (arXiv 1910.02054, section 5).
+    """Bytes of model states per rank, by kind (arXiv 1910.02054, section 5).
 
     Args:
         stage: 0 for plain data parallel.
@@ -77,11 +77,11 @@ def bill(world_sizes: Sequence[int], micro_batches: int = 2) -> dict[str, Any]:
     """What a rank holds and sends at each stage and world size; run on as many ranks as the largest.
 
     Returns:
-        ``elements``: Ψ; ``held``: bytes by kind after backward, by (stage, N); ``sent``: bytes a step under the ring
+        ``elements``: Ψ; ``held``: bytes by kind after backward, by (stage, N); ``sent``: bytes per step under the ring
         model, by (stage, N); ``accumulating``: the same with micro-batches, at the largest N; ``calls``: collectives
         of the step by name, by (stage, N).
     """
-    found: dict[str, Any] = {"held": {}, "sent": {}, "accumulating": {}, "calls": {}}
+    measured: dict[str, Any] = {"held": {}, "sent": {}, "accumulating": {}, "calls": {}}
     device = Accelerator().device  # joins the ranks of the launch
     rank = dist.get_rank()
     for world in world_sizes:
@@ -90,24 +90,24 @@ def bill(world_sizes: Sequence[int], micro_batches: int = 2) -> dict[str, Any]:
             continue
         for stage in STAGES:
             model = small_gpt2().to(device)
-            found["elements"] = sum(p.numel() for p in model.parameters())
+            measured["elements"] = sum(p.numel() for p in model.parameters())
             engine, optimizer = engine_of(stage, model, group)
             one_step(engine, optimizer, token_ids(rank).to(device))
             meter = Meter(model, optimizer, getattr(engine, "resident", None))
             with meter:
                 ids = token_ids(rank).to(device)
                 engine(input_ids=ids, labels=ids).loss.backward()
-            found["held"][stage, world] = {kind: meter.resident[kind] for kind in STATE}
+            measured["held"][stage, world] = {kind: meter.resident[kind] for kind in STATE}
             (engine if stage else optimizer).zero_grad()
             with Meter(model, optimizer) as meter:
                 one_step(engine, optimizer, token_ids(rank).to(device))
-            found["sent"][stage, world] = meter.bytes_sent
-            found["calls"][stage, world] = {row["name"]: row["calls"] for row in meter.table()}
+            measured["sent"][stage, world] = meter.bytes_sent
+            measured["calls"][stage, world] = {row["name"]: row["calls"] for row in meter.table()}
             if world == max(world_sizes):
                 with Meter(model, optimizer) as meter:
                     one_step(engine, optimizer, token_ids(rank).to(device), micro_batches)
-                found["accumulating"][stage] = meter.bytes_sent
-    return found
+                measured["accumulating"][stage] = meter.bytes_sent
+    return measured
 
 
 class ForgetsToGather(Zero1):
@@ -115,7 +115,7 @@ class ForgetsToGather(Zero1):
 
     def refresh(self) -> None:
         for bucket in self.buckets:
-            bucket.mine.copy_(bucket.master)
+            bucket.local_shard.copy_(bucket.master)
 
 
 class ClipsAlone(Zero1):
@@ -160,7 +160,7 @@ def broken(kind: type[Zero1], steps: int, max_norm: float | None = None) -> tupl
 def on_the_wire() -> dict[int, tuple[int, int | None]]:
     """Bytes that all ranks together send in one step, by stage: by the ring model, and as the kernel counts them."""
     device = Accelerator().device
-    found: dict[int, tuple[int, int | None]] = {}
+    by_stage: dict[int, tuple[int, int | None]] = {}
     for stage in STAGES:
         model = small_gpt2(width=256).to(device)
         engine, optimizer = engine_of(stage, model)
@@ -176,5 +176,5 @@ def on_the_wire() -> dict[int, tuple[int, int | None]]:
         ring = torch.tensor(meter.bytes_sent, device=device)
         dist.all_reduce(ring)
         # The least: on a busy machine TCP sends some packets twice.
-        found[stage] = int(ring), min(counted, key=lambda wire: wire or 0)
-    return found
+        by_stage[stage] = int(ring), min(counted, key=lambda wire: wire or 0)
+    return by_stage

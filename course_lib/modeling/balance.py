@@ -61,7 +61,7 @@ def count_flops(model: nn.Module, front: Sequence[str], blocks: Sequence[str], l
     """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # others hide the scores
         _forward(model, length, next(model.parameters()).device)
-    counts = {name.partition(".")[2]: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+    counts = {name.partition(".")[2]: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
     before, within = sum(counts.get(name, 0) for name in front), [float(counts[name]) for name in blocks]
     return [float(before), *within, counter.get_total_flops() - before - sum(within)]
 
@@ -77,7 +77,7 @@ def measure_seconds(model: nn.Module, blocks: Sequence[str], length: int, device
     """
     clock = Clock(device)
     modules = [model.get_submodule(name) for name in blocks]
-    inside = {id(each) for block in modules for each in _held(block)}
+    inside = {id(held) for block in modules for held in _held(block)}
     spans: list[tuple[Stamp, Stamp]] = []
     since: list[Stamp] = []
     lent = contextlib.ExitStack()
@@ -96,7 +96,7 @@ def measure_seconds(model: nn.Module, blocks: Sequence[str], length: int, device
     handles = [hook for block in modules
                for hook in (block.register_forward_pre_hook(begin), block.register_forward_hook(end))]
     tried = []
-    with _on(device, [each for each in _held(model) if id(each) not in inside]), lent:
+    with _on(device, [held for held in _held(model) if id(held) not in inside]), lent:
         for turn in range(tries + 1):
             spans.clear()
             since[:] = [clock.stamp()]
@@ -118,14 +118,14 @@ def _held(module: nn.Module) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def _on(device: torch.device, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Tensors on a device for a while, and then as they were."""
-    before = [each.data for each in tensors]
-    for each in tensors:
-        each.data = each.data.to(device)
+    before = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
     try:
         yield
     finally:
-        for each, data in zip(tensors, before, strict=True):
-            each.data = data
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
 
 
 def _forward(model: nn.Module, length: int, device: torch.device) -> None:

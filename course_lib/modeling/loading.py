@@ -1,4 +1,4 @@
-"""From a model's name to a model and a tokenizer that fit the task and each other."""
+"""Loads a model by name, with a tokenizer, so that they fit the task and each other."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Attention masks made from what the host knows of a batch's padding, so that nobody has to ask the device.
+"""Makes attention masks from what the host knows of a batch's padding, without waiting for the device.
 
 transformers leaves a mask out where it hides nothing, which lets faster kernels run. To find out, it looks at the
 mask's elements (``padding_mask.all()``, transformers.masking_utils), and on a GPU the host stands still until

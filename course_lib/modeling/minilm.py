@@ -1,4 +1,4 @@
-"""MiniLM's files: in a package, in the Hub's cache or on the Hub, and verified. Imports no transformers."""
+"""Finds and verifies MiniLM's files: in a package, in the Hub's cache or on the Hub. Imports no transformers."""
 
 import hashlib
 import importlib.util
@@ -30,16 +30,16 @@ def find() -> tuple[Path, str]:
     Raises:
         ModelError: it is nowhere, or the weights are not the published ones.
     """
-    found = local()
-    if found is None:
+    copy = local()
+    if copy is None:
         if problem := hub_reachable.problem():
             raise ModelError(f"minilm is not installed, and the Hub cannot be reached ({problem})", INSTALL)
         try:
             folder = Path(snapshot_download(REPOSITORY, allow_patterns=FILES))
         except (HfHubHTTPError, OSError) as error:
             raise ModelError(f"minilm could not be fetched from the Hub ({error})", INSTALL) from error
-        found = _verified(folder, f"the Hub, {REPOSITORY}", f"remove {folder} and run again, or {INSTALL}")
-    return found
+        copy = _verified(folder, f"the Hub, {REPOSITORY}", f"remove {folder} and run again, or {INSTALL}")
+    return copy
 
 
 def local() -> tuple[Path, str] | None:

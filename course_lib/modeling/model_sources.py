@@ -1,4 +1,4 @@
-"""Where a model is: a folder, a package, the Hub or its cache; and a clear word where it is not."""
+"""Finds a model by name: in a folder, a package, the Hub or its cache; a clear error where it is nowhere."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cut a Hugging Face model into pipeline stages.
+"""Cuts a Hugging Face model into pipeline stages.
 
 A stage is the model itself, in which everything that other stages hold has been replaced: blocks by modules that let
 the hidden states pass, the embedding by one that returns what the stage before sent. Hugging Face's own forward then
@@ -196,7 +196,7 @@ class Stage(nn.Module):
 
 
 class Received(nn.Module):
-    """In the place of the embeddings: what the stage before sent."""
+    """Replaces the embeddings on a later stage: gives what the stage before sent."""
 
     hidden: Tensor | None = None
 
@@ -206,14 +206,14 @@ class Received(nn.Module):
 
 
 class Nothing(nn.Module):
-    """In the place of what was added to the embeddings on the first stage."""
+    """Replaces what was added to the embeddings on the first stage: adds zero."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(())
 
 
 class Through(nn.Module):
-    """In the place of what another stage does."""
+    """Replaces what another stage computes: gives its input back."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden
@@ -275,7 +275,7 @@ def shared_weights(model: nn.Module, split: Split) -> tuple[dict[int, str], ...]
 def _parameters(model: nn.Module) -> list[float]:
     """Elements that each unit holds, as a stage of its own."""
     units = (EMBEDDINGS, *blocks(model), HEAD)
-    return [float(sum(each.numel() for each in _stage(model, [unit]).parameters())) for unit in units]
+    return [float(sum(parameter.numel() for parameter in _stage(model, [unit]).parameters())) for unit in units]
 
 
 def _positions(model: nn.Module) -> int:

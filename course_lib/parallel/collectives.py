@@ -46,7 +46,7 @@ COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
 def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
     """Combine the ranks' tensors, in place on every rank: a reduce-scatter, then an all-gather of the parts.
 
-    The result has the same bits on all ranks. Unlike gloo's, it knows ``AVG`` and every dtype that can be added.
+    The result has the same bits on all ranks. It knows every dtype that can be added.
 
     Args:
         tensor: the same shape and dtype on every rank.
@@ -54,12 +54,12 @@ def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: dis
     Raises:
         ConfigError: an operation that the dtype does not have, or a rank outside the group.
     """
-    rank, ranks = _place(group)
+    rank, ranks = _position(group)
     whole = tensor.contiguous()
-    parts = whole.view(-1).tensor_split(ranks)
-    reduce_scatter(parts[rank], parts, op, group)
-    all_gather(parts, parts[rank], group)
-    _give(whole, tensor)
+    parts = whole.view(-1).tensor_split(ranks)  # N views of S / N
+    reduce_scatter(parts[rank], parts, op, group)  # now part r is finished, on rank r alone
+    all_gather(parts, parts[rank], group)  # and now everywhere
+    _copy_back(whole, tensor)
 
 
 def reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: ReduceOp.RedOpType = ReduceOp.SUM,
@@ -75,18 +75,19 @@ def reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: ReduceOp.Re
     Raises:
         ConfigError: lists, shapes or operations that don't fit, or a rank outside the group.
     """
-    rank, ranks = _place(group)
+    rank, ranks = _position(group)
     _check_lists("reduce_scatter", ranks, input_list)
     _check_fit("reduce_scatter", rank, input_list[rank], output)
     if op not in COMBINE or (op == ReduceOp.AVG and not output.is_floating_point()):
         raise ConfigError(f"reduce_scatter has no {op} of {output.dtype}", "use SUM, MAX or MIN")
-    # A part starts at the rank after its owner, grows by one rank's share at each step, and ends with its owner.
+    # Around the ring. A part starts at the rank after its owner, grows by one rank's share at each step, and ends with
+    # its owner: in step s this rank receives the part that is s + 1 before its own, with s ranks' shares in it.
     partial = input_list[(rank - 1) % ranks]
     for step in range(1, ranks):
-        mine = input_list[(rank - 1 - step) % ranks]
-        received = torch.empty_like(mine, memory_format=torch.contiguous_format)
+        own_share = input_list[(rank - 1 - step) % ranks]
+        received = torch.empty_like(own_share, memory_format=torch.contiguous_format)
         _exchange(partial, (rank + 1) % ranks, received, (rank - 1) % ranks, group)
-        partial = COMBINE[op](received, mine, out=received)
+        partial = COMBINE[op](received, own_share, out=received)
     output.copy_(partial)
     if op == ReduceOp.AVG:
         output.div_(ranks)
@@ -101,11 +102,11 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: dist.Proces
     Raises:
         ConfigError: lists or shapes that don't fit, or a rank outside the group.
     """
-    rank, ranks = _place(group)
+    rank, ranks = _position(group)
     _check_lists("all_gather", ranks, tensor_list)
     _check_fit("all_gather", rank, tensor_list[rank], tensor)
     tensor_list[rank].copy_(tensor)
-    # Each rank passes on what it received last, so that step s brings the tensor of the rank s places back.
+    # Around the ring. Each rank passes on what it received last, so step s brings the tensor of the rank s before it.
     for step in range(1, ranks):
         _exchange(tensor_list[(rank - step + 1) % ranks], (rank + 1) % ranks,
                   tensor_list[(rank - step) % ranks], (rank - 1) % ranks, group)
@@ -121,13 +122,14 @@ def all_to_all(output_list: Sequence[Tensor], input_list: Sequence[Tensor],
     Raises:
         ConfigError: lists or shapes that don't fit, or a rank outside the group.
     """
-    rank, ranks = _place(group)
+    rank, ranks = _position(group)
     _check_lists("all_to_all", ranks, input_list, output_list)
     _check_fit("all_to_all", rank, input_list[rank], output_list[rank])
     output_list[rank].copy_(input_list[rank])
+    # In round d everybody sends to the rank d after it: no rank has two messages to take at once.
     for distance in range(1, ranks):
-        there, back = (rank + distance) % ranks, (rank - distance) % ranks
-        _exchange(input_list[there], there, output_list[back], back, group)
+        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+        _exchange(input_list[to], to, output_list[source], source, group)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
@@ -139,18 +141,19 @@ def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = No
     Raises:
         ConfigError: a rank outside the group.
     """
-    rank, ranks = _place(group)
+    rank, ranks = _position(group)
     root = src if group is None else dist.get_group_rank(group, src)
-    from_root = (rank - root) % ranks
+    from_root = (rank - root) % ranks  # the root counts as rank 0
     whole = tensor.contiguous()
     holders = 1
     while holders < ranks:
+        # Ranks 0 to holders - 1 have it; each sends it to the rank that many after it.
         if from_root < holders and from_root + holders < ranks:
             _wait(dist.isend(whole, group=group, group_dst=(rank + holders) % ranks))
         elif holders <= from_root < 2 * holders:
             _wait(dist.irecv(whole, group=group, group_src=(rank - holders) % ranks))
         holders *= 2
-    _give(whole, tensor)
+    _copy_back(whole, tensor)
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
@@ -159,18 +162,18 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     Raises:
         ConfigError: a rank outside the group.
     """
-    rank, ranks = _place(group)
+    rank, ranks = _position(group)
     device = device_of(group)
-    token = torch.ones(1, dtype=torch.uint8, device=device)
+    token = torch.ones(1, dtype=torch.uint8, device=device)  # what it says does not matter, only that it came
     distance = 1
     while distance < ranks:
         _exchange(token, (rank + distance) % ranks, torch.empty_like(token), (rank - distance) % ranks, group)
         distance *= 2
-    if device.type == "cuda":
+    if device.type == "cuda":  # where a message is only queued when the call returns
         torch.cuda.current_stream().synchronize()
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _position(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This rank's number in the group, and how many ranks the group has."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
@@ -180,10 +183,10 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def _check_lists(name: str, ranks: int, *lists: Sequence[Tensor]) -> None:
-    """Refuse a list that has not one tensor a rank, before anyone waits for it."""
+    """Refuse a list that has not one tensor per rank, before anyone waits for it."""
     for tensors in lists:
         if len(tensors) != ranks:
-            raise ConfigError(f"{name} was given {len(tensors)} tensors for {ranks} ranks", "give one tensor a rank")
+            raise ConfigError(f"{name} was given {len(tensors)} tensors for {ranks} ranks", "give one tensor per rank")
 
 
 def _check_fit(name: str, rank: int, listed: Tensor, own: Tensor) -> None:
@@ -199,20 +202,20 @@ def _exchange(sent: Tensor, to: int, received: Tensor, source: int, group: dist.
     Nothing travels for an empty tensor: both ends know its shape. But on GPUs a byte does, since a batch may be the
     group's first call, which all its ranks have to make (torch.distributed.batch_isend_irecv).
     """
-    landing = received.contiguous()
-    letters = [sent.contiguous(), landing]
+    receive_buffer = received.contiguous()
+    buffers = [sent.contiguous(), receive_buffer]
     if sent.is_cuda:
-        letters = [each if each.numel() else each.new_empty(1, dtype=torch.uint8) for each in letters]
-    messages = [dist.P2POp(dist.isend, letters[0], group=group, group_peer=to),
-                dist.P2POp(dist.irecv, letters[1], group=group, group_peer=source)]
+        buffers = [buffer if buffer.numel() else buffer.new_empty(1, dtype=torch.uint8) for buffer in buffers]
+    messages = [dist.P2POp(dist.isend, buffers[0], group=group, group_peer=to),
+                dist.P2POp(dist.irecv, buffers[1], group=group, group_peer=source)]
     messages = [message for message in messages if message.tensor.numel()]
     for work in dist.batch_isend_irecv(messages) if messages else []:
         work.wait()
-    _give(landing, received)
+    _copy_back(receive_buffer, received)
 
 
-def _give(buffer: Tensor, tensor: Tensor) -> None:
-    """Bring a result home, where the tensor was not contiguous and a copy did the travelling."""
+def _copy_back(buffer: Tensor, tensor: Tensor) -> None:
+    """Copy a result to where it is wanted, if that is not contiguous and another tensor travelled in its place."""
     if buffer is not tensor:
         tensor.copy_(buffer)
 

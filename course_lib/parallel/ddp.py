@@ -43,7 +43,8 @@ class Bucket:
         self.views: dict[str, Tensor] = {}
         start = 0
         for name, parameter in parameters.items():
-            # With the parameter's own strides, which fused optimizers take for granted.
+            # With the parameter's own strides, which fused optimizers take for granted: channels-last weights are
+            # contiguous in another order of dimensions.
             strides = torch.empty_like(parameter, device="meta").stride()
             self.views[name] = self.flat.as_strided(parameter.shape, strides, start)
             start += parameter.numel()
@@ -68,7 +69,8 @@ def bf16_compression(bucket: Bucket) -> Pending:
 class DataParallel(nn.Module):
     """A module whose gradients are the averages over all ranks as soon as ``loss.backward()`` returns.
 
-    At the start all ranks take the parameters and buffers of the group's first. Each ``parameter.grad`` is a view of a
+    At the start all ranks take the parameters and buffers of the group's first, and before each training forward its
+    buffers again (the means of BatchNorm). Each ``parameter.grad`` is a view of a
     flat bucket, and stays one after ``zero_grad(set_to_none=True)``: the next gradient is copied into its place.
 
     Parameters that a rank's loss does not use are sent as zeros, once the backward has ended. A parameter that no rank
@@ -83,7 +85,6 @@ class DataParallel(nn.Module):
         group: the ranks to average over; None is all ranks.
         bucket_bytes: a bucket is sent once it holds so many bytes.
         first_bucket_bytes: the same for the first bucket, small so that communication begins early.
-        broadcast_buffers: take over the first rank's buffers (the means of BatchNorm) before each training forward.
         find_unused_parameters: let the ranks tell each other which parameters they used: one all-reduce of a byte a
             parameter at the end of each backward.
         communication_hook: sums a bucket's ``flat`` over its ranks, in place, and returns something to wait for.
@@ -92,18 +93,19 @@ class DataParallel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20,
-                 first_bucket_bytes: int = 2**20, broadcast_buffers: bool = True, find_unused_parameters: bool = False,
+                 first_bucket_bytes: int = 2**20, find_unused_parameters: bool = False,
                  communication_hook: Callable[[Bucket], Pending] = sum_gradients):
         super().__init__()
         check_ranks_agree(module, group)
         self.module, self.group = module, group
-        self.bucket_bytes, self.broadcast_buffers = bucket_bytes, broadcast_buffers
-        self.find_unused_parameters, self.communication_hook = find_unused_parameters, communication_hook
+        self.bucket_bytes, self.find_unused_parameters = bucket_bytes, find_unused_parameters
+        self.communication_hook = communication_hook
         self._unchanged = UnchangedModule(module, "DataParallel")
         self._scale = 1 / dist.get_world_size(group)
         self._synchronises = True
         self._broadcast([*module.parameters(), *module.buffers()])
 
+        # Backward makes the gradients of the last layers first: with these in the first bucket it can leave early.
         names = names_of(module)
         trainable = [p for p in reversed(list(names)) if p.requires_grad]
         self.buckets = [Bucket({names[p]: p for p in parameters}, group)
@@ -122,7 +124,7 @@ class DataParallel(nn.Module):
             ModelError: a parameter was added, replaced, frozen or the like since the module was wrapped.
         """
         self._unchanged.check()
-        if self.broadcast_buffers and self._synchronises and self.module.training and torch.is_grad_enabled():
+        if self._synchronises and self.module.training and torch.is_grad_enabled():
             self._broadcast(list(self.module.buffers()))
         return self.module(*args, **kwargs)
 
@@ -143,12 +145,14 @@ class DataParallel(nn.Module):
         if not self._synchronises:
             self._into_view(parameter, view)
             return
+        # The first gradient of a backward asks to be told of its end.
         if not self._backward_runs:
             self._backward_runs = True
             Variable._execution_engine.queue_callback(self._finish)
         if name not in bucket.missing:
             raise CourseError(f"the gradient of `{name}` came twice in one backward, or an earlier backward raised",
                               "checkpoint with use_reentrant=False; wrap the model anew after an error")
+        # Divided before the sum, not after it: in low precision the sum of N gradients may overflow.
         bucket.missing.remove(name)
         self._into_view(parameter, view, self._scale)
         if not bucket.missing:
@@ -164,7 +168,10 @@ class DataParallel(nn.Module):
             parameter.grad = view
 
     def _send_complete(self) -> None:
-        """Start the reduction of the buckets that are complete, in order, while backward goes on."""
+        """Start the reduction of the buckets that are complete, in order, while backward goes on.
+
+        A full bucket waits for those before it: collectives are matched by their order, the same on all ranks.
+        """
         while self._sent < len(self.buckets) and not self.buckets[self._sent].missing:
             bucket = self.buckets[self._sent]
             bucket.work = self.communication_hook(bucket)
@@ -172,6 +179,7 @@ class DataParallel(nn.Module):
 
     def _finish(self) -> None:
         """Called by autograd at the end of backward: send what is left, wait for all, and hand out the averages."""
+        # Send what is left. A parameter that the loss did not use takes part with zeros: other ranks wait for its sum.
         unused: dict[str, Bucket] = {}
         for bucket in self.buckets:
             for name in bucket.missing:
@@ -182,6 +190,8 @@ class DataParallel(nn.Module):
                     self._into_view(bucket.parameters[name], bucket.views[name], self._scale)
             bucket.missing.clear()
         self._send_complete()
+
+        # Wait, and hand out.
         used_somewhere = self._used_somewhere(unused) if self.find_unused_parameters else unused
         for bucket in self.buckets:
             self._wait(bucket)
@@ -213,10 +223,10 @@ class DataParallel(nn.Module):
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Take over the first rank's values, in place; one message for many small tensors."""
-        for together in in_buckets(tensors, self.bucket_bytes, self.bucket_bytes):
-            flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        for bucket in in_buckets(tensors, self.bucket_bytes, self.bucket_bytes):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             dist.broadcast(flat, group=self.group, group_src=0)
-            for tensor, values in zip(together, flat.split([t.numel() for t in together]), strict=True):
+            for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
 
 
@@ -229,15 +239,15 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     which schedules would need an action of its own. A collective call: all ranks lack the same gradients.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    sent = []
-    for together in in_buckets(reversed(gradients), bucket_bytes, bucket_bytes):
-        flat = torch.cat([gradient.reshape(-1) for gradient in together])
-        sent.append((dist.all_reduce(flat, group=group, async_op=True), flat, together))
-    for work, flat, together in sent:
+    under_way = []
+    for bucket in in_buckets(reversed(gradients), bucket_bytes, bucket_bytes):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        under_way.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
+    for work, flat, bucket in under_way:
         work.wait()
         flat /= dist.get_world_size(group)
-        means = flat.split([each.numel() for each in together])
-        torch._foreach_copy_(together, [mean.view_as(own) for own, mean in zip(together, means, strict=True)])
+        means = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [mean.view_as(own) for own, mean in zip(bucket, means, strict=True)])
 
 
 def in_buckets(tensors: Iterable[AnyTensor], first_bytes: int, bytes_each: int) -> list[list[AnyTensor]]:
@@ -251,6 +261,6 @@ def in_buckets(tensors: Iterable[AnyTensor], first_bytes: int, bytes_each: int) 
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
         filling.setdefault(kind, []).append(tensor)
-        if sum(each.nbytes for each in filling[kind]) >= (bytes_each if closed else first_bytes):
+        if sum(tensor.nbytes for tensor in filling[kind]) >= (bytes_each if closed else first_bytes):
             closed.append(filling.pop(kind))
     return closed + list(filling.values())

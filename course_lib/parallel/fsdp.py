@@ -1,68 +1,60 @@
-"""Fully sharded data parallelism from scratch: shard, gather, free, reduce-scatter, prefetch.
+"""Fully sharded data parallelism from scratch: a unit is one flat buffer, cut into N equal parts.
 
-Each rank keeps 1/N of every parameter, of its gradient and of its optimizer state. Whole parameters exist only for
-the block that is computing (Zhao et al. 2023, *PyTorch FSDP*, sections 3 and 4; the idea is stage 3 of ZeRO,
-Rajbhandari et al. 2020, section 5.3).
+The parameters of a block are laid end to end and the whole is cut where the bytes say, wherever that falls within a
+parameter (``FlatParameter``, Zhao et al. 2023, *PyTorch FSDP*, arXiv 2304.11277, section 3.2.1). For a unit's
+parameters a, b and c, and N = 2::
+
+    flat      a a a a a a a b b b b b c c | -     - is padding, so that the parts are equal
+    rank 0    a a a a a a a b
+    rank 1                    b b b b c c -
+
+So the parts, rank after rank, are the buffer: nothing is moved once they have arrived. But a rank may hold nothing of a
+parameter. When to gather and to free is :mod:`course_lib.parallel.sharded_module`'s affair, as in ZeRO-3.
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NoReturn
+import itertools
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from course_lib.errors import ModelError
-from course_lib.parallel import blocks as partition
-from course_lib.parallel.clipping import scale_down_, sum_of_squares
-from course_lib.parallel.flat_parameter import FlatParamGroup, Reduction
-from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
-from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
+from course_lib.parallel.sharded_module import ShardedModule
+from course_lib.parallel.sharded_unit import ShardedUnit
+from course_lib.parallel.sharding import overlap, padded
 
 
-class _AfterBackward(torch.autograd.Function):
-    """Hands its inputs on, and calls a function when the gradients of all of them are there."""
+class FlatParamGroup(ShardedUnit):
+    """The parameters of one block end to end, padded to a multiple of N; a rank's shard is the r-th N-th of them."""
 
-    @staticmethod
-    def forward(ctx: Any, then: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.then = then
-        ctx.set_materialize_grads(False)
-        return inputs
+    def lay_out(self, parameters: list[nn.Parameter]) -> tuple[int, list[int]]:
+        ends = list(itertools.accumulate((parameter.numel() for parameter in parameters), initial=0))
+        return padded(ends[-1], self.world), ends[:-1]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.then()
-        return None, *gradients
+    def local_part(self, whole: Tensor) -> Tensor:
+        return whole.view(self.world, -1)[self.rank].clone()
+
+    def locate(self, parameter: nn.Parameter, index: int) -> tuple[slice, int]:
+        length, start = self.total // self.world, self.starts[parameter]
+        first, numel = overlap(start, parameter.numel(), self.rank * length, length)
+        begin = start + first - self.rank * length if numel else 0
+        return slice(begin, begin + numel), first
+
+    def receive_buffer(self) -> Tensor:
+        return self.flat
+
+    def unpack(self) -> None:
+        """Nothing: what arrived is in order."""
+
+    def pack(self, gradient: Tensor) -> Tensor:
+        return gradient
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(ShardedModule):
     """A module whose parameters, gradients and optimizer states are split over a group of ranks.
 
-    The weights and buffers of the group's first rank are what all start from. Gradients are averaged over the ranks.
-    A trainable parameter that the backward of its unit doesn't reach counts as having a gradient of zeros.
-
-    Args:
-        module: changed in place: outside its forward and backward its parameters read as NaN.
-        optimizer: over the module's parameters, before its first step; repointed to this rank's pieces.
-        units: modules that are gathered each by itself, in the order of the forward; the rest of the model is the
-            root unit, which stays gathered from its forward to the end of its backward. By default the blocks that
-            :func:`course_lib.parallel.blocks.blocks` finds.
-        group: of the ranks; the default group by default.
-        reshard_after_forward: free a unit after its forward and gather it again for its backward (ZeRO-3), or keep
-            it in between (ZeRO-2's communication, and the whole parameters in memory).
-        prefetch: begin to gather the next unit before this one computes.
-        param_dtype: of the gathered parameters, of floating-point inputs, and so of the computation; by default the
-            parameters' own. The pieces keep theirs.
-        reduce_dtype: in which gradients are added up, over micro-batches and ranks; ``param_dtype`` by default.
-        ignored: parameters that stay whole on every rank; their gradients are all-reduced.
-    Raises:
-        ConfigError: an optimizer that is not elementwise; units that overlap; no units found.
-        ModelError: the ranks' models differ; or, in forward, the module was changed since.
+    Arguments are those of :class:`~course_lib.parallel.sharded_module.ShardedModule`, whose hooks do the work.
     """
 
     strategy = "fsdp"
@@ -70,188 +62,6 @@ class FullyShardedDataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None = None,
                  group: dist.ProcessGroup | None = None, reshard_after_forward: bool = True, prefetch: bool = True,
-                 param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
-                 ignored: Collection[nn.Parameter] = ()):
-        super().__init__()
-        check_elementwise(optimizer, self.strategy)
-        check_ranks_agree(module, group)
-        chosen = list(partition.blocks(module).values() if units is None else units)
-        partition.check_disjoint(chosen)
-        self.module, self.optimizer, self.group, self.prefetch = module, optimizer, group, prefetch
-        self.param_dtype, self.synchronise = param_dtype, True
-        self.names = names_of(module)
-        whole = set(ignored)
-        self.ignored = [parameter for parameter in self.names if parameter in whole]
-        for tensor in [*self.ignored, *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
-        owner = partition.owners(module, chosen)
-        self.units = [self.unit_type(each, parameters, group, param_dtype, reduce_dtype,
-                                     keep_after_forward=each is module or not reshard_after_forward)
-                      for each in [module, *chosen]
-                      for parameters in partition.alike(p for p in owner if owner[p] is each and p not in whole)]
-        self._pieces = {parameter: Shard(parameter.shape, 0, parameter.detach().view(-1))
-                        for parameter in self.ignored}
-        for unit in self.units:
-            self._pieces |= unit.pieces
-        repoint(optimizer, {p: p if p in whole else piece.data for p, piece in self._pieces.items()})
-        self._reduction: Reduction | None = None
-        self._backward_runs = False
-        for index, unit in enumerate(self.units):
-            unit.module.register_forward_pre_hook(functools.partial(self._pre_forward, index), with_kwargs=True)
-            unit.module.register_forward_hook(functools.partial(self._post_forward, index))
-        self._unchanged = UnchangedModule(module, type(self).__name__)
-        module.register_state_dict_pre_hook(_refuse)
-        module.register_load_state_dict_pre_hook(_refuse)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._unchanged.check()
-        return self.module(*args, **kwargs)
-
-    # --- what happens around a unit's forward and backward -----------------------------------------------------------
-
-    def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather this unit, begin to gather the next, and ask to be told when its backward is over."""
-        unit = self.units[index]
-        unit.gather()
-        unit.wait()
-        if self.prefetch and not unit.in_backward and index + 1 < len(self.units):
-            self.units[index + 1].gather()
-        if self.param_dtype is not None:
-            args, kwargs = tree_map(self._cast, (args, kwargs))
-        leaves, structure = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if places:
-            then = functools.partial(self._post_backward, index)
-            for i, leaf in zip(places, _AfterBackward.apply(then, *(leaves[i] for i in places)), strict=True):
-                leaves[i] = leaf
-        return tree_unflatten(leaves, structure)
-
-    def _post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the unit, and ask to be told when its backward begins."""
-        unit = self.units[index]
-        if unit.in_backward:  # activation checkpointing runs the forward again, and the backward follows at once
-            return
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for leaf in leaves:
-            leaf.register_hook(functools.partial(self._pre_backward, index))
-        unit.awaits_backward |= bool(leaves)
-        if not (unit.keep_after_forward and torch.is_grad_enabled()):
-            unit.free()
-
-    def _pre_backward(self, index: int, gradient: Tensor) -> None:
-        """Gather this unit again, and begin to gather the one whose backward comes next."""
-        unit = self.units[index]
-        if not self._backward_runs:
-            self._backward_runs = True
-            Variable._execution_engine.queue_callback(self._end_backward)
-        unit.awaits_backward, unit.in_backward, unit.owes_gradient = False, True, unit.trainable
-        unit.gather()
-        unit.wait()
-        if self.prefetch and index > 0 and self.units[index - 1].awaits_backward:
-            self.units[index - 1].gather()
-
-    def _post_backward(self, index: int) -> None:
-        """Free the unit and send its gradient on its way."""
-        unit = self.units[index]
-        unit.in_backward = False
-        unit.free()
-        if unit.has_gradients():
-            self._reduce(unit)
-
-    def _end_backward(self) -> None:
-        """What is left: the root unit, units whose inputs needed no gradient, and the ignored parameters."""
-        for unit in reversed(self.units):
-            if unit.owes_gradient or unit.has_gradients():
-                self._reduce(unit)
-            unit.free()
-            unit.in_backward = unit.awaits_backward = False
-        self._finish_reduction()
-        if self.synchronise:
-            reduced = [parameter.grad for parameter in self.ignored if parameter.grad is not None]
-            for work in [dist.all_reduce(gradient, group=self.group, async_op=True) for gradient in reduced]:
-                work.wait()
-            for gradient in reduced:
-                gradient.div_(dist.get_world_size(self.group))
-        self._backward_runs = False
-
-    def _reduce(self, unit: FlatParamGroup) -> None:
-        """One reduce-scatter runs while the next unit's backward computes; a second one waits for it."""
-        unit.owes_gradient = False
-        unit.collect()
-        if self.synchronise:
-            self._finish_reduction()
-            self._reduction = unit.reduce_scatter()
-
-    def _finish_reduction(self) -> None:
-        if self._reduction is not None:
-            self._reduction.finish()
-            self._reduction = None
-
-    def _cast(self, leaf: Any) -> Any:
-        return leaf.to(self.param_dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    # --- what a trainer calls ----------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate without communication of gradients.
-
-        As in FSDP, each rank then holds the sum of its own *whole* gradients, in ``reduce_dtype``, until the first
-        backward outside: memory for all the parameters against one reduce-scatter a unit and micro-batch.
-        """
-        before, self.synchronise = self.synchronise, False
-        try:
-            yield
-        finally:
-            self.synchronise = before
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
-        pieces = [p.data.grad for unit in self.units for p in unit.pieces.values() if p.data.grad is not None]
-        whole = [parameter.grad for parameter in self.ignored if parameter.grad is not None]
-        device = next(iter(self.names)).device
-        square = sum_of_squares(pieces, device)
-        dist.all_reduce(square, group=self.group)
-        if whole:
-            square += sum_of_squares(whole, device)  # all ranks hold them alike
-        norm = square.sqrt()
-        scale_down_(pieces + whole, norm, max_norm)
-        return norm
-
-    def step(self) -> None:
-        """Update this rank's pieces; the next gather brings the new weights."""
-        self.optimizer.step()
-        self.refresh()
-
-    def zero_grad(self) -> None:  # type: ignore[override]
-        """Forget all gradients, of pieces and of what ``no_sync`` keeps."""
-        for unit in self.units:
-            unit.gradient = None
-            for piece in unit.pieces.values():
-                piece.data.grad = None
-        for parameter in self.ignored:
-            parameter.grad = None
-
-    def pieces(self) -> dict[str, Shard]:
-        """This rank's piece of every parameter, by its first name, in module order."""
-        return {name: self._pieces[parameter] for parameter, name in self.names.items()}
-
-    def refresh(self) -> None:
-        """Let the pieces' present values count: free whatever was gathered from earlier ones."""
-        for unit in self.units:
-            unit.free()
-
-    def resident(self) -> dict[str, list[Tensor]]:
-        """The tensors alive on this rank by kind; those of freed storage count 0 bytes."""
-        gradients = [piece.data.grad for unit in self.units for piece in unit.pieces.values()]
-        gradients += [unit.gradient for unit in self.units] + [parameter.grad for parameter in self.names]
-        flying = [self._reduction.whole, self._reduction.mine] if self._reduction is not None else []
-        return {"parameters": [t for unit in self.units for t in (unit.shard, unit.flat)] + list(self.ignored),
-                "gradients": [gradient for gradient in gradients if gradient is not None],
-                "optimizer states": [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, Tensor)],
-                "communication buffers": flying}
-
-
-def _refuse(*_: Any) -> NoReturn:
-    raise ModelError("an FSDP module has no whole weights in it: each rank holds pieces",
-                     "use shards.gather_whole(engine.pieces()), or scatter_whole and engine.refresh() to load")
+                 param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None):
+        super().__init__(module, optimizer, units=units, group=group, reshard_after_forward=reshard_after_forward,
+                         prefetch=prefetch, param_dtype=param_dtype, reduce_dtype=reduce_dtype)

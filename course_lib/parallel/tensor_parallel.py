@@ -15,7 +15,6 @@ along the sequence is kept for the backward, not gathered once more.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,10 +102,10 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None if linear.bias is None else self.splits["bias"].parameter(linear.get_parameter("bias"), group)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(…, in), or (rows, tokens / ranks, in) with ``sequence``, to (…, out / ranks), or (…, out) if gathered."""
-        if not self.entered:
+        """(…, in), or (rows, tokens / N, in) with ``sequence``, to (…, out / N), or (…, out) if gathered."""
+        if not self.entered:  # forward nothing, or (rows, tokens / N, in) -> (rows, tokens, in)
             hidden = all_gather(hidden, self.group) if self.sequence else copy(hidden, self.group)
-        columns = F.linear(hidden, self.weight.t() if self.transposed else self.weight, self.bias)
+        columns = F.linear(hidden, self.weight.t() if self.transposed else self.weight, self.bias)  # (…, out / N)
         return gather(columns, self.group) if self.gather_output else columns
 
 
@@ -129,12 +128,13 @@ class RowParallelLinear(nn.Module):
         self.splits = {"weight": ParameterSplit(dim=0 if self.transposed else 1)}
         self.weight = self.splits["weight"].parameter(linear.get_parameter("weight"), group)
         self.bias = None if linear.bias is None else linear.get_parameter("bias")
-        if sequence and self.bias is not None:
+        if sequence and self.bias is not None:  # each rank adds it to its own tokens only
             sum_gradients([self.bias], group)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(…, in / ranks) to (…, out), or to (rows, tokens / ranks, out) with ``sequence``."""
-        partial = F.linear(hidden, self.weight.t() if self.transposed else self.weight)
+        """(…, in / N) to (…, out), or to (rows, tokens / N, out) with ``sequence``."""
+        partial = F.linear(hidden, self.weight.t() if self.transposed else self.weight)  # (…, out), one summand of N
+        # The bias comes after the sum, or it would be added N times.
         whole = reduce_scatter(partial, self.group) if self.sequence else reduce(partial, self.group)
         return whole if self.bias is None else whole + self.bias
 
@@ -166,8 +166,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids (…) to embeddings (…, width), the same on every rank."""
         own, elsewhere = _own_rows(tokens, len(self.weight), self.group)
-        found = F.embedding(own, self.weight, self.padding_idx)
-        return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+        embedded = F.embedding(own, self.weight, self.padding_idx)  # (…) -> (…, width); row 0 where it lies elsewhere
+        return reduce(embedded.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)  # one rank has it, the others add 0
 
 
 def _own_rows(ids: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
                                  ignore_index: int = -100) -> Tensor:
     """Cross-entropy of logits whose vocabulary is over the ranks, without gathering them.
 
-    What travels are three numbers a token: its largest logit, its target's, and the sum of the exponentials.
+    What travels are three numbers per token: its largest logit, its target's, and the sum of the exponentials.
 
     Args:
         logits: (…, vocabulary / ranks), this rank's columns.
@@ -193,32 +193,17 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
     Returns:
         (…), each token's loss, the same on every rank; 0 where the target is ``ignore_index``.
     """
-    largest = logits.detach().amax(-1)
+    # The largest logit, so that no exponential overflows. The loss does not depend on it: no gradient is needed.
+    largest = logits.detach().amax(-1)  # (…, V / N) -> (…)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     shifted = logits - largest.unsqueeze(-1)
+    # The target's logit, which one of the ranks has.
     ignored = targets == ignore_index
     own, elsewhere = _own_rows(targets.masked_fill(ignored, 0), logits.shape[-1], group)
-    target = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+    target = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)  # (…)
+    # Both sums in one message: -log softmax(logits)[target] = log(sum of exponentials) - target's logit.
     exponentials, target = reduce(torch.stack([shifted.exp().sum(-1), target]), group)
     return (exponentials.log() - target).masked_fill(ignored, 0)
-
-
-def causal_loss(logits: Tensor, labels: Tensor | None, vocab_size: int = 0, *, group: Group = None,
-                num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100,
-                shift_labels: Tensor | None = None, **_: Any) -> Tensor:
-    """Transformers' loss of a causal language model, from split logits.
-
-    Args:
-        logits: (rows, tokens, vocabulary / ranks), this rank's columns; the loss is taken in fp32.
-        labels: (rows, tokens), the token at each place, of which a place has to tell the next.
-        num_items_in_batch: divide the sum by it; by default by the number of tokens that count.
-        shift_labels: (rows, tokens), the next tokens, instead of labels.
-    """
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    losses = vocab_parallel_cross_entropy(logits.float(), shift_labels, group, ignore_index)
-    return losses.sum() / ((shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def sequence_parallel_norm(norm: nn.Module, group: Group = None) -> nn.Module:

@@ -14,14 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.errors import ConfigError, ModelError
+from course_lib.errors import ModelError
 from course_lib.parallel.tensor_parallel import (
     ANOTHER_SIZE,
     ColumnParallelLinear,
     ParameterSplit,
     RowParallelLinear,
     VocabParallelEmbedding,
-    causal_loss,
     sequence_parallel_norm,
 )
 from course_lib.parallel.tp_collectives import SEQUENCE, Group, all_gather, check_divides, copy, gather, scatter
@@ -48,7 +47,6 @@ class TensorPlan:
         embedding: of the tokens, split by the vocabulary.
         head: that makes the logits, split likewise; a model may lack it.
         final_norm: after the last block, if there is one.
-        own_loss: the loss is asked of ``model.loss_function``, and can be replaced by the vocabulary-parallel one.
         divided: by name within a block, attributes that count heads or columns and are now a rank's share.
     """
 
@@ -57,7 +55,6 @@ class TensorPlan:
     embedding: str
     head: str
     final_norm: str = ""
-    own_loss: bool = True
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def blocks_of(self, module: nn.Module) -> dict[str, nn.Module]:
@@ -85,7 +82,7 @@ PLANS: Mapping[str, TensorPlan] = {
                "attention.self.value": Role.COLUMN, "attention.output.dense": Role.ROW,
                "attention.output.LayerNorm": Role.NORM, "intermediate.dense": Role.COLUMN, "output.dense": Role.ROW,
                "output.LayerNorm": Role.NORM},
-        embedding="word_embeddings", head="predictions.decoder", own_loss=False,
+        embedding="word_embeddings", head="predictions.decoder",
         divided={"attention.self": ("num_attention_heads", "all_head_size")}),
     "llama": TensorPlan(
         blocks="layers",
@@ -114,8 +111,6 @@ class TensorParallel(nn.Module):
         sequence: sequence parallelism: between the split layers each rank has its slice of the tokens, whose number
             divides by that of the ranks. What comes before the first block and after the final norm sees all tokens.
         split_vocabulary: split the embedding and the head too.
-        split_loss: take the loss from split logits, which then are never whole: ``output.logits`` is this rank's
-            columns.
     Attributes:
         splits: how the split parameters lie over the ranks, by their names, which are those of the whole model.
     Raises:
@@ -124,7 +119,7 @@ class TensorParallel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, group: Group = None, *, plan: TensorPlan | None = None,
-                 sequence: bool = False, split_vocabulary: bool = True, split_loss: bool = False):
+                 sequence: bool = False, split_vocabulary: bool = True):
         super().__init__()
         self.plan, config = plan_of(module, plan)
         self.module, self.group, self.sequence = module, group, sequence
@@ -140,9 +135,7 @@ class TensorParallel(nn.Module):
         if sequence:
             self._slice_between(list(blocks.values()))
         if split_vocabulary:
-            self._split_vocabulary(split_loss)
-        elif split_loss:
-            raise ConfigError("split_loss needs split logits", "set split_vocabulary too")
+            self._split_vocabulary()
         self._tie()
         self.splits = {name: self._splits[parameter]
                        for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -210,21 +203,15 @@ class TensorParallel(nn.Module):
             last = sequence_parallel_norm(self.module.get_submodule(name), self.group)
         last.register_forward_hook(lambda module, args, hidden: gather(hidden, self.group, SEQUENCE))
 
-    def _split_vocabulary(self, split_loss: bool) -> None:
-        """Split embedding, head and loss, as far as the module has them."""
+    def _split_vocabulary(self) -> None:
+        """Split embedding and head, as far as the module has them. The logits are gathered: a model's own loss, and
+        whoever reads them, wants them whole."""
         if (name := named(self.module, self.plan.embedding)) is not None:
             embedding = self.module.get_submodule(name)
             assert isinstance(embedding, nn.Embedding)
             self._replace(name, VocabParallelEmbedding(embedding, self.group))
-        head = named(self.module, self.plan.head)
-        if split_loss and (head is None or not self.plan.own_loss):
-            raise ConfigError(f"{type(self.module).__name__} does not take its loss from split logits",
-                              "leave split_loss out: the logits are then gathered")
-        if head is not None:
-            self._replace(head, ColumnParallelLinear(self.module.get_submodule(head), self.group,
-                                                     gather_output=not split_loss))
-        if split_loss:
-            self.module.loss_function = functools.partial(causal_loss, group=self.group)  # type: ignore[assignment]
+        if (name := named(self.module, self.plan.head)) is not None:
+            self._replace(name, ColumnParallelLinear(self.module.get_submodule(name), self.group, gather_output=True))
 
     def _replace(self, name: str, split: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) -> None:
         """Put a split layer in a whole one's place, and note what became of its parameters."""

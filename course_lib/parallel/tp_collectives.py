@@ -36,11 +36,11 @@ PAD_SEQUENCES = "pad the sequences to a multiple of the ranks, as a collator doe
 # --- What moves: plain collectives, out of place, along any dimension ---
 
 def _nothing(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    return tensor.view_as(tensor)
+    return tensor.view_as(tensor)  # autograd wants another tensor than the one that it gave
 
 
 def _all_reduce(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
+    total = tensor.clone(memory_format=torch.contiguous_format)  # all-reduce is in place, and others use the tensor
     dist.all_reduce(total, group=group)
     return total
 
@@ -48,7 +48,9 @@ def _all_reduce(tensor: Tensor, group: Group, dim: int) -> Tensor:
 def gathered(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' tensors, which have one shape, put together along ``dim``, on every rank; autograd sees nothing."""
     ranks = dist.get_world_size(group)
-    stacked = tensor.new_empty(ranks * len(tensor), *tensor.shape[1:])  # along the first dimension, as c10d has it
+    # The collective puts them one after the other in memory, which is along the first dimension. So for another one
+    # they are taken apart and put together anew: (N rows, tokens, width) -> (rows, N tokens, width) for dim 1.
+    stacked = tensor.new_empty(ranks * len(tensor), *tensor.shape[1:])
     dist.all_gather_single(stacked, tensor.contiguous(), group=group)
     return torch.cat(stacked.chunk(ranks), dim)
 
@@ -58,10 +60,10 @@ def _own_slice(tensor: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _reduce_scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    slices = _slices(tensor, group, dim)
-    own = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter_single(own, torch.cat(slices), group=group)
-    return own
+    slices = _slices(tensor, group, dim)  # N of (rows, tokens / N, width) for dim 1
+    own_sum = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter_single(own_sum, torch.cat(slices), group=group)  # in memory, rank r's slice is the r-th
+    return own_sum
 
 
 def _slices(tensor: Tensor, group: Group, dim: int) -> tuple[Tensor, ...]:

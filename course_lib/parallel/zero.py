@@ -24,66 +24,75 @@ from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
 
 
 class ShardedBucket:
-    """Parameters of one group and dtype, laid end to end and cut into N equal slices, one a rank.
+    """Parameters of one group and dtype, laid end to end and cut into N equal shards, one per rank.
+
+    E is their number of elements, padded to a multiple of N. Rank r's shard is elements r E / N to (r + 1) E / N, which
+    begins and ends wherever that falls, within a parameter too.
 
     Attributes:
-        flat: 1-D, all the parameters, which are views of it; padded to a multiple of N.
-        mine: this rank's slice of ``flat``.
-        master: what the optimizer updates: ``mine`` itself, or an fp32 copy where the parameters are of lower
+        flat: (E,), all the parameters, which are views of it.
+        local_shard: (E / N,), this rank's part of ``flat``, a view.
+        master: (E / N,), what the optimizer updates: ``local_shard``, or an fp32 copy where the parameters are of lower
             precision (section 3.1 of the paper: the copy is one of the optimizer's states).
-        gradient: 1-D, fp32, the averaged gradient of this rank's slice; None until it has been reduced.
-        sending: 1-D, the whole gradient on its way; None where none is.
+        gradient: (E / N,), fp32, the averaged gradient of this rank's shard; None until it has been reduced.
+        send_buffer: (E,), the whole gradient on its way; None where none is.
+        param_slices: where each parameter lies in ``flat``.
+        shard_slices: where what this rank updates of each parameter lies in ``local_shard``; may be empty.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None):
         self.group, self.world, rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+        # The module's parameters become views of one flat tensor.
         self.flat = parameters[0].new_zeros(padded(sum(p.numel() for p in parameters), self.world), requires_grad=False)
-        length = self.flat.numel() // self.world
-        self.runs: dict[nn.Parameter, slice] = {}
+        self.param_slices: dict[nn.Parameter, slice] = {}
         start = 0
         for parameter in parameters:
-            self.runs[parameter] = run = slice(start, start + parameter.numel())
-            self.flat[run].copy_(parameter.detach().flatten())
-            parameter.data = self.flat[run].view(parameter.shape)
-            start = run.stop
+            self.param_slices[parameter] = param_slice = slice(start, start + parameter.numel())
+            self.flat[param_slice].copy_(parameter.detach().flatten())
+            parameter.data = self.flat[param_slice].view(parameter.shape)
+            start = param_slice.stop
         self.filled = start
         dist.broadcast(self.flat, group=group, group_src=0)
-        self.mine = self.flat[rank * length : (rank + 1) * length]
-        self.master = self.mine if self.flat.dtype == torch.float32 else self.mine.float()
+
+        # This rank's shard, and of each parameter the piece that lies in it.
+        length = self.flat.numel() // self.world  # E / N
+        self.local_shard = self.flat[rank * length : (rank + 1) * length]
+        self.master = self.local_shard if self.flat.dtype == torch.float32 else self.local_shard.float()
         self.pieces: dict[nn.Parameter, Shard] = {}
-        self.places: dict[nn.Parameter, slice] = {}  # of this rank's slice
-        for parameter, run in self.runs.items():
-            first, numel = overlap(run.start, parameter.numel(), rank * length, length)
-            begin = run.start + first - rank * length if numel else 0
-            self.places[parameter] = place = slice(begin, begin + numel)
-            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(self.master[place]))
+        self.shard_slices: dict[nn.Parameter, slice] = {}
+        for parameter, param_slice in self.param_slices.items():
+            first, numel = overlap(param_slice.start, parameter.numel(), rank * length, length)
+            begin = param_slice.start + first - rank * length if numel else 0
+            self.shard_slices[parameter] = shard_slice = slice(begin, begin + numel)
+            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(self.master[shard_slice]))
         self.gradient: Tensor | None = None
-        self.sending: Tensor | None = None
+        self.send_buffer: Tensor | None = None
         self.received: Tensor | None = None
         self.work: dist.Work | None = None
-        self.missing = set(self.runs)
+        self.missing = set(self.param_slices)
 
     def collect(self, parameters: Collection[nn.Parameter]) -> None:
         """Move some parameters' gradients into the buffer that will be sent; zeros where there is none."""
-        if self.sending is None:
-            self.sending = torch.empty_like(self.flat)
-            self.sending[self.filled :].zero_()  # the padding
-        into = {parameter: self.sending[self.runs[parameter]].view(parameter.shape) for parameter in parameters}
+        if self.send_buffer is None:
+            self.send_buffer = torch.empty_like(self.flat)
+            self.send_buffer[self.filled :].zero_()  # the padding
+        targets = {p: self.send_buffer[self.param_slices[p]].view(p.shape) for p in parameters}
         arrived = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         if arrived:
-            torch._foreach_copy_([into[parameter] for parameter in arrived], list(arrived.values()))
-        for parameter, run in into.items():
+            torch._foreach_copy_([targets[parameter] for parameter in arrived], list(arrived.values()))
+        for parameter, target in targets.items():
             if parameter not in arrived:
-                run.zero_()
-            parameter.grad = None
+                target.zero_()
+            parameter.grad = None  # a whole gradient is held once, in the buffer
         self.missing.difference_update(parameters)
 
     def send(self) -> None:
-        """Begin the reduce-scatter: each rank receives the sum of its own slice."""
+        """Begin the reduce-scatter: each rank receives the sum of its own shard."""
         self.collect(tuple(self.missing))  # of stage 2, those that this backward did not reach
-        assert self.sending is not None
-        self.received = torch.empty_like(self.mine)
-        self.work = dist.reduce_scatter_single(self.received, self.sending, group=self.group, async_op=True)
+        assert self.send_buffer is not None
+        self.received = torch.empty_like(self.local_shard)  # (E,) -> (E / N,)
+        self.work = dist.reduce_scatter_single(self.received, self.send_buffer, group=self.group, async_op=True)
 
     def finish(self) -> None:
         """Wait for the reduce-scatter, add the mean to this rank's gradient, and free the whole one."""
@@ -91,14 +100,15 @@ class ShardedBucket:
             self.work.wait()
             mean = self.received.to(self.master.dtype).div_(self.world)
             self.gradient = mean if self.gradient is None else self.gradient.add_(mean)
-            self.work = self.sending = self.received = None
-            self.missing = set(self.runs)
+            self.work = self.send_buffer = self.received = None
+            self.missing = set(self.param_slices)
 
     def gather(self) -> dist.Work:
         """Begin to bring every rank's updated slice to all."""
-        if self.master is not self.mine:
-            self.mine.copy_(self.master)
-        return dist.all_gather_single(self.flat, self.mine.clone(), group=self.group, async_op=True)
+        if self.master is not self.local_shard:
+            self.local_shard.copy_(self.master)  # rounded to the parameters' own precision
+        # (E / N,) -> (E,). A copy is sent: the shard itself lies in what is received.
+        return dist.all_gather_single(self.flat, self.local_shard.clone(), group=self.group, async_op=True)
 
 
 class Zero1(nn.Module):
@@ -131,6 +141,9 @@ class Zero1(nn.Module):
         check_ranks_agree(module, group)
         self.module, self.optimizer, self.group = module, optimizer, group
         self.names = names_of(module)
+
+        # A bucket is within one group of the optimizer, whose options its shard keeps; backward ends with the first
+        # parameters, so the last ones fill the first bucket.
         groups = [[p for p in reversed(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
         self.buckets = [ShardedBucket(parameters, group) for parameters in _cut(groups, bucket_bytes)]
         trained: dict[Tensor, Shard] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
@@ -153,23 +166,24 @@ class Zero1(nn.Module):
     # --- one step, in three phases -----------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Reduce: every rank receives the mean gradient of its own slice. Done once, however often called."""
-        if any(p.grad is not None for bucket in self.buckets for p in bucket.runs):
-            before: ShardedBucket | None = None
+        """Reduce: every rank receives the mean gradient of its own shard. Done once, however often called."""
+        if any(p.grad is not None for bucket in self.buckets for p in bucket.param_slices):
+            previous: ShardedBucket | None = None
             for bucket in self.buckets:  # two at a time: one travels while the next is filled
                 bucket.send()
-                if before is not None:
-                    before.finish()
-                before = bucket
+                if previous is not None:
+                    previous.finish()
+                previous = bucket
             self.buckets[-1].finish()
 
     def step(self) -> None:
-        """Reduce the gradients, update this rank's slice, gather everybody's."""
+        """Reduce the gradients, update this rank's shards, gather everybody's."""
         self.reduce()
+        # Update: the optimizer has the pieces as its parameters, and sees no element of another rank's.
         for bucket in self.buckets:
             if bucket.gradient is not None:
                 for parameter, piece in bucket.pieces.items():
-                    piece.data.grad = bucket.gradient[bucket.places[parameter]]
+                    piece.data.grad = bucket.gradient[bucket.shard_slices[parameter]]
         self.optimizer.step()
         self.refresh()
 
@@ -184,7 +198,7 @@ class Zero1(nn.Module):
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
         self.reduce()
         gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        square = sum_of_squares(gradients, self.buckets[0].flat.device)  # of this rank's slices; the padding is zero
+        square = sum_of_squares(gradients, self.buckets[0].flat.device)  # of this rank's shards; the padding is zero
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         scale_down_(gradients, norm, max_norm)
@@ -204,12 +218,12 @@ class Zero1(nn.Module):
     def resident(self) -> dict[str, list[Tensor]]:
         """The tensors alive on this rank by kind; an fp32 master that is a copy is a state of the optimizer."""
         states = [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, Tensor)]
-        states += [bucket.master for bucket in self.buckets if bucket.master is not bucket.mine]
+        states += [bucket.master for bucket in self.buckets if bucket.master is not bucket.local_shard]
         gradients = [bucket.gradient for bucket in self.buckets] + [parameter.grad for parameter in self.names]
         return {"parameters": [bucket.flat for bucket in self.buckets] + [p.detach() for p in self.frozen],
                 "gradients": [gradient for gradient in gradients if gradient is not None],
                 "optimizer states": states,
-                "communication buffers": [t for bucket in self.buckets for t in (bucket.sending, bucket.received)
+                "communication buffers": [t for bucket in self.buckets for t in (bucket.send_buffer, bucket.received)
                                           if t is not None]}
 
 
@@ -230,7 +244,7 @@ class Zero2(Zero1):
         super().__init__(module, optimizer, group=group, bucket_bytes=bucket_bytes)
         self._next: int | None = None  # the bucket to be sent next, while a backward runs
         for bucket in self.buckets:
-            for parameter in bucket.runs:
+            for parameter in bucket.param_slices:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
     @contextlib.contextmanager
@@ -297,14 +311,14 @@ def _worth_updating(piece: Shard) -> Tensor | None:
 def _cut(groups: list[list[nn.Parameter]], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """Each group's parameters in runs of one dtype and of about so many bytes, those that backward reaches first
     before the others."""
-    found: list[list[nn.Parameter]] = []
+    closed: list[list[nn.Parameter]] = []
     for parameters in groups:
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        open_by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
-            kept = by_dtype.setdefault(parameter.dtype, [])
-            if kept and sum(p.nbytes for p in kept) + parameter.nbytes > bucket_bytes:
-                found.append(kept)
-                kept = by_dtype[parameter.dtype] = []
-            kept.append(parameter)
-        found += by_dtype.values()
-    return found
+            filling = open_by_dtype.setdefault(parameter.dtype, [])
+            if filling and sum(p.nbytes for p in filling) + parameter.nbytes > bucket_bytes:
+                closed.append(filling)
+                filling = open_by_dtype[parameter.dtype] = []
+            filling.append(parameter)
+        closed += open_by_dtype.values()
+    return closed

@@ -56,21 +56,21 @@ def generate(model: str, accelerators: Collection[str] = ("cuda",), *, distribut
         for gpus in counts:
             cluster = hardware.cluster(KINDS.get(name, name), gpus)
             try:
-                found = strategy.search(known, cluster, length)
+                result = strategy.search(known, cluster, length)
             except strategy.NothingFits as why:
                 left_out.append({"accelerator": cluster.accelerator.name, "gpus": gpus, "why": str(why)})
                 continue
-            runs += [_run(known, cluster, each) for each in found.best_of_each()]
+            runs += [_run(known, cluster, candidate) for candidate in result.best_of_each()]
     return {"model": known.name, "parameters": known.parameters, "sequence_length": length, "runs": runs,
             "left_out": left_out}
 
 
-def _run(model: Model, cluster: Cluster, found: strategy.Candidate) -> dict[str, Any]:
-    plan = found.plan
+def _run(model: Model, cluster: Cluster, candidate: strategy.Candidate) -> dict[str, Any]:
+    plan = candidate.plan
     return {"accelerator": cluster.accelerator.name, "gpus": cluster.gpus, "strategy": plan.strategy,
             "plan": asdict(plan), "global_batch": plan.global_batch,
-            "predicted": {"tokens_per_second": found.cost.tokens_per_second, "mfu": found.cost.mfu,
-                          "memory_bytes": found.memory.total},
+            "predicted": {"tokens_per_second": candidate.cost.tokens_per_second, "mfu": candidate.cost.mfu,
+                          "memory_bytes": candidate.memory.total},
             "command": to_launchers.launch_line(plan, cluster.gpus_per_node, model)}
 
 
@@ -79,15 +79,15 @@ def runnable(document: Mapping[str, Any], ranks: int) -> list[Plan]:
 
     They are scaled down: as many ranks as there are, micro-batch and accumulation 1, fp32, nothing compiled.
     """
-    found: dict[tuple[str, int, int], Plan] = {}
+    plans: dict[tuple[str, int, int], Plan] = {}
     for run in document["runs"]:
         plan = Plan(**run["plan"])
         if plan.gpus > ranks or plan.tensor * plan.pipeline * plan.context > 1 or plan.offload != "none":
             continue
-        found.setdefault((plan.engine, plan.stage, plan.gpus),
+        plans.setdefault((plan.engine, plan.stage, plan.gpus),
                          replace(plan, micro_batch=2, accumulation=1, precision="fp32", compiled=False,
                                  checkpointing="none"))
-    return list(found.values())
+    return list(plans.values())
 
 
 def matmul_share(model: Model, plan: Plan, cluster: Cluster, tokens_per_second: float) -> float:
@@ -116,10 +116,10 @@ def calibration(measured: Iterable[tuple[Model, Plan, Cluster, float]]) -> dict[
     for model, plan, cluster, rate in measured:
         key = cluster.accelerator.name, plan.precision
         shares.setdefault(key, []).append(matmul_share(model, plan, cluster, rate))
-    found: dict[str, dict[str, float]] = {}
-    for (name, precision), each in shares.items():
-        found.setdefault(name, {})[precision] = statistics.median(each)
-    return found
+    median_shares: dict[str, dict[str, float]] = {}
+    for (name, precision), measured_shares in shares.items():
+        median_shares.setdefault(name, {})[precision] = statistics.median(measured_shares)
+    return median_shares
 
 
 def write_results(path: Path, document: Mapping[str, Any], results: Sequence[Mapping[str, Any]],

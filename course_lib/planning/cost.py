@@ -3,7 +3,7 @@
 Collectives cost volume / bandwidth + latency, with NCCL's bus-bandwidth factors (NVIDIA/nccl-tests, PERFORMANCE.md).
 ZeRO's volumes are arXiv 1910.02054 section 7 with the (N - 1) / N that the paper leaves out; tensor parallelism's
 are arXiv 2104.04473 section 3.2; bubbles arXiv 2104.04473 section 2.2 and arXiv 2401.10241 table 2. Seconds,
-bytes, bytes a second.
+bytes, bytes per second.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 
 ADAM_TRAFFIC = 30
-"""Bytes a parameter that a fused Adam moves: fp32 weight and two moments read and written, the gradient read, the
+"""Bytes per parameter that a fused Adam moves: fp32 weight and two moments read and written, the gradient read, the
 16-bit weight written."""
 GRADIENT_SUM = 12
-"""Bytes a parameter that the host moves to add an fp32 gradient to the one that it keeps: two read, one written."""
+"""Bytes per parameter that the host moves to add an fp32 gradient to the one that it keeps: two read, one written."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def collective(name: str, size: float, members: int, stride: int, cluster: Clust
 
 
 def zero_volume(stage: int) -> int:
-    """Elements that ZeRO moves a step and rank, for each parameter, (N - 1) / N left out as in the paper.
+    """Elements that ZeRO moves per step and rank, for each parameter, (N - 1) / N left out as in the paper.
 
     Source: arXiv 1910.02054 section 7: reduce-scatter of gradients and all-gather of parameters, and at stage 3
     that all-gather in the forward and in the backward pass.
@@ -205,7 +205,7 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
 
 
 def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> float:
-    """Data parallelism's collectives once a step, beyond the last micro-batch's backward pass that hides them.
+    """Data parallelism's collectives once per step, beyond the last micro-batch's backward pass that hides them.
 
     FSDP in a pipeline is among them: gathered before the first micro-batch, scattered after the last (arXiv
     2407.21783 section 3.3.2; torchtitan's parallelize_llama.py and PyTorch's pipeline stages do the same).
@@ -249,7 +249,7 @@ def _bubble(plan: Plan, one: float, weight_gradients: float) -> float:
     """Seconds a pipeline rank waits in a step.
 
     Args:
-        plan: schedule, ranks and stages a rank.
+        plan: schedule, ranks and stages per rank.
         one: seconds of one micro-batch on one rank, forward and backward.
         weight_gradients: those of it that can be put off.
     """

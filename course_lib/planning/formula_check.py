@@ -25,7 +25,7 @@ class Difference:
         return self.formula / self.simulated - 1 if self.simulated else math.nan
 
 
-def compare(model: str | Model, setting: "Setting", found: "Simulated") -> list[Difference]:
+def compare(model: str | Model, setting: "Setting", simulated: "Simulated") -> list[Difference]:
     """The simulated rank beside :func:`course_lib.planning.memory.estimate`.
 
     Gradients are those that wait for the optimizer; a block's whole gradient is among the buffers, with gathered
@@ -35,17 +35,17 @@ def compare(model: str | Model, setting: "Setting", found: "Simulated") -> list[
         ConfigError: the formula has no such engine.
     """
     formula = memory.estimate(models.load(model), setting.plan())
-    waiting = found.resident["gradients"]
+    waiting = simulated.resident["gradients"]
     passing = ("parameter copies", "communication buffers", "temporaries")
-    buffers = sum(found.at_peak[kind] for kind in passing)
+    buffers = sum(simulated.at_peak[kind] for kind in passing)
     if setting.strategy in ("fsdp", "zero3", "hsdp"):
-        buffers += max(0, found.at_peak["gradients"] - waiting)
-    rows = [Difference("parameters", formula.parameters, found.resident["parameters"]),
+        buffers += max(0, simulated.at_peak["gradients"] - waiting)
+    rows = [Difference("parameters", formula.parameters, simulated.resident["parameters"]),
             Difference("gradients", formula.gradients, waiting),
-            Difference("optimizer", formula.optimizer, found.resident["optimizer states"])]
-    rows.append(Difference("model states", formula.states, sum(each.simulated for each in rows)))
-    rows += [Difference("activations", formula.activations, found.peak["activations"]),
-             Difference("logits", formula.logits, found.peak["logits"]),
+            Difference("optimizer", formula.optimizer, simulated.resident["optimizer states"])]
+    rows.append(Difference("model states", formula.states, sum(row.simulated for row in rows)))
+    rows += [Difference("activations", formula.activations, simulated.peak["activations"]),
+             Difference("logits", formula.logits, simulated.peak["logits"]),
              Difference("buffers", formula.buffers, buffers),
-             Difference("total", formula.total, found.total)]
+             Difference("total", formula.total, simulated.total)]
     return rows

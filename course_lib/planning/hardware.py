@@ -1,6 +1,6 @@
 """Accelerators and clusters to plan for, each figure with its source in ``catalogue/hardware.yaml``.
 
-Bytes and FLOPs a second throughout; memory in bytes.
+Bytes and FLOPs per second throughout; memory in bytes.
 """
 
 import functools
@@ -155,7 +155,7 @@ def names() -> list[str]:
 def _resolve(name: str) -> str:
     """A catalogue name from the way people write it: ``a100-80gb``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
     plain = name.lower().removeprefix("nvidia ").replace("geforce ", "").replace("_", "-").replace(" ", "-")
-    known = {each.lower(): each for each in names()}
+    known = {key.lower(): key for key in names()}
     aliases = {"a100": "A100-80", "a100-80gb": "A100-80", "a100-sxm4-80gb": "A100-80", "a100-40gb": "A100-40",
                "a100-sxm4-40gb": "A100-40", "h100-80gb": "H100", "h100-80gb-hbm3": "H100", "h100-80": "H100",
                "h200-141gb": "H200", "v100": "V100-32", "v100-32gb": "V100-32", "v100-16gb": "V100-16",
@@ -173,8 +173,8 @@ def of_device(name: str) -> Accelerator | None:
     Unlike :func:`accelerator`, no nearest one: an H100 PCIe has another peak than the H100 of the catalogue, and an
     A10 than the A10G.
     """
-    found = _catalogue()["device_names"].get(name.removeprefix("NVIDIA "))
-    return accelerators()[found] if found else None
+    known_as = _catalogue()["device_names"].get(name.removeprefix("NVIDIA "))
+    return accelerators()[known_as] if known_as else None
 
 
 def accelerator(name: str) -> Accelerator:
@@ -183,20 +183,20 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         ConfigError: it is not in the catalogue; the message names the nearest.
     """
-    found = _resolve(name)
-    return accelerators()[_catalogue()["instances"].get(found, {}).get("accelerator", found)]
+    resolved = _resolve(name)
+    return accelerators()[_catalogue()["instances"].get(resolved, {}).get("accelerator", resolved)]
 
 
 def instance(name: str, gpus: int) -> str | None:
     """The cheapest SageMaker instance with just so many of an accelerator; None where there is none."""
     chip = accelerator(name).name
-    fitting = {each: row["dollars"] for each, row in _catalogue()["instances"].items()
+    fitting = {kind: row["dollars"] for kind, row in _catalogue()["instances"].items()
                if (row["accelerator"], row["gpus"]) == (chip, gpus)}
-    return min(fitting, key=lambda each: fitting[each], default=None)
+    return min(fitting, key=fitting.__getitem__, default=None)
 
 
 def lowest_price(name: str) -> float | None:
-    """Dollars an hour of one such GPU in the SageMaker instance that has it cheapest; None where none has it."""
+    """Dollars per hour of one such GPU in the SageMaker instance that has it cheapest; None where none has it."""
     chip = accelerator(name).name
     return min((row["dollars"] / row["gpus"] for row in _catalogue()["instances"].values()
                 if row["accelerator"] == chip), default=None)
@@ -211,13 +211,13 @@ def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = N
         gpus: GPUs in all; default: one node.
         gpus_per_node: GPUs in a node; default: as the node is usually sold, or as the instance has.
         network: bytes/s of one node's network cards together; default: the catalogue's.
-        memory_gb: plan with no more than so many GiB a GPU.
+        memory_gb: plan with no more than so many GiB per GPU.
 
     Raises:
         ConfigError: an unknown name, no GPU, or more memory than the accelerator has.
     """
-    found = _resolve(name)
-    instance = _catalogue()["instances"].get(found)
+    resolved = _resolve(name)
+    instance = _catalogue()["instances"].get(resolved)
     chip = accelerator(name)
     node = _catalogue()["nodes"][chip.name]
     per_node = gpus_per_node or (instance or node)["gpus"]
@@ -226,10 +226,10 @@ def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = N
         raise ConfigError(f"a cluster of {count} GPUs, {per_node} in a node", "give at least one GPU")
     if memory_gb is not None:
         if not 0 < memory_gb * 2**30 <= chip.memory:
-            raise ConfigError(f"{memory_gb} GiB a GPU, and {chip.name} has {chip.memory / 2**30:.1f}",
+            raise ConfigError(f"{memory_gb} GiB per GPU, and {chip.name} has {chip.memory / 2**30:.1f}",
                               "give less, or another accelerator")
         chip = replace(chip, memory=int(memory_gb * 2**30))
     return Cluster(chip, count, min(per_node, count), network or (instance or node)["network"],
                    node["host_bandwidth"], 2**30 * (instance or node)["host_gib"] / (instance or node)["gpus"],
                    instance["dollars"] / instance["gpus"] if instance else None,
-                   found if instance else None)
+                   resolved if instance else None)

@@ -61,7 +61,7 @@ class Memory:
 
 
 def zero_model_states(parameters: float, shards: int, stage: int, optimizer_bytes: float = 12) -> float:
-    """Bytes a GPU of 16-bit weights and gradients and a mixed-precision optimizer.
+    """Bytes per GPU of 16-bit weights and gradients and a mixed-precision optimizer.
 
     Args:
         parameters: of the model, Psi.
@@ -77,7 +77,7 @@ def zero_model_states(parameters: float, shards: int, stage: int, optimizer_byte
 
 def deepspeed_zero2(parameters: int, gpus_per_node: int = 1, nodes: int = 1, offload: bool = True,
                     whole_gradients: bool = False, factor: float = 1.5) -> tuple[int, int]:
-    """DeepSpeed's own estimate for ZeRO-2: bytes of host memory a node and of one GPU.
+    """DeepSpeed's own estimate for ZeRO-2: bytes of host memory per node and of one GPU.
 
     Args:
         parameters: of the model.
@@ -99,7 +99,7 @@ def deepspeed_zero2(parameters: int, gpus_per_node: int = 1, nodes: int = 1, off
 def deepspeed_zero3(parameters: int, largest_layer: int, gpus_per_node: int = 1, nodes: int = 1,
                     offload_optimizer: bool = True, offload_parameters: bool = True, zero_init: bool = True,
                     factor: float = 1.5) -> tuple[int, int]:
-    """DeepSpeed's own estimate for ZeRO-3: bytes of host memory a node and of one GPU.
+    """DeepSpeed's own estimate for ZeRO-3: bytes of host memory per node and of one GPU.
 
     Args:
         parameters: of the model.
@@ -128,15 +128,15 @@ def activations(model: Model, micro_batch: int, sequence_length: int, *, tensor:
     """Bytes that one block keeps for its backward pass, of one micro-batch on one tensor rank, 16-bit activations.
 
     Args:
-        model: its sizes; ``dropout`` adds the masks, one byte an element.
+        model: its sizes; ``dropout`` adds the masks, one byte per element.
         micro_batch: sequences, b.
-        sequence_length: tokens a sequence, s; a context rank's share where a sequence is split.
+        sequence_length: tokens per sequence, s; a context rank's share where a sequence is split.
         tensor: tensor-parallel ranks, t.
         sequence_parallel: norms, residuals and masks are split over them too.
         checkpointing: "selective" keeps no attention scores, "full" only the block's input, "operators" that, what
             attention gave and the matmuls that :func:`course_lib.planning.work.second_matmuls` leaves; "alternate"
             is the mean of nothing and "full".
-        flash: fused attention: the scores are never kept, but a sum a row and head.
+        flash: fused attention: the scores are never kept, but one sum per row and head.
         fused: False: in plain PyTorch operations an RMS norm also keeps its input in fp32 and its result before the
             weight, and a GELU that is written out keeps three steps on the way.
 
@@ -147,7 +147,7 @@ def activations(model: Model, micro_batch: int, sequence_length: int, *, tensor:
         return 2 * h * tokens / (tensor if sequence_parallel else 1)
     if checkpointing == "alternate":
         none, full = (activations(model, micro_batch, sequence_length, tensor=tensor, flash=flash, fused=fused,
-                                  sequence_parallel=sequence_parallel, checkpointing=each) for each in ("none", "full"))
+                                  sequence_parallel=sequence_parallel, checkpointing=kept) for kept in ("none", "full"))
         return (none + full) / 2
     if checkpointing == "operators":
         inside = model.ffn * model.experts_per_token  # of gate and up the first
@@ -267,8 +267,8 @@ def _rank(model: Model, plan: Plan, layers: int, embeds: bool, predicts: bool) -
     tokens = plan.micro_batch * sequence
     kept += tokens * model.hidden / t * ((depth if embeds and model.dropout else 0) + (2 * width if predicts else 0))
     # Compiled: as they come, in fp32, their softmax. In plain operations the gradient takes the place of the first.
-    each = width + 8 if plan.compiled else 12
-    logits = tokens * model.vocab / t * each if predicts and model.has_head else 0
+    bytes_per_logit = width + 8 if plan.compiled else 12
+    logits = tokens * model.vocab / t * bytes_per_logit if predicts and model.has_head else 0
 
     buffers = 0.0
     if plan.checkpointing in ("operators", "alternate", "full"):  # the block that is being recomputed

@@ -12,7 +12,7 @@ Offload = Literal["none", "optimizer", "parameters"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Bytes a parameter of everything that training keeps between steps."""
+    """Bytes per parameter of everything that training keeps between steps."""
 
     parameters: float
     """Weights that the matmuls read, or the fp32 ones where those are cast when used."""
@@ -26,7 +26,7 @@ class Recipe:
 
     @property
     def total(self) -> float:
-        """Bytes a parameter with nothing sharded."""
+        """Bytes per parameter with nothing sharded."""
         return self.parameters + self.gradients + self.master + self.moments + self.accumulated
 
 
@@ -42,7 +42,7 @@ RECIPES = {
     "DeepSeek-V3": Recipe(1, 2, 4, 4, accumulated=4),
     "nanotron FP8": Recipe(1, 1, 2, 2, accumulated=4),
 }
-"""Bytes a parameter by recipe; the sums are the Ultra-Scale Playbook's table of mixed-precision recipes."""
+"""Bytes per parameter by recipe; the sums are the Ultra-Scale Playbook's table of mixed-precision recipes."""
 ENGINE_RECIPE: dict[Engine, str] = {"ddp": "autocast", "fsdp": "autocast", "deepspeed": "mixed",
                                     "megatron": "mixed, fp32 gradients"}
 """DDP with autocast and FSDP2 with a mixed-precision policy keep fp32 weights; DeepSpeed and Megatron keep a copy."""
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        """GPUs that it takes."""
+        """GPUs that the plan takes."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def bytes(self) -> Recipe:
-        """What a parameter costs."""
+        """Bytes per parameter by kind, for the plan's precision."""
         if self.precision in ("fp32", "tf32"):
             return RECIPES["autocast"]
         return RECIPES[self.recipe or ENGINE_RECIPE[self.engine]]

@@ -1,6 +1,6 @@
 """Hardware and settings for one fine-tuning task, as dictionaries that a training script reads.
 
-The face is the one that selection guides have: a model, some GPUs, sequences a GPU; the answers are the search's
+The face is the one that selection guides have: a model, some GPUs, sequences per GPU; the answers are the search's
 (:mod:`course_lib.planning.strategy`), among the layouts that DDP, FSDP and DeepSpeed carry out.
 """
 
@@ -40,7 +40,7 @@ class HardwareSelector:
 
     def select_hardware_for_task(self, model_family: str, model_name: str, task_type: str = "training",
                                  batch_size: int = 8, distributed: bool = True, gpu_count: int = 1) -> dict[str, Any]:
-        """Rank the accelerators for a task: cheapest a token first, then those without a known price, fastest first.
+        """Rank the accelerators for a task: cheapest per token first, then those without a known price, fastest first.
 
         Args:
             model_family: a key of ``FAMILIES``.
@@ -58,23 +58,23 @@ class HardwareSelector:
         """
         self.require_training(task_type)
         model, gpus = _model(model_family, model_name), gpu_count if distributed else 1
-        found: dict[str, Search] = {}
+        searches: dict[str, Search] = {}
         too_small: dict[str, str] = {}
         for name in hardware.accelerators():
             if name == "CPU":
                 continue
             try:
-                found[name] = self._search(model, _cluster(name, gpus), batch_size)
+                searches[name] = self._search(model, _cluster(name, gpus), batch_size)
             except strategy.NothingFits as why:
                 too_small[name] = str(why)
-        if not found:
+        if not searches:
             raise ConfigError(f"{model.name} fits on no {gpus} GPUs of the catalogue with {batch_size} sequences each",
                               "give more GPUs or a smaller batch")
-        price = {name: _dollars(each) for name, each in found.items()}
-        speed = {name: each.best.cost.tokens_per_second for name, each in found.items()}
-        ranked = sorted(found, key=lambda name: (price[name] is None, price[name] or -speed[name]))
+        price = {name: _dollars(result) for name, result in searches.items()}
+        speed = {name: result.best.cost.tokens_per_second for name, result in searches.items()}
+        ranked = sorted(searches, key=lambda name: (price[name] is None, price[name] or -speed[name]))
         return {"primary_recommendation": ranked[0], "fallback_options": ranked[1:], "gpu_count": gpus,
-                "distributed_strategy": STRATEGIES[found[ranked[0]].best.plan.engine],
+                "distributed_strategy": STRATEGIES[searches[ranked[0]].best.plan.engine],
                 "tokens_per_second": {name: speed[name] for name in ranked},
                 "dollars_per_million_tokens": {name: price[name] for name in ranked}, "too_small": too_small}
 
@@ -88,7 +88,7 @@ class HardwareSelector:
             gpu_count: GPUs, all used.
             batch_size: sequences that each GPU contributes to one step; where they do not fit at once,
                 ``per_gpu_batch_size`` is smaller and ``gradient_accumulation_steps`` larger.
-            max_memory_gb: GiB a GPU to plan with; default: all that the accelerator has.
+            max_memory_gb: GiB per GPU to plan with; default: all that the accelerator has.
         Returns:
             ``distributed_strategy`` (DDP, FSDP or DeepSpeed), ``gpu_count``, ``per_gpu_batch_size``,
             ``gradient_accumulation_steps``, ``global_batch_size``, ``mixed_precision`` (bool), ``precision``
@@ -101,8 +101,8 @@ class HardwareSelector:
             ConfigError: an unknown family or model, or nothing fits; the message says the smallest change that would.
         """
         model = _model(model_family, model_name)
-        found = self._search(model, _cluster(self._named, gpu_count, max_memory_gb), batch_size)
-        plan, held = found.best.plan, found.best.memory
+        result = self._search(model, _cluster(self._named, gpu_count, max_memory_gb), batch_size)
+        plan, held = result.best.plan, result.best.memory
         gib = {name: size / 2**30 for name, size in held.at_peak().items()}
         config: dict[str, Any] = {
             "distributed_strategy": STRATEGIES[plan.engine], "gpu_count": gpu_count,
@@ -114,7 +114,7 @@ class HardwareSelector:
                 "activations_gb": gib["activations"] + gib["logits"], "buffers_gb": gib["buffers"],
                 "per_gpu_gb": (held.total + memory.RUNTIME) / 2**30, "host_gb": held.host / 2**30},
             "primary_recommendation": plan.strategy,
-            "fallback_options": [each.plan.strategy for each in found.best_of_each()[1:]]}
+            "fallback_options": [candidate.plan.strategy for candidate in result.best_of_each()[1:]]}
         if plan.engine == "deepspeed":
             config["deepspeed_config"] = {"zero_stage": plan.stage, "offload_optimizer": plan.offload != "none",
                                           "offload_param": plan.offload == "parameters"}
@@ -155,5 +155,5 @@ def _cluster(name: str, gpus: int, memory_gb: float | None = None) -> Cluster:
     return replace(cluster, dollars_per_gpu_hour=cluster.dollars_per_gpu_hour or hardware.lowest_price(name))
 
 
-def _dollars(found: Search) -> float | None:
-    return found.best.cost.dollars(1e6)
+def _dollars(result: Search) -> float | None:
+    return result.best.cost.dollars(1e6)

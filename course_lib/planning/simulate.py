@@ -9,7 +9,7 @@ seen: the allocator's rounding and fragments, the CUDA context, workspaces of ke
 back. DDP's buckets are those of its first step.
 
 Fused attention: on fake CPU tensors SDPA records ``_scaled_dot_product_flash_attention_for_cpu``. Like FlashAttention
-on GPUs it keeps its inputs, its output and a log-sum-exp of 4 bytes a row and head, and never the scores; keys and
+on GPUs it keeps its inputs, its output and a log-sum-exp of 4 bytes per row and head, and never the scores; keys and
 values that several heads share are not repeated. All sequences are whole: nothing is masked but the future.
 """
 
@@ -189,7 +189,7 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
             model = head.from_config(config)
         model.tie_weights()  # which no_init_weights leaves out
         model.loss_type = model.loss_type or "ForCausalLM"  # the library finds it by the class's name, if it tells
-        parameters = sum(each.numel() for each in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         model.train()
         if setting.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -210,8 +210,8 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
         else:
             with replaced(tensor_parallel, "take_over_first", lambda *_, **__: None):  # alone: nobody to ask
                 engine = TorchTensorParallel(model, mesh)
-            split = [each for each in model.parameters() if isinstance(each, DTensor)]
-            whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
+            split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+            whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
             optimizer = torch.optim.AdamW([{"params": split}, {"params": whole}], fused=True)
             _make_states(model, optimizer)
         _run(model, engine, optimizer, setting, ledger)
@@ -281,18 +281,18 @@ def _read(ledger: AllocationLog, parameters: int) -> Simulated:
     now: Counter[tuple[str, str]] = Counter()
     kinds = dict.fromkeys(KINDS, 0)
     peak, resident, total, top, snapshot, phase = dict(kinds), dict(kinds), 0, 0, dict(now), ""
-    for each in ledger.changes():
-        now[each.kind, each.module] += each.bytes
-        kinds[each.kind] += each.bytes
-        total += each.bytes
-        if not each.counted:
+    for change in ledger.changes():
+        now[change.kind, change.module] += change.bytes
+        kinds[change.kind] += change.bytes
+        total += change.bytes
+        if not change.counted:
             peak, resident = dict(kinds), dict(kinds)
             continue
-        peak[each.kind] = max(peak[each.kind], kinds[each.kind])
-        if each.phase != "step":
+        peak[change.kind] = max(peak[change.kind], kinds[change.kind])
+        if change.phase != "step":
             resident = dict(kinds)
         if total > top:
-            top, snapshot, phase = total, dict(now), each.phase
+            top, snapshot, phase = total, dict(now), change.phase
     by_kind = dict.fromkeys(KINDS, 0)
     modules: dict[str, dict[str, int]] = {}
     for (kind, module), size in snapshot.items():

@@ -17,7 +17,7 @@ from course_lib.planning.memory import RUNTIME, USABLE, Memory
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Offload, Plan
 
-TOKENS_A_STEP = 2**20
+TOKENS_PER_STEP = 2**20
 """Tokens of a step where no global batch is given: the order of GPT-3's (arXiv 2005.14165 table 2.1)."""
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
 WAITING = ("recompute", "tensor", "pipeline", "bubble", "data", "optimizer")
@@ -65,8 +65,8 @@ class Search:
     def best_of_each(self) -> list[Candidate]:
         """The fastest of each family, fastest first."""
         seen: dict[str, Candidate] = {}
-        for each in self.candidates:
-            seen.setdefault(family(each.plan), each)
+        for candidate in self.candidates:
+            seen.setdefault(family(candidate.plan), candidate)
         return list(seen.values())
 
 
@@ -78,8 +78,8 @@ def family(plan: Plan) -> str:
 
 
 def default_batch(gpus: int, sequence_length: int) -> int:
-    """Sequences of a step of about ``TOKENS_A_STEP`` tokens, the same for every GPU."""
-    return gpus * max(1, round(TOKENS_A_STEP / sequence_length / gpus))
+    """Sequences of a step of about ``TOKENS_PER_STEP`` tokens, the same for every GPU."""
+    return gpus * max(1, round(TOKENS_PER_STEP / sequence_length / gpus))
 
 
 def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, global_batch: int,
@@ -156,7 +156,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
     batch = default_batch(cluster.gpus, sequence_length) if global_batch is None else global_batch
     precision = precision or cluster.accelerator.half_precision()
     cluster.accelerator.matmul_rate(precision)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     nearest_fit: dict[str, tuple[Plan, Memory]] = {}
     considered = 0
     for layout in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length, batch, precision,
@@ -171,7 +171,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
             considered += 1
             held = memory.estimate(model, plan)
             if held.fits(cluster.accelerator.memory, cluster.host_memory):
-                found.append(Candidate(plan, held, cost.estimate(model, plan, cluster)))
+                candidates.append(Candidate(plan, held, cost.estimate(model, plan, cluster)))
                 continue
             too_large = branch
             known = nearest_fit.get(family(plan))
@@ -180,20 +180,20 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
     if not considered:
         raise NothingFits(f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
                           f"give --global-batch {-(-batch // cluster.gpus) * cluster.gpus}")
-    if not found:
+    if not candidates:
         closest, held = min(nearest_fit.values(), key=lambda pair: pair[1].total)
         host = f" and {held.host / USABLE / 2**30:.1f} GiB of host memory for each of {cluster.host_memory / 2**30:.1f}"
         raise NothingFits(
             f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the smallest layout "
-            f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB a GPU of "
+            f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB per GPU of "
             f"{cluster.accelerator.memory / 2**30:.1f}{host if held.host else ''}",
             smallest_change(model, cluster, closest, global_batch, families))
     # What differs by less than a thousandth is equal; fewer, larger micro-batches have fewer kernels to launch.
-    found.sort(key=lambda each: (-round(1000 * log(each.cost.tokens_per_second)), each.plan.accumulation))
-    fitting = {family(each.plan) for each in found}
+    candidates.sort(key=lambda c: (-round(1000 * log(c.cost.tokens_per_second)), c.plan.accumulation))
+    fitting = {family(candidate.plan) for candidate in candidates}
     failed = [Failed(name, *nearest_fit[name], remedy=remedy(model, cluster, nearest_fit[name][0]))
               for name in FAMILIES if name in nearest_fit and name not in fitting]
-    return Search(model, cluster, found, failed, considered)
+    return Search(model, cluster, candidates, failed, considered)
 
 
 def needed(held: Memory) -> float:
@@ -214,7 +214,7 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
         return f"would need {held.host / USABLE / 2**30:,.0f} GiB of host memory for each GPU"
     larger = [chip for chip in accelerators().values() if chip.memory >= size and chip.name != "CPU"]
     if larger:
-        chip = min(larger, key=lambda each: each.memory)
+        chip = min(larger, key=lambda larger_chip: larger_chip.memory)
         return f"fits on a GPU with {size / 2**30:.1f} GiB, such as {chip.name}"
     return f"would need a GPU with {size / 2**30:,.0f} GiB; shard it instead"
 
@@ -256,16 +256,16 @@ def _anything_fits(model: Model, cluster: Cluster, sequence_length: int, global_
                if family(plan) in families)
 
 
-def explain(found: Search) -> list[str]:
+def explain(result: Search) -> list[str]:
     """Sentences: why the best plan, what the next best is and costs, what would have to change for the others."""
-    best, spent = found.best, found.best.cost
+    best, spent = result.best, result.best.cost
     shares = sorted(((getattr(spent, name) / spent.step, name) for name in WAITING), reverse=True)
     rest = ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
-    free = found.cluster.accelerator.memory - needed(best.memory)
-    lines = [f"{best.plan.strategy} is the fastest of {len(found.candidates)} layouts that fit, of "
-             f"{found.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
-             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB a GPU stay free."]
-    others = [each for each in found.best_of_each() if family(each.plan) != family(best.plan)]
+    free = result.cluster.accelerator.memory - needed(best.memory)
+    lines = [f"{best.plan.strategy} is the fastest of {len(result.candidates)} layouts that fit, of "
+             f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
+             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free."]
+    others = [candidate for candidate in result.best_of_each() if family(candidate.plan) != family(best.plan)]
     if others:
         second = others[0]
         more = {name: getattr(second.cost, name) / second.cost.step - getattr(spent, name) / spent.step
@@ -274,10 +274,10 @@ def explain(found: Search) -> list[str]:
         because = f", {worst} takes {more[worst]:.0%} more of the step" if more[worst] >= 0.005 else ""
         lines.append(f"Next best: {second.plan.strategy}, at "
                      f"{second.cost.tokens_per_second / spent.tokens_per_second:.1%} of its speed{because}.")
-    for each in found.failed:
-        short, of = needed(each.memory) - found.cluster.accelerator.memory, ""
+    for failure in result.failed:
+        short, of = needed(failure.memory) - result.cluster.accelerator.memory, ""
         if short <= 0:
-            short, of = each.memory.host / USABLE - found.cluster.host_memory, " of host memory a GPU"
-        lines.append(f"{each.family} does not fit: {each.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
-                     f"{each.remedy}.")
+            short, of = failure.memory.host / USABLE - result.cluster.host_memory, " of host memory per GPU"
+        lines.append(f"{failure.family} does not fit: {failure.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
+                     f"{failure.remedy}.")
     return lines

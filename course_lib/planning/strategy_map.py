@@ -56,10 +56,10 @@ def survey(gpu: str, names: Sequence[str] = SIZES, counts: Sequence[int] = GPU_C
 
 def _place(model: Model, gpu: str, count: int, length: int, batch: int, families: Sequence[str]) -> Place:
     try:
-        found = strategy.search(model, hardware.cluster(gpu, count), length, batch * count, families=families)
+        result = strategy.search(model, hardware.cluster(gpu, count), length, batch * count, families=families)
     except strategy.NothingFits as why:
         return Place(model, count, None, why.instead)
-    return Place(model, count, found.best)
+    return Place(model, count, result.best)
 
 
 def rule_of_thumb(parameters: float, gpus: int) -> tuple[str, ...]:
@@ -95,8 +95,8 @@ class Disagreement:
 def disagreements(places: Sequence[Sequence[Place]], gpu: str, *, sequence_length: int = 1024,
                   batch_per_gpu: int = 4) -> list[Disagreement]:
     """Hold a survey against :func:`rule_of_thumb`; the arguments are the survey's."""
-    found = []
-    for place in (each for row in places for each in row):
+    cases = []
+    for place in (cell for row in places for cell in row):
         rule = rule_of_thumb(place.model.parameters, place.gpus)
         if place.family in rule:
             continue
@@ -112,5 +112,5 @@ def disagreements(places: Sequence[Sequence[Place]], gpu: str, *, sequence_lengt
         else:
             speed = own.cost.tokens_per_second / place.best.cost.tokens_per_second
             because = f"{own.plan.strategy} fits, and reaches {speed:.0%} of the speed"
-        found.append(Disagreement(place, rule, own, because))
-    return found
+        cases.append(Disagreement(place, rule, own, because))
+    return cases

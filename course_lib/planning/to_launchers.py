@@ -70,7 +70,7 @@ def launch_line(plan: Plan, gpus_per_node: int, model: Model) -> str:
         return "the Hugging Face Trainer, with these settings; `course train` has no task for encoder-decoders"
     if not runs_here(plan, model):
         return (f"Megatron-LM or torchtitan: tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}, "
-                f"{plan.virtual} stages a rank), data {plan.data}; `course train` has no such layout")
+                f"{plan.virtual} stages per rank), data {plan.data}; `course train` has no such layout")
     nodes = -(-plan.gpus // gpus_per_node)
     processes = f"--nproc_per_node {min(gpus_per_node, plan.gpus)}"
     where = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if nodes > 1 else "--standalone"

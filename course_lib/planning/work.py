@@ -48,7 +48,7 @@ def traffic(model: Model, plan: Plan) -> float:
     """Bytes that one token moves in the forward pass of one block outside the matmuls and fused attention.
 
     Fused, each norm, residual sum, activation and rotation is one kernel. In plain PyTorch operations an RMS norm is
-    six of them, partly in fp32 (36 bytes an element), a rotation five (20), SwiGLU two (10), a written-out GELU
+    six of them, partly in fp32 (36 bytes per element), a rotation five (20), SwiGLU two (10), a written-out GELU
     eight (36).
     """
     h, f = model.hidden, model.ffn * model.experts_per_token
@@ -112,7 +112,7 @@ def second_matmuls(model: Model) -> float:
 def output_layer(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, Seconds]:
     """Forward and backward of the last norm, the logits and the loss of one micro-batch.
 
-    The loss in plain PyTorch casts the logits to fp32 and takes their log-softmax: 14 bytes a logit each way; fused,
+    The loss in plain PyTorch casts the logits to fp32 and takes their log-softmax: 14 bytes per logit each way; fused,
     6 and 4. Matmuls in 16 bits, also where the blocks' are in 8.
     """
     tokens = local_tokens(plan)

@@ -1,1 +1,1 @@
-"""One face over the trackers of runs, and reading what they kept back into pandas."""
+"""One interface to all trackers of runs, and reading what they kept into pandas."""

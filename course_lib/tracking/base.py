@@ -1,4 +1,4 @@
-"""What a tracker does, whichever it is, and the guard that keeps its failures out of the training.
+"""The interface of a tracker, and the guard that keeps its failures out of the training.
 
 A tracker is an Accelerate ``GeneralTracker``: ``Accelerator(log_with=[tracker])`` takes it as it is, and a
 trainer without Accelerate makes the same calls.
@@ -48,7 +48,7 @@ class Histogram:
 
     @property
     def edges(self) -> list[float]:
-        """Of the bins, [B + 1]."""
+        """Edges of the bins, [B + 1]."""
         return np.linspace(self.low, self.high, len(self.counts) + 1).tolist()
 
 
@@ -163,7 +163,7 @@ def identity(folder: Path, name: str, project: str, group: str | None) -> dict[s
     path = folder / IDENTITY
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
-    found = {"id": uuid.uuid4().hex[:12], "name": name, "project": project, "group": group}
+    run = {"id": uuid.uuid4().hex[:12], "name": name, "project": project, "group": group}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(redacted(found), indent=1) + "\n")
-    return found
+    write_text(path, json.dumps(redacted(run), indent=1) + "\n")
+    return run

@@ -1,4 +1,4 @@
-"""From the names of trackers to trackers."""
+"""Makes trackers from their names in the config."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Runs read back, whichever tracker kept them, into pandas frames with the same columns.
+"""Reads runs of any tracker into pandas frames with the same columns.
 
 Reads what lies on this machine: JSON lines, trackio's databases, and the ``.wandb`` files of Weights & Biases, online
 or offline, through wandb's own reader. Nothing is asked of a network, and no torch is imported.
@@ -65,9 +65,9 @@ def read_runs(*places: str | Path) -> list[TrackedRun]:
         wandb += sorted(path.parent for path in place.rglob("wandb/*run-*/run-*.wandb"))
     with ThreadPoolExecutor(4) as pool:
         parts = list(pool.map(read_wandb, dict.fromkeys(wandb)))
-    found = [read_json_lines(path) for path in dict.fromkeys(lines)] + _joined(parts)
-    found += [run for path in dict.fromkeys(databases) for run in read_trackio(path)]
-    return sorted(found, key=lambda run: (run.started, run.rank))
+    runs = [read_json_lines(path) for path in dict.fromkeys(lines)] + _joined(parts)
+    runs += [run for path in dict.fromkeys(databases) for run in read_trackio(path)]
+    return sorted(runs, key=lambda run: (run.started, run.rank))
 
 
 def read_json_lines(path: Path) -> TrackedRun:
@@ -136,7 +136,7 @@ def read_trackio(path: Path) -> list[TrackedRun]:
     with closing(_opened(path)) as database:
         configs = list(database.execute("SELECT run_id, run_name, config, created_at FROM configs"))
         logged = list(database.execute("SELECT run_id, step, timestamp, metrics FROM metrics ORDER BY id"))
-    found = []
+    runs = []
     for key, name, config_text, created in configs:
         config, state, last = json.loads(config_text), "unfinished", 0
         rows: list[tuple[int, float, str, float]] = []
@@ -151,10 +151,10 @@ def read_trackio(path: Path) -> list[TrackedRun]:
                        for name, value in values.items()
                        if isinstance(value, dict) and value.get("_type") == "trackio.table" and value["_value"]}
         started = min([time for _, time, *_ in rows], default=datetime.datetime.fromisoformat(created).timestamp())
-        found.append(TrackedRun(config.get("run_id", key), config.get("name", name), path.stem, config.get("_Group"),
-                                int(config.get("rank") or 0), "trackio", state, started, path.parent, None,
-                                {k: v for k, v in config.items() if not k.startswith("_")}, tuple(rows), tables))
-    return found
+        runs.append(TrackedRun(config.get("run_id", key), config.get("name", name), path.stem, config.get("_Group"),
+                               int(config.get("rank") or 0), "trackio", state, started, path.parent, None,
+                               {k: v for k, v in config.items() if not k.startswith("_")}, tuple(rows), tables))
+    return runs
 
 
 def read_wandb(folder: Path) -> TrackedRun:
@@ -212,7 +212,7 @@ def _inspect(folder: Path, written_ns: int) -> str:
 def _joined(parts: Iterable[TrackedRun]) -> list[TrackedRun]:
     """The parts of runs that were resumed, as one run each: steps beyond a checkpoint are those of the later part."""
     runs: dict[str, TrackedRun] = {}
-    for part in sorted(parts, key=lambda each: each.started):
+    for part in sorted(parts, key=lambda p: p.started):
         if earlier := runs.get(part.id):
             kept = tuple(row for row in earlier.rows if part.resumed_at is None or row[0] <= part.resumed_at)
             part = replace(part, started=earlier.started, rows=kept + part.rows)
@@ -225,7 +225,7 @@ def _numbers(step: int, time: float, values: Mapping[str, Any]) -> list[tuple[in
 
 
 def metrics_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
-    """One row a number: columns :data:`METRIC_COLUMNS`, whichever tracker kept the run; ``time`` is UTC."""
+    """One row per number: columns :data:`METRIC_COLUMNS`, whichever tracker kept the run; ``time`` is UTC."""
     rows = [(run.id, run.name, run.group, run.rank, run.tracker, step, time, metric, value)
             for run in runs for step, time, metric, value in run.rows]
     frame = pd.DataFrame(rows, columns=list(METRIC_COLUMNS))
@@ -233,7 +233,7 @@ def metrics_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
 
 
 def runs_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
-    """One row a run: :data:`RUN_COLUMNS`, then the config's fields, then the last value of each metric."""
+    """One row per run: :data:`RUN_COLUMNS`, then the config's fields, then the last value of each metric."""
     runs = list(runs)
     rows = []
     for run in runs:
@@ -264,8 +264,8 @@ def _comparable(value: Any) -> Any:
 
 def distinct(runs: Iterable[TrackedRun]) -> list[TrackedRun]:
     """Each run once, where several trackers kept it: the JSON lines where there are some, as they are whole first."""
-    found: dict[str, TrackedRun] = {}
+    by_id: dict[str, TrackedRun] = {}
     for run in runs:
-        if run.id not in found or run.tracker == "jsonl":
-            found[run.id] = run
-    return list(found.values())
+        if run.id not in by_id or run.tracker == "jsonl":
+            by_id[run.id] = run
+    return list(by_id.values())

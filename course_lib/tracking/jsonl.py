@@ -12,7 +12,7 @@ from course_lib.writing import JsonLines
 
 
 class JsonLinesTracker(Tracker):
-    """One object a line in ``rank-R.jsonl``; its ``kind`` is one of run, config, metrics, histograms, table,
+    """One object per line in ``rank-R.jsonl``; its ``kind`` is one of run, config, metrics, histograms, table,
     confusion, artifact, end.
 
     A resumed run goes on in the same file: what stands there beyond its checkpoint is dropped, so that no step
@@ -42,8 +42,8 @@ class JsonLinesTracker(Tracker):
         self._write("metrics", step=step, values=dict(values))
 
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
-        self._write("histograms", step=step, values={name: {"counts": each.counts, "edges": each.edges}
-                                                     for name, each in values.items()})
+        self._write("histograms", step=step, values={name: {"counts": histogram.counts, "edges": histogram.edges}
+                                                     for name, histogram in values.items()})
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         self._write("table", step=step, name=name, columns=columns, rows=rows)

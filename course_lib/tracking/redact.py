@@ -1,4 +1,4 @@
-"""Keep keys and tokens out of whatever is written: logs, configs, trackers, errors."""
+"""Keeps keys and tokens out of whatever is written: logs, configs, trackers, errors."""
 
 import os
 import re
@@ -64,12 +64,12 @@ def read_env_file(path: str | Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read env_file {path} ({getattr(error, 'strerror', 'it is not UTF-8')})",
                           "give a file of NAME=value lines") from None
-    found = {}
+    secrets = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
             continue
         name, equals, value = line.removeprefix("export ").partition("=")
         if not equals or not name.strip().isidentifier():
             raise ConfigError(f"line {number} of env_file {path} is not NAME=value", "mend it, or begin it with #")
-        found[name.strip()] = value.strip().strip("\"'")
-    return found
+        secrets[name.strip()] = value.strip().strip("\"'")
+    return secrets

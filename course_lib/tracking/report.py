@@ -1,4 +1,4 @@
-"""A set of runs on one page, as Markdown or as one HTML file that needs nothing else."""
+"""Writes a report on a set of runs, as Markdown or as one HTML file that needs nothing else."""
 
 import base64
 import html
@@ -22,7 +22,7 @@ def summary_table(runs: Sequence[TrackedRun]) -> tuple[list[str], list[list[str]
     """Columns and rows: each run's name, state and steps, the options in which the runs differ, its last numbers."""
     options = differing_options(runs)
     last = [{metric: value for _, _, metric, value in run.rows} for run in runs]
-    metrics = [name for name in SHOWN_METRICS if any(name in each for each in last)]
+    metrics = [name for name in SHOWN_METRICS if any(name in columns for columns in last)]
     rows = []
     for run, values in zip(runs, last, strict=True):
         steps = max((step for step, *_ in run.rows), default=0)

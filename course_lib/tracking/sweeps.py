@@ -58,8 +58,8 @@ class Sweep:
         if self.method == "grid":
             return list(itertools.islice(ParameterGrid(dict(self.parameters)), self.count))
         drawn = ParameterSampler(dict(self.parameters), self.count or 10, random_state=self.seed)
-        return [{name: getattr(value, "item", lambda value=value: value)() for name, value in each.items()}
-                for each in drawn]
+        return [{name: getattr(value, "item", lambda value=value: value)() for name, value in parameters.items()}
+                for parameters in drawn]
 
 
 @dataclass
@@ -176,7 +176,7 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
     folder.mkdir(parents=True, exist_ok=True)
     settings = sweep.settings()
     width = len(str(len(settings)))
-    planned = [Outcome(each, folder / f"{i:0{width}}") for i, each in enumerate(settings)]
+    planned = [Outcome(setting, folder / f"{i:0{width}}") for i, setting in enumerate(settings)]
 
     def one(outcome: Outcome) -> Outcome:
         options = [text for name, value in outcome.settings.items() for text in (f"--{name}", _text(value))]
@@ -198,8 +198,8 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
 
 
 def ranked(sweep: Sweep, outcomes: Sequence[Outcome]) -> pd.DataFrame:
-    """A row a run, the best first, those that failed last."""
-    rows = [{"run": each.folder.name} | each.settings | each.scores | {"error": each.error} for each in outcomes]
+    """One row per run, the best first, those that failed last."""
+    rows = [{"run": o.folder.name} | o.settings | o.scores | {"error": o.error} for o in outcomes]
     frame = pd.DataFrame(rows)
     if sweep.metric in frame:
         frame = frame.sort_values(sweep.metric, ascending=sweep.goal == "minimize", na_position="last", kind="stable")

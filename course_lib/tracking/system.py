@@ -1,4 +1,4 @@
-"""What a rank takes of its machine: processor, memory, GPU."""
+"""Measures what a rank uses of its machine: processor, memory, GPU."""
 
 import psutil
 import torch

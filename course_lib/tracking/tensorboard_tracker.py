@@ -42,8 +42,8 @@ class TensorBoardTracker(Tracker):
                 self.writer.add_text(name, str(value), step)
 
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
-        for name, each in values.items():
-            counts, edges = np.asarray(each.counts, dtype=float), np.asarray(each.edges)
+        for name, histogram in values.items():
+            counts, edges = np.asarray(histogram.counts, dtype=float), np.asarray(histogram.edges)
             middles = (edges[:-1] + edges[1:]) / 2
             self.writer.add_histogram_raw(
                 name, min=edges[0], max=edges[-1], num=int(counts.sum()), sum=float((counts * middles).sum()),

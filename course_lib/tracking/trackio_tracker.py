@@ -48,7 +48,7 @@ class TrackioTracker(Tracker):
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
         import trackio
 
-        self.run.log({name: trackio.Histogram(np_histogram=(each.counts, each.edges)) for name, each in values.items()},
+        self.run.log({name: trackio.Histogram(np_histogram=(h.counts, h.edges)) for name, h in values.items()},
                      step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:

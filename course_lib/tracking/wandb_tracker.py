@@ -89,8 +89,8 @@ class WandbTracker(Tracker):
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
         import wandb
 
-        self.log({name: wandb.Histogram(np_histogram=(np.array(each.counts), np.array(each.edges)))
-                  for name, each in values.items()}, step)
+        self.log({name: wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
+                  for name, histogram in values.items()}, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         import wandb

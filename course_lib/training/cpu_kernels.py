@@ -92,7 +92,7 @@ def random_words(count: int) -> torch.Tensor:
 def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
     """Zero each element with probability p, and scale the rest by 1/(1 - p), in expectation the same tensor.
 
-    torch draws 64 bits an element on a CPU, on one core; 16 bits decide to a probability within 1/131072 of p.
+    torch draws 64 bits per element on a CPU, on one core; 16 bits decide to a probability within 1/131072 of p.
 
     Args:
         x: any shape and floating dtype.

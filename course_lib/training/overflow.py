@@ -1,4 +1,4 @@
-"""Whether fp16's loss scaler let a step be made: the GPU knows at once, the host when it asks."""
+"""Finds out, without waiting for the GPU, whether fp16's loss scaler skipped an optimizer step."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How fast a run trains: rows and tokens a second, and the share of the hardware's peak that its model uses (MFU)."""
+"""How fast a run trains: rows and tokens per second, and the share of the hardware's peak that its model uses (MFU)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,7 +64,7 @@ class Throughput:
             state.flops += a_token * float(lengths.sum()) + a_pair * float(np.square(lengths, dtype=np.float64).sum())
 
     def rates(self, state: TrainState, ranks: int) -> dict[str, float]:
-        """Rows and tokens a second of all ranks together since the run began, and MFU where it is known."""
+        """Rows and tokens per second of all ranks together since the run began, and MFU where it is known."""
         if not state.seconds:
             return {}
         found = {"samples_per_second": state.samples / state.seconds, "tokens_per_second": state.tokens / state.seconds}
@@ -88,4 +88,4 @@ def peak_of(device: torch.device, precision: str) -> tuple[str, float | None, st
     dtype = precision if precision != "no" else "tf32" if rounded else "fp32"
     if dtype not in chip.peak:
         return name, None, f"no MFU: no peak is known for {dtype} on {name}"
-    return name, chip.peak[dtype], f"of {chip.peak[dtype] / 1e12:g} TFLOP/s a GPU: {chip.name}, {dtype}, dense"
+    return name, chip.peak[dtype], f"of {chip.peak[dtype] / 1e12:g} TFLOP/s per GPU: {chip.name}, {dtype}, dense"

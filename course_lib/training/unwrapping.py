@@ -1,4 +1,4 @@
-"""What Accelerate puts around a model and its forward, and how to be without it."""
+"""Removes what Accelerate wraps around a model and its forward."""
 
 import contextlib
 import sys

@@ -6,7 +6,7 @@ import torch
 
 
 class Votes:
-    """Sums of the ranks' votes, one a step.
+    """Sums of the ranks' votes, one per step.
 
     On a GPU the host queues a step long before the sum of its votes is there, and reading it at once would leave the
     device with nothing to do. So a sum is copied to pinned memory while the device works, and the last one is left

@@ -12,7 +12,7 @@ PLANTED = (
             "sorted(range(len(lengths)), key=lambda row: lengths[row])", "list(range(len(lengths)))"),
     Planted("loop.length_groups", "drops the last batch", "every row once", "range(0, len(order), batch_size)]",
             "range(0, len(order) - batch_size + 1, batch_size)]"),
-    Planted("loop.length_groups", "one row a batch", "batch size", "    return [order",
+    Planted("loop.length_groups", "one row per batch", "batch size", "    return [order",
             "    batch_size = 1\n    return [order"),
     Planted("loop.length_groups", "lengths for row numbers", "every row once",
             "sorted(range(len(lengths)), key=lambda row: lengths[row])", "sorted(lengths)"),
@@ -30,6 +30,6 @@ PLANTED = (
             "    gradient = gradient + weight_decay * weight\n    weight_decay = 0\n    m = state"),
     Planted("loop.adamw", "epsilon under the root", "weights", "(v / (1 - betas[1] ** step)).sqrt() + eps",
             "(v / (1 - betas[1] ** step) + eps).sqrt()"),
-    Planted("loop.adamw", "remembers the gradient too", "two states a weight", "    m.mul_",
+    Planted("loop.adamw", "remembers the gradient too", "two states per weight", "    m.mul_",
             "    state[\"gradient\"] = gradient\n    m.mul_"),
 )

@@ -26,5 +26,5 @@ PLANTED = (
     Planted("accelerate.main_first", "rank 0 alone reads", "value", "return read()",
             "return read() if dist.get_rank() == 0 else None"),
     Planted("accelerate.main_first", "reads before it waits", "afterwards", "    dist.barrier()\n    return read()",
-            "    found = read()\n    dist.barrier()\n    return found"),
+            "    value = read()\n    dist.barrier()\n    return value"),
 )

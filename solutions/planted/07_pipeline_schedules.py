@@ -25,17 +25,17 @@ PLANTED = (
             "{rank * stages_per_rank + lap}F"),
     Planted("pipeline.zero_bubble", "W right after I", "bubble",
             "if backward >= rank:\n            row.append(f\"{rank}W{backward - rank}\")\n"
-            "    row += [f\"{rank}W{each}\" for each in range(max(0, microbatches - rank), microbatches)]",
+            "    row += [f\"{rank}W{m}\" for m in range(max(0, microbatches - rank), microbatches)]",
             "row.append(f\"{rank}W{backward}\")"),
     Planted("pipeline.zero_bubble", "all W at the end", "in flight",
             "if backward >= rank:\n            row.append(f\"{rank}W{backward - rank}\")\n"
-            "    row += [f\"{rank}W{each}\" for each in range(max(0, microbatches - rank), microbatches)]",
-            "pass\n    row += [f\"{rank}W{each}\" for each in range(microbatches)]"),
+            "    row += [f\"{rank}W{m}\" for m in range(max(0, microbatches - rank), microbatches)]",
+            "pass\n    row += [f\"{rank}W{m}\" for m in range(microbatches)]"),
     Planted("pipeline.zero_bubble", "forgets the last W's", "runs",
-            "    row += [f\"{rank}W{each}\" for each in range(max(0, microbatches - rank), microbatches)]\n", ""),
-    Planted("pipeline.balance", "the same number of blocks a stage", "dearest stage",
+            "    row += [f\"{rank}W{m}\" for m in range(max(0, microbatches - rank), microbatches)]\n", ""),
+    Planted("pipeline.balance", "the same number of blocks per stage", "dearest stage",
             "    return list(best[len(costs)][1])",
-            "    return [len(costs) * each // stages for each in range(1, stages)]"),
+            "    return [len(costs) * stage // stages for stage in range(1, stages)]"),
     Planted("pipeline.balance", "fills up to the mean, from the left", "dearest stage",
             "    return list(best[len(costs)][1])",
             "    cuts, filled = [], 0\n    for place, cost in enumerate(costs):\n"

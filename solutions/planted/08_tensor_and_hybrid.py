@@ -32,8 +32,8 @@ PLANTED = (
             "    rest, t = divmod(rank, tensor)\n    d, p = divmod(rest, pipeline)\n",
             "    rest, d = divmod(rank, data)\n    t, p = divmod(rest, pipeline)\n"),
     Planted("tensor.grid", "pipeline neighbours are next to each other", "pipeline",
-            "[(d * pipeline + each) * tensor + t for each in range(pipeline)]",
-            "[rank - p + each for each in range(pipeline)]"),
+            "[(d * pipeline + i) * tensor + t for i in range(pipeline)]",
+            "[rank - p + i for i in range(pipeline)]"),
     Planted("tensor.grid", "the whole world as tensor group", "tensor",
-            "[(d * pipeline + p) * tensor + each for each in range(tensor)]", "list(range(data * pipeline * tensor))"),
+            "[(d * pipeline + p) * tensor + i for i in range(tensor)]", "list(range(data * pipeline * tensor))"),
 )

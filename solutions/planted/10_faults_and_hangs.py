@@ -22,11 +22,11 @@ PLANTED = (
             "run.optimizer.state_dict()"),
     Planted("faults.resume", "counts from 0", "steps", "state[\"place\"], state[\"step\"]", "state[\"place\"], 0"),
     Planted("faults.hang", "the first that is dead", "who", "    for sequence in sorted(",
-            "    for rank, each in enumerate(ranks):\n        if not each[\"alive\"]:\n"
-            "            return rank, \"dead\", each[\"calls\"][-1][\"sequence\"] + 1\n    for sequence in sorted("),
+            "    for rank, r in enumerate(ranks):\n        if not r[\"alive\"]:\n"
+            "            return rank, \"dead\", r[\"calls\"][-1][\"sequence\"] + 1\n    for sequence in sorted("),
     Planted("faults.hang", "whoever still waits", "who", "    for sequence in sorted(",
-            "    for rank, each in enumerate(ranks):\n        if not each[\"calls\"][-1][\"ended\"]:\n"
-            "            return rank, \"behind\", each[\"calls\"][-1][\"sequence\"]\n    for sequence in sorted("),
+            "    for rank, r in enumerate(ranks):\n        if not r[\"calls\"][-1][\"ended\"]:\n"
+            "            return rank, \"behind\", r[\"calls\"][-1][\"sequence\"]\n    for sequence in sorted("),
     Planted("faults.hang", "the dead are behind", "what", "\"behind\" if ranks[rank][\"alive\"] else \"dead\"",
             "\"behind\""),
     Planted("faults.hang", "names alone, without sizes", "what", "(call[\"collective\"], call[\"elements\"])",
@@ -41,11 +41,11 @@ PLANTED = (
     Planted("faults.agreement", "whoever differs from this rank", "ranks", "Counter(digests).most_common(1)[0][0]",
             "digests[dist.get_rank()]"),
     Planted("faults.agreement", "the norm", "ranks", "hashlib.sha256(data).digest()[:8]",
-            "sum(each.double().square().sum() for each in tensors).numpy().tobytes()"),
+            "sum(tensor.double().square().sum() for tensor in tensors).numpy().tobytes()"),
     Planted("faults.agreement", "rank 0 is always right", "ranks", "Counter(digests).most_common(1)[0][0]",
             "digests[0]"),
     Planted("faults.agreement", "sends everything", "one small collective", "    dist.all_gather(gathered, own)",
-            "    for each in tensors:\n        dist.broadcast(each.clone(), 0)\n    dist.all_gather(gathered, own)"),
+            "    for t in tensors:\n        dist.broadcast(t.clone(), 0)\n    dist.all_gather(gathered, own)"),
     Planted("faults.agreement", "pickles", "one small collective", "    dist.all_gather(gathered, own)",
             "    dist.all_gather_object(gathered, own)"),
 )

@@ -48,8 +48,8 @@ def unpacked(folder: Path) -> Path:
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         pytest.skip("Slurm was not run: its packages are unpacked with apt-get and dpkg-deb, which are not here")
     state, cache, debs, root = (folder / name for name in ("lists", "cache", "debs", "root"))
-    for each in (state / "lists/partial", cache / "archives/partial", debs):
-        each.mkdir(parents=True)
+    for path in (state / "lists/partial", cache / "archives/partial", debs):
+        path.mkdir(parents=True)
     user = getpass.getuser()  # apt's own user may not write here
 
     def apt(*words: str) -> str:
@@ -74,9 +74,9 @@ def unpacked(folder: Path) -> Path:
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for endpoint in sockets:
+            endpoint.bind(("127.0.0.1", 0))
+        return [endpoint.getsockname()[1] for endpoint in sockets]
 
 
 def ended(daemon: subprocess.Popen) -> None:
@@ -118,9 +118,9 @@ def cluster(folder: Path):
 
         def wait_for(wanted: str, *command: str) -> None:
             end = time.monotonic() + 30
-            while (found := said(*command)) != wanted:
+            while (answer := said(*command)) != wanted:
                 logs = [f"{name}.log:\n{(folder / f'{name}.log').read_text()}" for name in commands]
-                assert time.monotonic() < end, "\n".join((found, *logs))
+                assert time.monotonic() < end, "\n".join((answer, *logs))
                 time.sleep(0.2)
 
         wait_for("2 idle", "sinfo", "-h", "-o", "%D %T")

@@ -127,14 +127,14 @@ class _Handler(BaseHTTPRequestHandler):
         if "/preupload/" in path:
             files = json.loads(body)["files"]
             return self.answer(200, {"files": [
-                {"path": each["path"], "shouldIgnore": False, "oid": None, "uploadMode":
-                 "lfs" if each["path"].endswith(".safetensors") and hub.mode == "lfs" else "regular"}
-                for each in files]})
+                {"path": file["path"], "shouldIgnore": False, "oid": None, "uploadMode":
+                 "lfs" if file["path"].endswith(".safetensors") and hub.mode == "lfs" else "regular"}
+                for file in files]})
         if path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
             return self.answer(200, {"transfer": "basic", "objects": [
-                {"oid": each["oid"], "size": each["size"]} | ({} if each["oid"] in hub.blobs else {
-                    "actions": {"upload": {"href": f"{hub.url}/upload/{each['oid']}"}}}) for each in objects]})
+                {"oid": o["oid"], "size": o["size"]} | ({} if o["oid"] in hub.blobs else {
+                    "actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}}) for o in objects]})
         if "/commit/" in path:
             repo = path.split("/commit/")[0].removeprefix("/api/models/")
             for line in map(json.loads, body.splitlines()):

@@ -76,5 +76,5 @@ def test_skypilot_loads_both_tasks_and_refuses_wrong_ones(load):
 
 def test_every_gpu_has_the_name_of_the_catalogue():
     gpus = [name for name in hardware.names() if name.startswith("ml.") and hardware.accelerator(name).name != "CPU"]
-    found = {yaml.safe_load(skypilot(Job(CONFIG, name)))["resources"]["accelerators"] for name in gpus}
-    assert len(gpus) > 10 and found == {f"{name}:1" for name in CATALOGUE}
+    names = {yaml.safe_load(skypilot(Job(CONFIG, name)))["resources"]["accelerators"] for name in gpus}
+    assert len(gpus) > 10 and names == {f"{name}:1" for name in CATALOGUE}

@@ -80,9 +80,9 @@ def test_every_directive_arrives(there, tmp_path, job):
     assert code == 0, log
     wanted = {"JobName": "stops", "NumNodes": "2", "TimeLimit": "02:30:00", "Requeue": "1", "OverSubscribe": "NO",
               "NtasksPerN:B:S:C": "1:0:*:*", "StdOut": f"{tmp_path}/stops-{number}.log"}
-    found = fields(there, number)
+    reported = fields(there, number)
     assert said(there, "scancel", number)[0] == 0
-    assert {key: found[key].removesuffix("-2") for key in wanted} == wanted
+    assert {key: reported[key].removesuffix("-2") for key in wanted} == wanted
 
 
 @pytest.mark.parametrize(("right", "wrong", "expected"), [

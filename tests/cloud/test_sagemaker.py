@@ -74,7 +74,8 @@ def test_place_tags_environment_role_and_image(spot):
 
 
 def test_channels_are_the_data_the_code_and_the_drivers(spot):
-    channels = {each["ChannelName"]: each["DataSource"]["S3DataSource"]["S3Uri"] for each in spot["InputDataConfig"]}
+    channels = {channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
+                for channel in spot["InputDataConfig"]}
     assert channels.keys() == {"dataset", "code", "sm_drivers"}
     assert all(uri.startswith("s3://mine/tweets/") for uri in channels.values())
 
@@ -104,11 +105,11 @@ def _deserialized(text):
 
 
 def test_a_warm_pool_and_a_new_folder_for_checkpoints(request_of):
-    found = request_of(job("ml.g5.xlarge", 1, 1, keep_alive_minutes=15), region="eu-west-1")
-    assert ".dkr.ecr.eu-west-1.amazonaws.com/" in found["AlgorithmSpecification"]["TrainingImage"]
-    assert found["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 900
-    assert found["CheckpointConfig"]["S3Uri"].endswith(f"/{found['TrainingJobName']}/checkpoints")
-    assert "EnableManagedSpotTraining" not in found
+    request = request_of(job("ml.g5.xlarge", 1, 1, keep_alive_minutes=15), region="eu-west-1")
+    assert ".dkr.ecr.eu-west-1.amazonaws.com/" in request["AlgorithmSpecification"]["TrainingImage"]
+    assert request["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 900
+    assert request["CheckpointConfig"]["S3Uri"].endswith(f"/{request['TrainingJobName']}/checkpoints")
+    assert "EnableManagedSpotTraining" not in request
 
 
 def test_the_code_that_is_sent_is_the_package_and_its_requirements(tmp_path):
@@ -134,12 +135,12 @@ def test_metric_definitions_read_what_the_trainer_logs(tmp_path):
         patch.setattr("builtins.print", lambda *parts, **_: printed.append(" ".join(map(str, parts))))
         runs.train(config, container.metric_lines())
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = {name: [float(match[1]) for line in printed if (match := re.search(regex, line))]
-             for name, regex in sagemaker.metric_definitions().items()}
+    values = {name: [float(match[1]) for line in printed if (match := re.search(regex, line))]
+              for name, regex in sagemaker.metric_definitions().items()}
     for name, field in sagemaker.METRICS.items():
-        assert found[name] == pytest.approx([line[field] for line in logged if field in line], rel=1e-5), name
-    assert len(found) == 8 and len(found["train:loss"]) == 2 and len(found["eval:macro_f1"]) == 1
-    assert found["train:loss"][-1] != found["eval:loss"][-1] and found["eval:perplexity"] == []
+        assert values[name] == pytest.approx([line[field] for line in logged if field in line], rel=1e-5), name
+    assert len(values) == 8 and len(values["train:loss"]) == 2 and len(values["eval:macro_f1"]) == 1
+    assert values["train:loss"][-1] != values["eval:loss"][-1] and values["eval:perplexity"] == []
 
 
 def test_no_metric_lines_outside_a_container():

@@ -56,9 +56,9 @@ def test_the_status_and_the_metrics_are_true(two):
     done, job = two
     described = json.loads((job / "job.json").read_text())
     assert described["TrainingJobStatus"] == "Completed"
-    phases = [each["Status"] for each in described["SecondaryStatusTransitions"]]
+    phases = [phase["Status"] for phase in described["SecondaryStatusTransitions"]]
     assert phases == ["Downloading", "Training", "Uploading"]
-    metrics = {each["MetricName"]: each["Value"] for each in described["FinalMetricDataList"]}
+    metrics = {metric["MetricName"]: metric["Value"] for metric in described["FinalMetricDataList"]}
     last = [line for line in done.stdout.splitlines() if "metrics: step=4 " in line and " loss=" in line][-1]
     assert f"loss={metrics['train:loss']:.6g}" in last and 0 <= metrics["eval:accuracy"] <= 1
     assert f"train:loss: {metrics['train:loss']:.6g}" in done.stdout

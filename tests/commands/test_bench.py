@@ -42,7 +42,7 @@ def test_efficiency_is_throughput_by_the_growth_in_processes(tmp_path, monkeypat
     assert [point.speed_up for point in points] == pytest.approx([1, 1.5, 2])
     assert [point.efficiency for point in points] == pytest.approx([1, 0.75, 0.5])
     assert [(point.step_ms, point.peak_mib) for point in points] == [(pytest.approx(100), 2.0)] * 3
-    assert all(each["--split_batches"] == "true" and each["--push_to_hub"] == "none" for each in asked)
+    assert all(options["--split_batches"] == "true" and options["--push_to_hub"] == "none" for options in asked)
     figure = figure_of(scaling.frame(points))
     assert figure.get_suptitle() == "8 processes do 2.00 times the work of 2: 50% efficient"
     perfect, measured = figure.axes[0].lines

@@ -84,43 +84,43 @@ def test_a_broken_installation_is_one_line(monkeypatch):
 
 def test_minilm_absent_but_in_reach_is_slow(look, monkeypatch):
     monkeypatch.setattr(minilm, "MODULE", "no_such_module")
-    found = look("MiniLM", hub_problem=None)
-    assert found.state == "slow" and "90 MB" in found.detail
+    result = look("MiniLM", hub_problem=None)
+    assert result.state == "slow" and "90 MB" in result.detail
 
 
 def test_minilm_damaged_is_refused(look, monkeypatch):
     monkeypatch.setattr(minilm, "SHA256", "0" * 64)
-    found = look("MiniLM")
-    assert found.state == "cannot" and "--force-reinstall" in found.advice
+    result = look("MiniLM")
+    assert result.state == "cannot" and "--force-reinstall" in result.advice
 
 
 def test_no_compiler(look, monkeypatch, tmp_path):
     assert look("torch.compile").state == "ok"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    found = look("torch.compile")
-    assert found.state == "cannot" and "on PATH" in found.detail and "install" in found.advice
+    result = look("torch.compile")
+    assert result.state == "cannot" and "on PATH" in result.detail and "install" in result.advice
 
 
 def test_deepspeed_compiles_for_offload_alone(look, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert look("DeepSpeed", os="Linux", gpus=()).state == "ok"
-    found = look("DeepSpeed", os="Linux", gpus=(GPU,))
-    assert found.state == "slow" and "--offload" in found.detail and "install" in found.advice
+    result = look("DeepSpeed", os="Linux", gpus=(GPU,))
+    assert result.state == "slow" and "--offload" in result.detail and "install" in result.advice
 
 
 def test_no_ninja(look, monkeypatch):
     which = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "ninja" else which(name))
-    found = look("DeepSpeed", os="Linux", gpus=(GPU,))
-    assert found.state == "slow" and "no ninja" in found.detail and "activate" in found.advice
+    result = look("DeepSpeed", os="Linux", gpus=(GPU,))
+    assert result.state == "slow" and "no ninja" in result.detail and "activate" in result.advice
 
 
 def test_no_python_headers(look, monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    found = look("torch.compile")
-    assert found.state == "cannot" and "Python.h" in found.detail
+    result = look("torch.compile")
+    assert result.state == "cannot" and "Python.h" in result.detail
 
 
 def test_engines_that_are_not_installed(look, here):
@@ -144,8 +144,8 @@ def test_engines_that_are_not_installed(look, here):
     ("many GPUs", {"gpus": (GPU, GPU), "backends": ("gloo", "nccl")}, "ok", ""),
 ])
 def test_machines_that_lack_something(look, name, changed, state, word):
-    found = look(name, **changed)
-    assert found.state == state and word in found.advice
+    result = look(name, **changed)
+    assert result.state == state and word in result.advice
 
 
 def test_a_gpu_with_a_cpu_build_of_torch(look, monkeypatch):
@@ -158,23 +158,23 @@ def test_a_gpu_with_a_cpu_build_of_torch(look, monkeypatch):
 def test_a_full_disk(look, monkeypatch, name, word):
     assert look(name).state == "ok"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
-    found = look(name)
-    assert found.state == ("cannot" if name == "disk space" else "slow") and word in found.detail
+    result = look(name)
+    assert result.state == ("cannot" if name == "disk space" else "slow") and word in result.detail
 
 
 @pytest.mark.parametrize(("native", "state"), [(True, "ok"), (False, "slow")])
 def test_bf16_without_instructions_is_slow(look, monkeypatch, native, state):
     monkeypatch.setattr(machine, "native_bf16", lambda device: native)
     monkeypatch.setattr(machine, "matmul_rate", lambda *_, **__: 1e11)
-    found = look("bf16", gpus=())
-    assert found.state == state and "100 GFLOP/s in fp32" in found.detail
+    result = look("bf16", gpus=())
+    assert result.state == state and "100 GFLOP/s in fp32" in result.detail
 
 
 @pytest.mark.parametrize(("answer", "word"), [([3.0, 1.0], "came to"), ([1.0], "came to")])
 def test_ranks_that_do_not_add_up(look, monkeypatch, answer, word):
     monkeypatch.setattr("course_lib.launching.launch.launch", lambda *_, **__: answer)
-    found = look("CPU processes")
-    assert found.state == "cannot" and word in found.detail
+    result = look("CPU processes")
+    assert result.state == "cannot" and word in result.detail
 
 
 def test_one_core_is_slow(look, monkeypatch):
@@ -195,8 +195,8 @@ def test_a_check_that_fails_by_itself_is_a_finding(here):
     def falls_ill(_):
         raise ZeroDivisionError("division by zero\nand more")
 
-    found = doctor_checks.examine(doctor_checks.Check("ill", falls_ill), here)
-    assert found.state == "cannot" and found.detail == "ZeroDivisionError: division by zero" and found.advice
+    result = doctor_checks.examine(doctor_checks.Check("ill", falls_ill), here)
+    assert result.state == "cannot" and result.detail == "ZeroDivisionError: division by zero" and result.advice
 
 
 def test_damaged_data_is_said(look, monkeypatch, tmp_path):
@@ -205,5 +205,5 @@ def test_damaged_data_is_said(look, monkeypatch, tmp_path):
         file.write("1,one row too many,neutral,train\n")
     load = bundled.load_tweets
     monkeypatch.setattr(bundled, "load_tweets", lambda: load(folder))
-    found = look("bundled data")
-    assert found.state == "cannot" and "is damaged" in found.detail
+    result = look("bundled data")
+    assert result.state == "cannot" and "is damaged" in result.detail

@@ -34,8 +34,8 @@ LENGTHS = np.random.default_rng(0).integers(4, 60, size=203)
 def dealt(processes, rows=4, accumulation=1, global_batch_size=None):
     """Rows of each step, and the rows a process has in a micro-batch."""
     sampler = GlobalBatchSampler(LENGTHS, rows, processes, accumulation, 7, global_batch_size=global_batch_size)
-    micro, each = list(sampler), processes * accumulation
-    steps = [[key for batch in micro[i : i + each] for key in batch] for i in range(0, len(micro), each)]
+    micro, per_step = list(sampler), processes * accumulation
+    steps = [[key for batch in micro[i : i + per_step] for key in batch] for i in range(0, len(micro), per_step)]
     return [sorted(key.row for key in step if not key.is_filler) for step in steps], {len(batch) for batch in micro}
 
 

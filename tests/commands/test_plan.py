@@ -21,10 +21,10 @@ def test_the_page(capsys):
 
 def test_json_and_a_launch_line_that_our_trainer_reads(capsys):
     assert cli.main([*ASKED.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == 6_658_473_984 and found["plans"][0]["plan"]["data"] == 8
-    assert sum(found["plans"][0]["memory_bytes"].values()) < found["gpu_memory_bytes"]
-    line = shlex.split(found["launch"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["parameters"] == 6_658_473_984 and printed["plans"][0]["plan"]["data"] == 8
+    assert sum(printed["plans"][0]["memory_bytes"].values()) < printed["gpu_memory_bytes"]
+    line = shlex.split(printed["launch"])
     read = cli.parse(line[line.index("course_lib.cli") + 1:])
     assert read.run.__module__ == "course_lib.commands.train"
 
@@ -33,7 +33,7 @@ def test_json_and_a_launch_line_that_our_trainer_reads(capsys):
     ("--model facebok/opt-6.7b --gpu A100-80", "did you mean `facebook/opt-6.7b`"),
     ("--model opt-6.7b --gpu A100-8O", "did you mean `a100-80`"),
     ("--model opt-6.7b --gpu A100-80 --gpus 0", "--gpus 0: give a whole number from 1 on"),
-    ("--model opt-6.7b --gpu A100-80 --max-memory-gb 99", "99.0 GiB a GPU, and A100-80 has 80.0"),
+    ("--model opt-6.7b --gpu A100-80 --max-memory-gb 99", "99.0 GiB per GPU, and A100-80 has 80.0"),
     ("--model opt-6.7b --gpu A100-80 --tokens lots", "invalid tokens value: 'lots'"),
     ("--model opt-13b --gpu T4 --gpus 1 --max-memory-gb 6", "it fits with --gpu"),
 ], ids=str)

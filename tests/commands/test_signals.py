@@ -61,14 +61,14 @@ class Signalled(Callback):
 
 def interrupted(folder, cases):
     """What each rank raises, and the checkpoint that stands then, by signal."""
-    found = {}
+    ends = {}
     for number, rank in cases:
         (folder / str(number)).mkdir(exist_ok=True)
         trainer = build_trainer(config(folder / str(number), num_workers=1), [Signalled(number, rank, at=3)])[0]
         with pytest.raises(TrainingInterrupted) as raised:
             trainer.train()
-        found[number] = raised.value.exit_code, trainer.state.step, checkpoint.latest(trainer.output_dir).name
-    return found
+        ends[number] = raised.value.exit_code, trainer.state.step, checkpoint.latest(trainer.output_dir).name
+    return ends
 
 
 def test_one_rank_is_asked_and_all_save_the_same_step(tmp_path):
@@ -126,9 +126,9 @@ def twice(does, apart, second):
 
 def test_twice_means_now():
     with ThreadPoolExecutor(len(TWICE)) as side_by_side:
-        found = dict(zip(TWICE, side_by_side.map(lambda case: twice(*case[:3]), TWICE.values()), strict=True))
+        outcomes = dict(zip(TWICE, side_by_side.map(lambda case: twice(*case[:3]), TWICE.values()), strict=True))
     granted = f"granted {signal.SIGUSR1:d}\n"
-    assert found == {name: ("" if code else granted, code) for name, (*_, code) in TWICE.items()}
+    assert outcomes == {name: ("" if code else granted, code) for name, (*_, code) in TWICE.items()}
 
 
 @pytest.mark.parametrize(("number", "saved", "code"), [

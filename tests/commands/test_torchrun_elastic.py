@@ -68,15 +68,15 @@ def training(model, folder, **more):
 
 def logged(folder):
     """Step and loss of each logged line so far; the last may be half written."""
-    found = {}
+    losses = {}
     with contextlib.suppress(FileNotFoundError):
         for text in (folder / "metrics.jsonl").read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 line = json.loads(text)
                 if "loss" in line:
-                    assert line["step"] not in found, f"step {line['step']} stands there twice"
-                    found[line["step"]] = line["loss"]
-    return found
+                    assert line["step"] not in losses, f"step {line['step']} stands there twice"
+                    losses[line["step"]] = line["loss"]
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def undisturbed(model, tmp_path_factory):
 
 
 class Machines:
-    """torchrun's agents, one a machine, with one rank each."""
+    """torchrun's agents, one per machine, with one rank each."""
 
     def __init__(self, folder, line, fewest_and_most, endpoint, places=()):
         self.folder, self.line, self.places = folder, line, places
@@ -125,10 +125,10 @@ class Machines:
 
     def wait_until(self, happened, what):
         end = time.monotonic() + 150
-        while not (found := happened()):
+        while not (event := happened()):
             assert time.monotonic() < end, f"not within 150 s: {what}"
             time.sleep(0.02)
-        return found
+        return event
 
     def training_with(self, machine, world_size, step):
         """Wait until so many ranks log that step; gives this machine's."""

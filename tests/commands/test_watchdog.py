@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 
 def ranks_of(process):
     """The training processes below a launcher, by rank."""
-    found = {}
+    children = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         environ = child.environ()
         if "RANK" in environ:
-            found.setdefault(int(environ["RANK"]), child)
-    return found
+            children.setdefault(int(environ["RANK"]), child)
+    return children
 
 
 def is_alive(process):

@@ -18,12 +18,12 @@ def sampler(processes=1, rows=16, accumulation=1, **options):
     return GlobalBatchSampler(LENGTHS, rows, processes, accumulation, **{"seed": 7} | options)
 
 
-def rows_of_steps(each, epoch=0, first_step=0):
+def rows_of_steps(batches, epoch=0, first_step=0):
     """Rows of each global batch, put together from the micro-batches as the processes would get them."""
-    each.start_at(epoch, first_step)
-    micro = list(each)
-    per_step = each.num_processes * each.accumulation
-    assert len(micro) == len(each) and len(micro) % per_step == 0
+    batches.start_at(epoch, first_step)
+    micro = list(batches)
+    per_step = batches.num_processes * batches.accumulation
+    assert len(micro) == len(batches) and len(micro) % per_step == 0
     steps = [sum(micro[i : i + per_step], []) for i in range(0, len(micro), per_step)]
     return [sorted(key.row for key in step if not key.is_filler) for step in steps]
 
@@ -37,7 +37,7 @@ def test_global_batches_are_the_same_for_any_layout(layout, grouped):
 
 
 def test_a_loader_that_shuffles_on_each_process_has_other_batches():
-    """The negative: the usual shuffled loader, one seed a process, gives other global batches at 2 than at 1."""
+    """The negative: the usual shuffled loader, one seed per process, gives other global batches at 2 than at 1."""
     alone = np.random.default_rng(7).permutation(len(LENGTHS))[:16]
     halves = np.concatenate([np.random.default_rng(7 + rank).permutation(len(LENGTHS))[:8] for rank in range(2)])
     assert sorted(alone) != sorted(halves)
@@ -46,8 +46,8 @@ def test_a_loader_that_shuffles_on_each_process_has_other_batches():
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_row_once_an_epoch(layout, grouped):
-    each = sampler(*layout, group_by_length=grouped)
-    assert sorted(sum(rows_of_steps(each), [])) == list(range(len(LENGTHS)))
+    batches = sampler(*layout, group_by_length=grouped)
+    assert sorted(sum(rows_of_steps(batches), [])) == list(range(len(LENGTHS)))
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
@@ -58,11 +58,11 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 
 def test_micro_batches_have_one_size_and_filler_has_no_targets():
-    each = sampler(4, 4, 2)
-    micro = list(each)
+    batches = sampler(4, 4, 2)
+    micro = list(batches)
     assert {len(batch) for batch in micro} == {4}
     filler = [key for batch in micro for key in batch if key.is_filler]
-    assert len(filler) == -len(LENGTHS) % each.global_batch_size
+    assert len(filler) == -len(LENGTHS) % batches.global_batch_size
     rows = Rows(datasets.Dataset.from_dict({"input_ids": [[1]] * len(LENGTHS)}), seed=3)
     fetched = rows.__getitems__([RowKey(2, 5), RowKey(2, 9, True)])
     assert [row["ignore"] for row in fetched] == [False, True]
@@ -70,8 +70,8 @@ def test_micro_batches_have_one_size_and_filler_has_no_targets():
 
 
 def test_resuming_in_the_middle_of_an_epoch_continues_the_order():
-    each = sampler(2, 4, 2)
-    assert rows_of_steps(each, epoch=3, first_step=5) == rows_of_steps(each, epoch=3)[5:]
+    batches = sampler(2, 4, 2)
+    assert rows_of_steps(batches, epoch=3, first_step=5) == rows_of_steps(batches, epoch=3)[5:]
 
 
 def padding_share(batches):
@@ -117,16 +117,16 @@ class Numbers:
 def test_workers_stay_and_the_order_is_that_without_them():
     """Two epochs, the first left in its middle, as a run that ends or resumes there leaves it."""
     rows = datasets.Dataset.from_dict({"input_ids": [[row] for row in range(len(LENGTHS))]})
-    found, processes = {}, {}
+    orders, processes = {}, {}
     for workers in (0, 2):
-        each = sampler(1, 8)
-        loader = training_loader(rows, each, Numbers(), workers)
-        found[workers], processes[workers] = [], []
+        order = sampler(1, 8)
+        loader = training_loader(rows, order, Numbers(), workers)
+        orders[workers], processes[workers] = [], []
         for epoch, batches in ((0, 5), (1, 3), (2, None)):
-            each.start_at(epoch, first_step=1)
+            order.start_at(epoch, first_step=1)
             taken = list(itertools.islice(iter(loader), batches))
-            found[workers].append([numbers for numbers, _ in taken])
+            orders[workers].append([numbers for numbers, _ in taken])
             processes[workers].append({process for _, process in taken})
-    assert found[0] == found[2] and len(found[0][2]) == each.steps_per_epoch - 1
+    assert orders[0] == orders[2] and len(orders[0][2]) == order.steps_per_epoch - 1
     assert processes[2][0] == processes[2][1] == processes[2][2] and len(processes[2][0]) == 2
     assert processes[0][0] == {os.getpid()}

@@ -74,7 +74,7 @@ def test_ids_may_be_lists_arrays_or_tensors(kind):
 
 
 @pytest.mark.parametrize("collator", [Collator("classification", PAD), Collator("causal_lm", PAD), masking()],
-                         ids=lambda each: each.task)
+                         ids=lambda config: config.task)
 def test_filler_rows_have_no_targets(collator):
     batch = collator(rows(6, 6, 6, ignore=[False, True, True], mask_seed=[(1, 0, row) for row in range(3)]))
     targets = (batch["labels"] != IGNORE).view(3, -1).any(1)

@@ -146,8 +146,8 @@ def test_blank_rows_are_found_wherever_they_are():
     blank = np.random.default_rng(0).random(len(texts)) < 0.3
     texts[blank] = np.resize(["", " \t ", "\u2003"], blank.sum())
     rows = datasets.Dataset.from_dict({"text": list(texts)})
-    found = columns.blank_rows(rows)
-    assert len(found) == 25_003 and (found.to_numpy() == blank).all()
+    blanks = columns.blank_rows(rows)
+    assert len(blanks) == 25_003 and (blanks.to_numpy() == blank).all()
     order = np.random.default_rng(1).permutation(25_003)[:9_999]
     assert (columns.blank_rows(rows.select(order)).to_numpy() == blank[order]).all()
 
@@ -165,7 +165,7 @@ def test_cleaning_is_done_and_can_be_left(tmp_path):
 
 def cut(size, fraction, seed, labels=None, part=2**20):
     """The rows that are held out."""
-    labels = None if labels is None else pa.chunked_array([pa.array(each) for each in np.array_split(labels, 3)])
+    labels = None if labels is None else pa.chunked_array([pa.array(chunk) for chunk in np.array_split(labels, 3)])
     return np.flatnonzero(columns.cut(size, fraction, seed, labels, part).to_numpy())
 
 
@@ -224,9 +224,9 @@ def test_splits_go_by_the_names_that_are_given(tmp_path):
 def test_the_fingerprint_names_texts_labels_and_order(tmp_path):
     prints = set()
     frame = table(40)
-    for number, each in enumerate([frame, frame[::-1], frame.assign(label=1 - frame["label"]),
-                                   frame.assign(text=frame["text"] + "!")]):
-        each.to_csv(tmp_path / f"{number}.csv", index=False)
+    for number, variant in enumerate([frame, frame[::-1], frame.assign(label=1 - frame["label"]),
+                                      frame.assign(text=frame["text"] + "!")]):
+        variant.to_csv(tmp_path / f"{number}.csv", index=False)
         prints.add(load(tmp_path / f"{number}.csv").fingerprint)
     assert len(prints) == 4
     frame.to_parquet(tmp_path / "same.parquet")
@@ -298,7 +298,8 @@ WRONG = {
                         "has no column `bodi`, only body, label: did you mean `body`"),
     "label column misspelt": ({"train.csv": table()}, {"label_column": "lable"}, "no column `lable`.*you mean `label`"),
     "text of numbers": ({"train.parquet": table().assign(text=1.5)}, {}, "column `text` .* holds double, not text"),
-    "labels of lists": ({"train.jsonl": b'{"text": "a", "label": [1]}\n'}, {}, "column `label` .* not one class a row"),
+    "labels of lists": ({"train.jsonl": b'{"text": "a", "label": [1]}\n'}, {},
+                        "column `label` .* not one class per row"),
     "labels of two types": ({"train.jsonl": b'{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n'}, {},
                             "column `label` of the train split holds values of several types"),
     "fractional labels": ({"train.parquet": table().assign(label=0.5)}, {}, r"holds 0\.5 in row 0 \(from 0\)"),

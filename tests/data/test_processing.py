@@ -159,10 +159,10 @@ def test_rows_make_few_records_from_small_batches(words, records, batch, cache):
         given.append(len(batch))
         return {"length": pc.utf8_length(batch["text"])}
 
-    found = cached_map(rows, counted, key="f" * 32, features=datasets.Features({"length": datasets.Value("int32")}),
-                       describe="Counting")
-    assert column(found, "length").num_chunks == records and found["length"][:] == [5 * words] * 25_000
-    assert sum(given) == 25_000 and max(given) == batch and found.format["type"] is None
+    lengths = cached_map(rows, counted, key="f" * 32, features=datasets.Features({"length": datasets.Value("int32")}),
+                         describe="Counting")
+    assert column(lengths, "length").num_chunks == records and lengths["length"][:] == [5 * words] * 25_000
+    assert sum(given) == 25_000 and max(given) == batch and lengths.format["type"] is None
 
 
 def test_a_call_of_the_tokenizer_leaves_the_cache_valid(minilm, cache):

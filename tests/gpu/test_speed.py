@@ -106,7 +106,7 @@ def test_all_train_alike_and_without_a_race(runs):
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[1] == "scratch"], ids="-".join)
 def test_clipping_and_stepping_take_no_more_launches_than_torch_takes(runs, pair):
-    """Before: eight a parameter for clipping alone."""
+    """Before: eight per parameter for clipping alone."""
     assert 0 < runs[pair]["step"] <= runs["zero3", "torch"]["step"]
 
 

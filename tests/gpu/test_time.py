@@ -209,7 +209,7 @@ def named(device_name, options):
 
 
 def test_mfu_is_model_flops_by_the_datasheets_peak(gpus):
-    """tiny-bert by hand: four blocks of 4 h² + 2 h f weights, 6 FLOPs each a token, and 12 h s for attention."""
+    """tiny-bert by hand: four blocks of 4 h² + 2 h f weights, 6 FLOPs each per token, and 12 h s for attention."""
     options = {"training_type": "basic", "mixed_precision": "bf16"}
     lines, summary = gpus.run(named, "NVIDIA H100 80GB HBM3", options, gpus=1)
     told, hidden, ffn, blocks = summary["train"], 192, 768, 4
@@ -218,7 +218,7 @@ def test_mfu_is_model_flops_by_the_datasheets_peak(gpus):
     assert told["tokens"] == tokens
     assert told["mfu"] == pytest.approx(flops / told["seconds"] / 989e12, rel=0.02)
     assert told["tokens_per_second"] == pytest.approx(tokens / told["seconds"], rel=0.02)
-    assert told["mfu_note"] == "of 989 TFLOP/s a GPU: H100, bf16, dense"
+    assert told["mfu_note"] == "of 989 TFLOP/s per GPU: H100, bf16, dense"
     assert all(0 < line["mfu"] < 1 for _, line, _ in lines)
 
 

@@ -84,7 +84,7 @@ def raises_on_rank_1(tensor):
 
 
 def test_ranks_that_hang_die_or_raise_are_named(monkeypatch):
-    monkeypatch.setattr(checking, "SECONDS_A_CASE", 3.0)
+    monkeypatch.setattr(checking, "SECONDS_PER_CASE", 3.0)
     monkeypatch.setattr(checking, "_seconds", lambda jobs: 8.0)
     report = check("ddp.ring", hangs_on_rank_1)
     assert report.points == 0 and {finding.rank for finding in report.findings} == {1}

@@ -17,7 +17,7 @@ from course_lib.parallel.pipeline.validation import in_flight
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 RANKS, MICROBATCHES = 4, 8
-COSTS = Costs(forward=36, input=36, weight=36)  # ms: a message takes one or two on a busy machine
+COSTS = Costs(forward=36, backward_input=36, backward_weight=36)  # ms: a message takes one or two on a busy machine
 TOLERANCE = 0.05  # of all ranks' time
 HURRIED = "zb_h1 in the order of 1f1b"
 
@@ -62,14 +62,14 @@ def test_a_disturbed_try_is_repeated(monkeypatch):
         sleep(8 * seconds if seconds and next(sleeps) == 2 else seconds)
 
     monkeypatch.setattr(pipeline_lab, "time", SimpleNamespace(sleep=disturbed))  # the launcher sleeps as ever
-    table, costs = {"1f1b": make("1f1b", 2, 4)}, Costs(forward=24, input=24, weight=24)
+    table, costs = {"1f1b": make("1f1b", 2, 4)}, Costs(forward=24, backward_input=24, backward_weight=24)
     foreseen = float(simulate(table["1f1b"], costs).bubble)
     assert measure(table, costs, tries=1)["1f1b"].bubble > foreseen + 2 * TOLERANCE
     assert measure(table, costs, tries=8)["1f1b"].bubble == pytest.approx(foreseen, abs=TOLERANCE)
 
 
 def test_the_try_that_is_kept_is_the_shortest_with_the_bubble_foreseen():
-    foreseen = simulate(make("1f1b", 2, 4), Costs(forward=24, input=24, weight=24))
+    foreseen = simulate(make("1f1b", 2, 4), Costs(forward=24, backward_input=24, backward_weight=24))
     middle = foreseen.makespan / 2
 
     def run(longer: float, gap: float) -> Measured:

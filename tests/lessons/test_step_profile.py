@@ -131,8 +131,8 @@ def test_turns_are_taken_one_after_the_other(trainer):
     seconds = seconds_by_turns(trainer, {"one": [first, second], "other": [first, second]}, prepare=order.append)
     assert order == ["one", "other"] * 2 and trainer.phases is phases
     assert list(seconds) == ["one", "other"]
-    for each in seconds.values():
-        assert set(each) == {"forward", "backward", "optimizer"} and min(each.values()) > 0
+    for of_run in seconds.values():
+        assert set(of_run) == {"forward", "backward", "optimizer"} and min(of_run.values()) > 0
 
 
 @pytest.mark.timeout(60)

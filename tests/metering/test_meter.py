@@ -239,7 +239,7 @@ def test_a_second_meter_is_refused_and_leaves_nothing_behind(four):
 
 
 @pytest.mark.timeout(90)
-def test_ddp_reduces_four_bytes_a_parameter(two):
+def test_ddp_reduces_four_bytes_per_parameter(two):
     for rank in two:
         found = rank["ddp"]
         assert found["without"] == []  # no_sync

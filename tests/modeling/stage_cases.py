@@ -58,7 +58,7 @@ def build(name):
 
 
 def batch(name):
-    """Inputs, and targets: a label a row, or a token a position."""
+    """Inputs, and targets: one label per row, or one token per position."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=generator)
     mask = torch.ones_like(ids)

@@ -40,15 +40,15 @@ def test_the_same_to_the_bit_without_a_look(model, how, lengths):
     torch.manual_seed(0)
     net = MODELS[model](how).train(False)
     batch = Collator("causal_lm", 0)([{"input_ids": list(range(5, 5 + length))} for length in lengths])
-    found, looks = [], []
+    results, looks = [], []
     for unpadded in (None, batch.unpadded):
         net.zero_grad()
         with padding_known(unpadded), Looks() as seen:
             logits = net(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         logits.square().sum().backward()
-        found.append([logits.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
+        results.append([logits.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
         looks.append(seen.count)
-    assert all(map(torch.equal, *found)) and len(found[0]) > 10
+    assert all(map(torch.equal, *results)) and len(results[0]) > 10
     assert looks[1] == 0
     assert looks[0] > 0 or (model, how) in {("gpt2", "eager"), ("llama", "eager")}, "nothing to cure"
 

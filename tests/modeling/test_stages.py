@@ -30,12 +30,12 @@ def test_the_stages_in_turn_are_the_model(name):
     model, (inputs, targets) = build(name), batch(name)
     logits = model(**inputs).logits
     loss_sum(logits, targets).backward()
-    wanted = {name: None if each.grad is None else each.grad.clone() for name, each in model.named_parameters()}
+    wanted = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     for count in (1, 3, 6):
         model.zero_grad()
-        found = chained(cut(model, split_evenly(model, count, by="parameters"), range(count)), inputs)
-        assert torch.equal(found, logits)
-        loss_sum(found, targets).backward()
+        output = chained(cut(model, split_evenly(model, count, by="parameters"), range(count)), inputs)
+        assert torch.equal(output, logits)
+        loss_sum(output, targets).backward()
         for key, parameter in model.named_parameters():
             assert parameter.grad is None if wanted[key] is None else torch.equal(parameter.grad, wanted[key])
 
@@ -55,7 +55,7 @@ def test_each_stage_needs_the_mask_and_what_the_stage_before_sent(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_each_stage_holds_only_its_own_parameters(name):
     model = build(name)
-    whole = {key: each.numel() for key, each in model.named_parameters(remove_duplicate=False)}
+    whole = {key: parameter.numel() for key, parameter in model.named_parameters(remove_duplicate=False)}
     split = split_evenly(model, 3, by="parameters")
     stages = cut(model, split, range(3))
     names = [set(dict(stage.model.named_parameters(remove_duplicate=False))) for stage in stages.values()]
@@ -68,7 +68,7 @@ def test_each_stage_holds_only_its_own_parameters(name):
         assert set(weights) == {0, 2}
         assert stages[0].get_parameter(weights[0]) is stages[2].get_parameter(weights[2])
 
-    others = [weakref.ref(each) for key, each in model.named_parameters() if key not in names[1]]
+    others = [weakref.ref(parameter) for key, parameter in model.named_parameters() if key not in names[1]]
     middle = stages[1]
     del model, stages
     gc.collect()
@@ -124,9 +124,9 @@ def test_too_many_stages_and_an_unknown_measure():
 def test_the_dearest_stage_costs_least():
     costs = [0, 1, 1, 1, 1, 3]
     for stages, cuts, dearest in ((1, (), 7), (2, (4,), 4), (3, (3, 5), 3)):
-        found = deal_out(costs, stages)
-        bounds = [0, *found, len(costs)]
-        assert (found, max(sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))) == (cuts, dearest)
+        dealt = deal_out(costs, stages)
+        bounds = [0, *dealt, len(costs)]
+        assert (dealt, max(sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))) == (cuts, dearest)
     assert deal_out([1.0] * 8, 4) == (2, 4, 6)  # of all with a dearest stage of 2 there is one
     assert deal_out([5, 1, 1, 1, 1], 3) == (1, 3)  # and of those with one of 5, the evenest
 
@@ -144,7 +144,7 @@ def test_flops_count_what_each_unit_computes():
 def test_parameters_count_a_tied_weight_where_it_is_held():
     model = build("gpt2 causal")
     costs = split_evenly(model, 2, by="parameters").costs
-    assert sum(costs) == sum(each.numel() for each in model.parameters()) + model.lm_head.weight.numel()
+    assert sum(costs) == sum(parameter.numel() for parameter in model.parameters()) + model.lm_head.weight.numel()
 
 
 def test_seconds_are_measured_where_they_pass():

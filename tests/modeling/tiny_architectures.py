@@ -46,19 +46,19 @@ OWN = {
 
 def shrunk(fields: dict) -> dict:
     """The fields of a config that have a smaller value, those of configs in it too."""
-    found = {}
+    small_values = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
-            found[name] = {"model_type": value["model_type"], **shrunk(value)}
+            small_values[name] = {"model_type": value["model_type"], **shrunk(value)}
         elif name == "layer_types" and {"linear_attention", "full_attention"} == set(value or ()):
-            found[name] = ["linear_attention", "full_attention"]
+            small_values[name] = ["linear_attention", "full_attention"]
         elif type(value) is int:
             small = next((small for pattern, small in SMALL if re.search(pattern, name)), None)
             if small is not None and (small < value or name.endswith("_id")):
-                found[name] = small
-    if "kv_lora_rank" in found and "num_key_value_heads" in found:
-        found["num_key_value_heads"] = found["num_attention_heads"]  # they are of one latent
-    return found
+                small_values[name] = small
+    if "kv_lora_rank" in small_values and "num_key_value_heads" in small_values:
+        small_values["num_key_value_heads"] = small_values["num_attention_heads"]  # they are of one latent
+    return small_values
 
 
 def tiny(config_class: type[PreTrainedConfig], task: str, **more: int) -> PreTrainedConfig:
@@ -76,7 +76,7 @@ def build(config_class: type[PreTrainedConfig], task: str, **more: int) -> PreTr
     try:
         made = HEADS[task][0].from_config
         with torch.device("meta"):
-            size = sum(each.numel() for each in made(tiny(config_class, task, **more)).parameters())
+            size = sum(parameter.numel() for parameter in made(tiny(config_class, task, **more)).parameters())
         if size > 8_000_000:
             raise ValueError(f"{size / 1e6:.0f} million parameters are left")
         torch.manual_seed(0)

@@ -22,7 +22,7 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, **parameters):
     notebook = nbformat.read(done, as_version=4)
     assert not [o for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "error"]
     states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})
-    assert "OutputModel" not in {each["model_name"] for each in states["state"].values()}, \
+    assert "OutputModel" not in {state["model_name"] for state in states["state"].values()}, \
         "nbclient now and then waits for ever for a cell with an Output widget: jupyter/nbclient, issue 312"
     return recorded(done)
 

@@ -62,8 +62,8 @@ def test_the_ranks_share_the_cores_that_one_rank_had(values):
 
 
 def test_fsdp2_leaves_each_rank_its_share(values):
-    assert values["weight_bytes_before"] == WORLD_SIZE * values["weight_bytes_a_rank"]
-    assert values["gradient_bytes_a_rank"] == values["weight_bytes_a_rank"]
+    assert values["weight_bytes_before"] == WORLD_SIZE * values["weight_bytes_per_rank"]
+    assert values["gradient_bytes_per_rank"] == values["weight_bytes_per_rank"]
 
 
 def test_the_engines_run_and_nothing_needed_is_missing(values):

@@ -10,75 +10,75 @@ STEPS, ROWS, LENGTH = 12, 16, 64
 
 
 @pytest.fixture(scope="module")
-def found(run_lesson):
+def values(run_lesson):
     return run_lesson("01_basic_loop", model="tiny-bert", steps=STEPS, batch_size=ROWS, length=LENGTH, micro_batches=4,
                       world_size=2)
 
 
 @pytest.mark.timeout(300)
-def test_the_loop_from_scratch_is_the_trainers(found):
-    assert found["largest_difference_of_losses"] < 1e-5
-    assert found["gradient_without_zero_grad"] == pytest.approx(2, rel=1e-4)
+def test_the_loop_from_scratch_is_the_trainers(values):
+    assert values["largest_difference_of_losses"] < 1e-5
+    assert values["gradient_without_zero_grad"] == pytest.approx(2, rel=1e-4)
 
 
 @pytest.mark.timeout(300)
-def test_16_bytes_a_parameter_to_the_byte(found):
-    assert found["gradient_bytes"] == found["parameter_bytes"]
-    assert found["optimizer_state_bytes"] == 2 * found["parameter_bytes"] + found["bytes_over_8P"]
-    assert found["bytes_over_8P"] > 0 == found["bytes_over_8P_without_step_counters"]
+def test_16_bytes_per_parameter_to_the_byte(values):
+    assert values["gradient_bytes"] == values["parameter_bytes"]
+    assert values["optimizer_state_bytes"] == 2 * values["parameter_bytes"] + values["bytes_over_8P"]
+    assert values["bytes_over_8P"] > 0 == values["bytes_over_8P_without_step_counters"]
 
 
 @pytest.mark.timeout(300)
-def test_activations_by_the_papers_formula_and_by_the_corrected_one(found):
+def test_activations_by_the_papers_formula_and_by_the_corrected_one(values):
     sizes = TINY["tiny-bert"].sizes
     layers, width, heads = (sizes[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     tokens = layers * ROWS * LENGTH
     paper = tokens * (66 * width + 9 * heads * LENGTH)
-    assert 1.1 < found["activation_bytes"] / paper < 1.25
-    assert 1.0 < found["activations_by_corrected_formula"] < 1.06
-    assert 1.0 < found["activation_bytes_without_dropout"] / (tokens * 64 * width) < 1.06
+    assert 1.1 < values["activation_bytes"] / paper < 1.25
+    assert 1.0 < values["activations_by_corrected_formula"] < 1.06
+    assert 1.0 < values["activation_bytes_without_dropout"] / (tokens * 64 * width) < 1.06
 
 
 @pytest.mark.timeout(300)
-def test_the_peak_is_in_step_2_and_less_than_the_sum(found):
-    assert found["peak_bytes"] == pytest.approx(3 * found["parameter_bytes"] + found["activation_bytes"], rel=1e-4)
-    assert found["peak_of_step_1_bytes"] < found["peak_bytes"] < found["sum_of_all_kinds_bytes"]
+def test_the_peak_is_in_step_2_and_less_than_the_sum(values):
+    assert values["peak_bytes"] == pytest.approx(3 * values["parameter_bytes"] + values["activation_bytes"], rel=1e-4)
+    assert values["peak_of_step_1_bytes"] < values["peak_bytes"] < values["sum_of_all_kinds_bytes"]
 
 
 @pytest.mark.timeout(300)
-def test_checkpointing_keeps_little_and_changes_nothing(found):
-    assert found["checkpointed_share"] < 0.12
-    assert found["checkpointed_loss_difference"] < 1e-6
+def test_checkpointing_keeps_little_and_changes_nothing(values):
+    assert values["checkpointed_share"] < 0.12
+    assert values["checkpointed_loss_difference"] < 1e-6
 
 
 @pytest.mark.timeout(300)
-def test_time_by_phase(found):
+def test_time_by_phase(values):
     """Wide bounds: a busy machine moves the times; what dropout costs, it costs in forward."""
-    assert found["forward_ms"] > 0 and found["matmul_rate"] > 1
-    assert 0.4 < found["backward_over_forward"] < 4
-    assert found["backward_over_forward_without_dropout"] > 0.8 * found["backward_over_forward_with_dropout"]
+    assert values["forward_ms"] > 0 and values["matmul_rate"] > 1
+    assert 0.4 < values["backward_over_forward"] < 4
+    assert values["backward_over_forward_without_dropout"] > 0.8 * values["backward_over_forward_with_dropout"]
 
 
 @pytest.mark.timeout(300)
-def test_padding_costs_more_than_the_optimizer(found):
-    assert found["padding in random batches"] > 0.4 > 0.25 > found["padding grouped by length"]
-    assert found["random_over_grouped_seconds"] > 1
-    assert found["padding_seconds_that_grouping_saves"] > found["optimizer_seconds"] > 0
+def test_padding_costs_more_than_the_optimizer(values):
+    assert values["padding in random batches"] > 0.4 > 0.25 > values["padding grouped by length"]
+    assert values["random_over_grouped_seconds"] > 1
+    assert values["padding_seconds_that_grouping_saves"] > values["optimizer_seconds"] > 0
 
 
 @pytest.mark.timeout(300)
-def test_naive_accumulation_gives_another_gradient(found):
-    assert found["difference_naive"] > 0.05
-    assert found["difference_naive_sorted"] > found["difference_naive"] > found["difference_naive_ranks"] > 0.01
-    assert found["difference_token_weighted"] < 1e-5
-    assert found["difference_naive_classification"] < 1e-5
+def test_naive_accumulation_gives_another_gradient(values):
+    assert values["difference_naive"] > 0.05
+    assert values["difference_naive_sorted"] > values["difference_naive"] > values["difference_naive_ranks"] > 0.01
+    assert values["difference_token_weighted"] < 1e-5
+    assert values["difference_naive_classification"] < 1e-5
 
 
 @pytest.mark.timeout(300)
-def test_a_stopped_run_goes_on_to_the_bit(found):
-    assert found["steps_compared"] == STEPS
-    assert found["resumed_difference"] == 0
-    assert found["weights_only_difference"] > 0.01
+def test_a_stopped_run_goes_on_to_the_bit(values):
+    assert values["steps_compared"] == STEPS
+    assert values["resumed_difference"] == 0
+    assert values["weights_only_difference"] > 0.01
 
 
 def test_the_committed_run_learned():

@@ -42,18 +42,18 @@ def test_the_ring(lesson):
 
 
 def test_the_bytes_on_the_wire_are_the_rings(lesson):
-    found = lesson["wire_total_in_sizes"]
-    assert set(found) == {"naive", "ring", "torch"}
-    for totals in found.values():  # without a private network all are None
+    by_way = lesson["wire_total_in_sizes"]
+    assert set(by_way) == {"naive", "ring", "torch"}
+    for totals in by_way.values():  # without a private network all are None
         assert totals == [None] * 3 or totals == pytest.approx([2, 4, 6], rel=0.05)
 
 
 def test_buckets_leave_early_in_reverse_order_only(lesson):
     missing = lesson["gradients_missing_at_first_send"]
-    assert missing["reverse order"] > 0 and missing["one a parameter"] > 0
+    assert missing["reverse order"] > 0 and missing["one per parameter"] > 0
     assert missing["forward order"] == missing["one bucket"] == 0
     assert lesson["buckets"] > 2
-    assert lesson["early_share_reverse_order"] > 0.5 and lesson["early_share_one_a_parameter"] > 0.5
+    assert lesson["early_share_reverse_order"] > 0.5 and lesson["early_share_one_per_parameter"] > 0.5
     assert lesson["early_share_forward_order"] == lesson["early_share_one_bucket"] == 0
     hidden = lesson["hidden_share_of_time"]
     assert hidden["forward order"] == hidden["one bucket"] == 0 < hidden["reverse order"] <= 1

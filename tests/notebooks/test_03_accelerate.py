@@ -27,7 +27,7 @@ def test_the_five_lines(lesson):
 
 
 def test_rows(lesson):
-    assert [lesson[f"rows_a_rank_{n}"] for n in (1, 2, 4)] == [8, 4, 2]
+    assert [lesson[f"rows_per_rank_{n}"] for n in (1, 2, 4)] == [8, 4, 2]
     assert lesson["shared_rows_unprepared"] == 1, "without prepare the ranks read the same rows"
     assert lesson["shared_rows_prepared"] == 0 and lesson["same_global_batch"]
 
@@ -47,7 +47,7 @@ def test_one_curve_on_1_2_and_4_ranks(lesson):
 
 
 def test_no_sync(lesson):
-    assert lesson["gradients_sent_a_step_broken"] == 4 and lesson["gradients_sent_a_step"] == 1
+    assert lesson["gradients_sent_per_step_broken"] == 4 and lesson["gradients_sent_per_step"] == 1
     calls, sizes = lesson["all_reduces_in_three_steps"], lesson["megabytes_by_all_reduce"]
     assert calls["broken"] > 3 * calls["no_sync"]
     assert sizes[0] == pytest.approx(lesson["gradient_megabytes"], abs=0.1), "one bucket in the first backward"

@@ -11,8 +11,8 @@ def lesson(run_lesson):
 
 
 def test_the_bill_is_the_formula(lesson):
-    assert lesson["plain_bytes_a_parameter"] == pytest.approx(16, rel=0.001)
-    assert [lesson[f"stage_{s}_bytes_a_parameter"] for s in (1, 2, 3)] == pytest.approx([10, 7, 4], rel=0.001)
+    assert lesson["plain_bytes_per_parameter"] == pytest.approx(16, rel=0.001)
+    assert [lesson[f"stage_{s}_bytes_per_parameter"] for s in (1, 2, 3)] == pytest.approx([10, 7, 4], rel=0.001)
     assert lesson["cells_of_the_bill"] == 4 * 3 * 3 and 0 < lesson["largest_error_of_the_formula"] < 0.01
 
 

@@ -59,6 +59,11 @@ def test_choosing(lesson):
     assert 0 < lesson["fit"] < lesson["looked_at"]
 
 
+def test_fitted_tables_hold_less(lesson):
+    held = lesson["held"]
+    assert len(held) == 9 and held["v_min"] < held["v_half"] < held["1f1b"] == held["zbv"] < held["zb_h2"]
+
+
 def test_the_gradients_of_the_whole_model(lesson):
     assert lesson["gradient_difference"] < 1e-6 < 1e-2 < lesson["difference_when_not_summed"]
     assert lesson["loss_difference"] < 5e-6

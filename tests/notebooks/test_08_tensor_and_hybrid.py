@@ -77,14 +77,14 @@ def test_the_order_of_the_axes_is_worth_more_than_the_gpus(lesson):
 def test_where_three_axes_pay(lesson):
     models = {"small": (24, 2048), "medium": (32, 4096), "large": (80, 8192), "huge": (96, 12288)}
     grids = grid_times.best_grids(models, (8, 64, 256), grid_times.Machines())
-    assert lesson["best_on_256"] == {name: found[-1] for name, found in grids.items()}
-    sizes = {name.split(",")[0]: [[int(size) for size in each.split(" × ")] if "×" in each else None for each in found]
-             for name, found in grids.items()}
-    assert list(sizes) == list(models) and all(len(found) == 3 for found in sizes.values())
+    assert lesson["best_on_256"] == {name: row[-1] for name, row in grids.items()}
+    sizes = {name.split(",")[0]: [[int(size) for size in cell.split(" × ")] if "×" in cell else None for cell in row]
+             for name, row in grids.items()}
+    assert list(sizes) == list(models) and all(len(row) == 3 for row in sizes.values())
     assert sizes["small"] == [[count, 1, 1] for count in (8, 64, 256)]
-    assert {name for name, found in sizes.items() if any(each and min(each) > 1 for each in found)} == {"large", "huge"}
-    assert all(each[2] <= 8 for found in sizes.values() for each in found if each)
-    assert sum(each is None for found in sizes.values() for each in found) == 2
+    assert {name for name, row in sizes.items() if any(axes and min(axes) > 1 for axes in row)} == {"large", "huge"}
+    assert all(factors[2] <= 8 for row in sizes.values() for factors in row if factors)
+    assert sum(factors is None for row in sizes.values() for factors in row) == 2
 
 
 def test_the_computed_time_by_hand():
@@ -94,11 +94,11 @@ def test_the_computed_time_by_hand():
     seconds = training.seconds(grid, machines)
     hidden, share = 2 * 5 * 10, 12 * 2 * 100 / 4
     once = 6 * share * 5 / 1000, 4 * 1 * 1 * hidden / 100, 2 * hidden / 10
-    assert [seconds[part] for part in ("compute", "tp", "pp")] == pytest.approx([2 * each for each in once])
+    assert [seconds[part] for part in ("compute", "tp", "pp")] == pytest.approx([2 * value for value in once])
     assert seconds["dp"] == pytest.approx(2 * share / 10) and seconds["idle"] == pytest.approx(sum(once))
     turned = training.seconds(grid, machines, ("tp", "pp", "dp"))
     assert turned["tp"] == 10 * seconds["tp"] and turned["dp"] == seconds["dp"] / 10
-    assert [machines.speed(*each) for each in ((2, 1), (2, 2), (4, 1), (1, 8))] == [100, 10, 20, 10]
+    assert [machines.speed(*axes) for axes in ((2, 1), (2, 2), (4, 1), (1, 8))] == [100, 10, 20, 10]
 
 
 def errors():

@@ -39,8 +39,8 @@ def test_real_ranks_agree_with_the_simulation(lesson):
 
 
 def test_the_search_and_its_maps(lesson):
-    found = strategy.search(models.load(MODEL), hardware.cluster(GPU, GPUS), 512)
-    assert lesson["layouts"] == found.considered and lesson["mfu"] == found.best.cost.mfu
+    result = strategy.search(models.load(MODEL), hardware.cluster(GPU, GPUS), 512)
+    assert lesson["layouts"] == result.considered and lesson["mfu"] == result.best.cost.mfu
     assert 0 < lesson["fits"] <= lesson["layouts"]
     assert 4 <= lesson["places_with_nothing"] < 25 and 5 < lesson["rule_agrees"] < 49
     assert 0 < lesson["ties"] < 49 - lesson["rule_agrees"], "some disagreements are ties, and not all"

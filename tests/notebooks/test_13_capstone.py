@@ -114,8 +114,8 @@ BAD = [  # decisions, what they leave, the criteria that fail, and a word of the
 ]
 
 
-def failed(project, found):
-    lines = {check.__name__: line for check, line in zip(judged.CRITERIA, judged.rubric(project, found), strict=True)}
+def failed(project, proof):
+    lines = {check.__name__: line for check, line in zip(judged.CRITERIA, judged.rubric(project, proof), strict=True)}
     return {name: line for name, line in lines.items() if not line.passed}
 
 
@@ -131,10 +131,10 @@ def test_every_criterion_is_failed_by_some_bad_decision():
 @pytest.mark.parametrize(("decided", "left", "names", "reason"), BAD)
 def test_bad_decisions_fail_their_criteria_and_no_others(decided, left, names, reason):
     project = decisions.Project.of(DECISIONS | decided)
-    found = evidence(project, **left())
-    lines = failed(project, found)
+    shown = evidence(project, **left())
+    lines = failed(project, shown)
     assert lines.keys() == names and any(reason in line.why for line in lines.values()), lines
-    page = judged.report(project, found)
+    page = judged.report(project, shown)
     assert page.count("- [ ] ") == len(names) and reason in page
 
 

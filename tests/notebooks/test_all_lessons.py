@@ -41,7 +41,7 @@ def test_shape(lesson):
     assert max(cell.source.count("\n") + 1 for cell in code) <= 20, "what is longer lives in course_lib"
     words = len(re.sub(r"<[^>]+>|`[^`]*`", " ", prose).split())
     code_words = sum(len(cell.source.split()) for cell in code)
-    assert 2 <= words / code_words <= 9.5, f"{words / code_words:.1f} words of prose a word of code"
+    assert 2 <= words / code_words <= 9.5, f"{words / code_words:.1f} words of prose per word of code"
 
 
 def test_committed_with_outputs(lesson):
@@ -66,20 +66,21 @@ def devices_of(source):
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         called = call.args[0] if call.args and ast.unparse(call.func) == "functools.partial" else call.func
         if getattr(called, "attr", getattr(called, "id", None)) in LAUNCHERS:
-            given = {each.arg: ast.unparse(each.value) for each in call.keywords}
-            for each in call.keywords:  # launch(**{"device": "cpu", **options})
-                if each.arg is None and isinstance(each.value, ast.Dict):
+            given = {k.arg: ast.unparse(k.value) for k in call.keywords}
+            for keyword in call.keywords:  # launch(**{"device": "cpu", **options})
+                if keyword.arg is None and isinstance(keyword.value, ast.Dict):
                     given |= {ast.literal_eval(key): ast.unparse(value)
-                              for key, value in zip(each.value.keys, each.value.values, strict=True) if key}
+                              for key, value in zip(keyword.value.keys, keyword.value.values, strict=True) if key}
             yield given.get("device")
 
 
 def test_ranks_take_the_lessons_device():
-    found = {}
+    devices = {}
     for name in LESSONS:
         cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
-        found[name] = Counter(device for cell in cells if cell.cell_type == "code" and "%" not in cell.source[:1]
-                              for device in devices_of(cell.source))
-    assert sum(each.total() for each in found.values()) == 34
-    assert {name: each.total() - each["device"] for name, each in found.items() if set(each) - {"device"}} == ON_THE_CPU
-    assert {device for each in found.values() for device in each} == {"device", "'cpu'"}
+        devices[name] = Counter(device for cell in cells if cell.cell_type == "code" and "%" not in cell.source[:1]
+                                for device in devices_of(cell.source))
+    assert sum(counts.total() for counts in devices.values()) == 34
+    others = {name: counts.total() - counts["device"] for name, counts in devices.items() if set(counts) - {"device"}}
+    assert others == ON_THE_CPU
+    assert {device for counts in devices.values() for device in counts} == {"device", "'cpu'"}

@@ -86,7 +86,6 @@ class Case:
     accumulate: int = 1
     max_norm: float | None = None
     frozen: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
     checkpointing: bool = False
     early_stop: bool = True  # checkpointing recomputes a block no further than its last saved tensor
     evaluate: bool = False

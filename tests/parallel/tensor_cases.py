@@ -51,11 +51,9 @@ CASES = [  # model, dtype, options; the loss of a case in float64 is the test's 
     ("bert", torch.float64, {}),
     ("bert", torch.float64, {"sequence": True}),
     ("gpt2", torch.float32, {"split_vocabulary": False}),
-    ("gpt2", torch.float32, {"split_loss": True, "sequence": True}),
     ("bert classifier", torch.float32, {"sequence": True}),
     ("llama", torch.float32, {}),
     ("llama", torch.float32, {"sequence": True, "split_vocabulary": False}),
-    ("llama", torch.float32, {"split_loss": True}),
     ("llama", torch.float32, {"sequence": True, "checkpointing": True}),
 ]
 DTENSOR_CASES = [
@@ -319,9 +317,6 @@ def refusals(groups):
             word_embed_proj_dim=16)), two),
         "no config": lambda: TensorParallel(nn.Linear(2, 2), two),
         "cross-attention": lambda: TensorParallel(GPT2Model(crossing), two, sequence=True),
-        "loss": lambda: TensorParallel(build("bert"), two, split_loss=True),
-        "loss of a whole vocabulary": lambda: TensorParallel(build("gpt2"), two, split_vocabulary=False,
-                                                             split_loss=True),
         "other models": lambda: TensorParallel(build("gpt2", num_hidden_layers=1 + dist.get_rank(two)), two),
         "grid": lambda: RankGrid(dp=3, tp=2).groups(),
     }
@@ -376,7 +371,7 @@ def on_rank():
                         for size in SIZES for sequence in (False, True)},
              "vocabulary": {size: vocabulary(groups[size]) for size in SIZES},
              "models": {(size, i): compared(*case, groups[size]) for size in (2, 4) for i, case in enumerate(CASES)}
-             | {(1, i): compared(*CASES[i], groups[1]) for i in (1, 9)},
+             | {(1, i): compared(*CASES[i], groups[1]) for i in (1, 8)},
              "without": without_an_exchange(groups[2]),
              "kept": kept(groups[4]), "two": two_dimensions(), "refusals": refusals(groups),
              "beyond": beyond_the_vocabulary(groups[4]),

@@ -52,7 +52,7 @@ def test_models_equal_one_process(ranks, size, index):
 
 def test_one_rank_is_the_same_code(ranks):
     assert len(ranks[0]["models"]) == 2 * len(CASES) + 2
-    for index in (1, 9):
+    for index in (1, 8):
         assert max(ranks[0]["models"][1, index][each] for each in ("loss", "gradients")) < TOLERANCE[CASES[index][1]]
 
 
@@ -134,8 +134,6 @@ def test_what_cannot_be_split_is_refused_with_the_rule(ranks):
         "no plan": "no tensor-parallel plan for opt: hand in a Plan .* gpt2, bert, llama",
         "no config": "no tensor-parallel plan for Linear",
         "cross-attention": "the plan does not name `crossattention",
-        "loss": "BertForMaskedLM does not take its loss from split logits: leave split_loss out",
-        "loss of a whole vocabulary": "split_loss needs split logits: set split_vocabulary too",
         "other models": "rank [13]'s model is not rank [02]'s",
         "grid": "a grid of 3 x 1 x 2 is 6 ranks, and there are 4",
     }

@@ -258,7 +258,8 @@ def gathered(prefetch):
     """The most blocks that are whole at once while forward and backward run."""
     dist.init_process_group("gloo")
     model = Net()
-    engine = Zero3(model, adamw(model), prefetch=prefetch)
+    engine = Zero3(model, adamw(model))
+    engine.prefetch = prefetch
     most = 0
 
     def look(*_):

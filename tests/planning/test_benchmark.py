@@ -17,19 +17,19 @@ PLAN = Plan(128, data=2, micro_batch=2, precision="fp32")
 
 
 def test_a_plan_of_runs_as_the_document_asks_for_it():
-    found = benchmark.generate("bert-base-uncased", ["cuda", "rocm"], distributed=True, max_gpus=4)
-    assert json.loads(json.dumps(found)) == found
-    assert {(run["accelerator"], run["gpus"]) for run in found["runs"]} == {
+    plan = benchmark.generate("bert-base-uncased", ["cuda", "rocm"], distributed=True, max_gpus=4)
+    assert json.loads(json.dumps(plan)) == plan
+    assert {(run["accelerator"], run["gpus"]) for run in plan["runs"]} == {
         (chip, gpus) for chip in ("A100-80", "MI300X") for gpus in (1, 2, 4)}
-    assert any(run["strategy"] == "DDP" and "torchrun" in run["command"] for run in found["runs"])
-    assert all(run["predicted"]["tokens_per_second"] > 0 for run in found["runs"])
+    assert any(run["strategy"] == "DDP" and "torchrun" in run["command"] for run in plan["runs"])
+    assert all(run["predicted"]["tokens_per_second"] > 0 for run in plan["runs"])
     alone = benchmark.generate("bert-base-uncased", max_gpus=4)
     assert {run["gpus"] for run in alone["runs"]} == {1}
 
 
 def test_what_does_not_fit_is_left_out_with_the_reason():
-    found = benchmark.generate("llama-70b", ["T4"], max_gpus=1)
-    assert not found["runs"] and "T4" in str(found["left_out"])
+    plan = benchmark.generate("llama-70b", ["T4"], max_gpus=1)
+    assert not plan["runs"] and "T4" in str(plan["left_out"])
 
 
 def test_layouts_to_run_here_take_the_ranks_that_there_are():

@@ -11,21 +11,21 @@ from course_lib.planning.plan import Plan
 
 
 def test_medians_over_the_published_rows():
-    found, left = planner.compare()
-    speed = {kind: figures for kind, figures in planner.by_kind(found).items() if not kind.endswith("memory")}
+    rows, left = planner.compare()
+    speed = {kind: figures for kind, figures in planner.by_kind(rows).items() if not kind.endswith("memory")}
     assert sum(count for count, _, _ in speed.values()) == 139 and len(left) == 76
     medians = {"Megatron, weak scaling": 0.05, "Megatron, iteration": 0.08, "nanotron, best": 0.13,
                "MosaicML FSDP": 0.08, "Megatron Bridge": 0.10, "torchtitan FSDP": 0.04, "torchtitan TP": 0.11}
     for kind, limit in medians.items():
         assert speed[kind][1] <= limit, kind
-    every = [abs(each.error) for each in found if each.quantity == "tokens/s/GPU"]
+    every = [abs(row.error) for row in rows if row.quantity == "tokens/s/GPU"]
     assert statistics.median(every) < 0.10
-    memories = planner.by_kind(found)
+    memories = planner.by_kind(rows)
     assert memories["torchtitan FSDP, memory"][1] < 0.15 and memories["torchtitan CP, memory"][1] < 0.25
 
 
 def test_only_mosaics_a100_rows_are_read_with_the_triton_kernel():
-    read, other = ({each.row: each.predicted for each in planner.compare(flash2=flash2)[0]} for flash2 in (False, True))
+    read, other = ({row.row: row.predicted for row in planner.compare(flash2=flash2)[0]} for flash2 in (False, True))
     slower = {row for row in read if read[row] < other[row]}
     assert slower == {row for row in read if "-a100_" in row} and len(slower) == 56
     assert all(read[row] == other[row] for row in read if row not in slower)
@@ -55,9 +55,9 @@ def test_the_bubble_is_megatrons_formula(ranks):
     """(p - 1) / m of the ideal time, over v when interleaved: arXiv 2104.04473 section 2.2."""
     model, cluster, m = models.load("opt-6.7b"), hardware.cluster("A100-80", ranks), 16
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved")):
-        found = cost.estimate(model, Plan(2048, "megatron", pipeline=ranks, accumulation=m, schedule=schedule,
-                                          virtual=virtual), cluster)
-        assert found.bubble / found.compute == pytest.approx((ranks - 1) / m / virtual)
+        step = cost.estimate(model, Plan(2048, "megatron", pipeline=ranks, accumulation=m, schedule=schedule,
+                                         virtual=virtual), cluster)
+        assert step.bubble / step.compute == pytest.approx((ranks - 1) / m / virtual)
 
 
 LLAMA_MATMULS = {"q": 4096, "k": 1024, "v": 1024, "o": 4096, "gate": 14336, "up": 14336, "down": 14336}
@@ -78,16 +78,16 @@ def test_every_second_matmul_is_recomputed_as_torchtitan_counts_them():
     plan = Plan(8192, "fsdp", 3, data=8, micro_batch=2, compiled=True)
     chip = hardware.accelerator("H100")
     forward, _ = work.block(model, plan, chip)
-    found = work.recomputed(model, replace(plan, checkpointing="operators"), chip)
-    assert found.matmul == pytest.approx(forward.matmul * again / sum(LLAMA_MATMULS.values()))
-    assert found.attention == 0 and found.elementwise == forward.elementwise
+    work_again = work.recomputed(model, replace(plan, checkpointing="operators"), chip)
+    assert work_again.matmul == pytest.approx(forward.matmul * again / sum(LLAMA_MATMULS.values()))
+    assert work_again.attention == 0 and work_again.elementwise == forward.elementwise
     written = replace(plan, checkpointing="operators", flash=False)
     assert work.recomputed(model, written, chip).attention == work.block(model, written, chip)[0].attention > 0
 
 
 def test_every_second_block_is_half_of_all():
     model, cluster = models.load("llama-8b"), hardware.cluster("A100-80", 64)
-    none, half, full = (Plan(8192, "fsdp", 3, data=64, checkpointing=each) for each in ("none", "alternate", "full"))
+    none, half, full = (Plan(8192, "fsdp", 3, data=64, checkpointing=how) for how in ("none", "alternate", "full"))
     again = [cost.estimate(model, plan, cluster).recompute for plan in (none, half, full)]
     assert again[0] == 0 and again[1] == pytest.approx(again[2] / 2)
     kept = [memory.estimate(model, plan).activations for plan in (none, half, full)]

@@ -56,7 +56,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "i
 
 
 @pytest.mark.parametrize("settings", [*VARIANTS, *({"model_type": family} for family in FAMILIES)],
-                         ids=lambda each: "-".join(map(str, each.values())))
+                         ids=lambda given: "-".join(map(str, given.values())))
 def test_settings_of_each_architecture(settings):
     family = settings["model_type"]
     sizes = dict(SMALL)

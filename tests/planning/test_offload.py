@@ -14,35 +14,35 @@ FSDP = Plan(1024, "fsdp", 3, data=8, offload="parameters", checkpointing="full",
 
 def test_the_search_has_offload_for_fsdp_as_for_zero():
     model = models.load("facebook/opt-6.7b")
-    found = {(plan.engine, plan.stage, plan.offload)
-             for plan in strategy.layouts(model, 8, 8, 2048, 64, "bf16") if plan.tensor * plan.pipeline == 1}
-    assert found == {("ddp", 0, "none"), ("fsdp", 3, "none"), ("fsdp", 3, "parameters"),
-                     *(("deepspeed", stage, offload) for stage in (1, 2, 3) for offload in ("none", "optimizer")),
-                     ("deepspeed", 3, "parameters")}
+    offloads = {(plan.engine, plan.stage, plan.offload)
+                for plan in strategy.layouts(model, 8, 8, 2048, 64, "bf16") if plan.tensor * plan.pipeline == 1}
+    assert offloads == {("ddp", 0, "none"), ("fsdp", 3, "none"), ("fsdp", 3, "parameters"),
+                        *(("deepspeed", stage, offload) for stage in (1, 2, 3) for offload in ("none", "optimizer")),
+                        ("deepspeed", 3, "parameters")}
     alone = [plan for plan in strategy.layouts(model, 1, 1, 2048, 64, "bf16") if plan.engine == "fsdp"]
     assert [plan.offload for plan in alone] == ["parameters"], "one GPU has nothing to shard, and a host"
 
 
 def test_it_is_found_where_nothing_else_of_fsdp_fits():
     cluster = hardware.cluster("A100-40", 8, memory_gb=12)
-    found = strategy.search(models.load("facebook/opt-6.7b"), cluster, 2048, families=("FSDP",))
-    assert {each.plan.offload for each in found.candidates} == {"parameters"}
-    assert found.best.plan.strategy == "FSDP + CPU offload + full checkpointing"
-    assert strategy_map.Place(found.model, 8, found.best).family == "FSDP + offload"
+    result = strategy.search(models.load("facebook/opt-6.7b"), cluster, 2048, families=("FSDP",))
+    assert {candidate.plan.offload for candidate in result.candidates} == {"parameters"}
+    assert result.best.plan.strategy == "FSDP + CPU offload + full checkpointing"
+    assert strategy_map.Place(result.model, 8, result.best).family == "FSDP + offload"
     with pytest.raises(strategy.NothingFits, match="host memory"):
-        strategy.search(found.model, replace(cluster, host_memory=8 * 2**30), 2048, families=("FSDP",))
+        strategy.search(result.model, replace(cluster, host_memory=8 * 2**30), 2048, families=("FSDP",))
 
 
 def test_where_it_fits_without_it_is_the_slower_one():
-    found = strategy.search(models.load("facebook/opt-6.7b"), hardware.cluster("A100-80", 8), 2048, families=("FSDP",))
-    first = {offload: next(each for each in found.candidates if each.plan.offload == offload)
+    result = strategy.search(models.load("facebook/opt-6.7b"), hardware.cluster("A100-80", 8), 2048, families=("FSDP",))
+    first = {offload: next(candidate for candidate in result.candidates if candidate.plan.offload == offload)
              for offload in ("none", "parameters")}
-    assert found.best == first["none"]
-    assert first["parameters"].cost.tokens_per_second < found.best.cost.tokens_per_second
+    assert result.best == first["none"]
+    assert first["parameters"].cost.tokens_per_second < result.best.cost.tokens_per_second
 
 
 def test_the_host_holds_all_states_and_the_gpu_a_block_at_a_time():
-    """fp32 weights, gradients and two moments: 16 bytes a parameter and rank's share."""
+    """fp32 weights, gradients and two moments: 16 bytes per parameter and rank's share."""
     model = models.load("facebook/opt-6.7b")
     held, kept = memory.estimate(model, FSDP), memory.estimate(model, replace(FSDP, offload="none"))
     assert held.host == pytest.approx(16 * model.parameters / 8, rel=0.01)
@@ -92,8 +92,8 @@ def test_the_update_runs_at_the_hosts_bandwidth():
 
 
 def test_a_cpu_has_nothing_to_offload_to():
-    found = strategy.search(models.load("gpt2"), hardware.cluster("CPU", 1), 32, 8)
-    assert {each.plan.strategy for each in found.candidates} == {"DDP", "DDP + full checkpointing"}
+    result = strategy.search(models.load("gpt2"), hardware.cluster("CPU", 1), 32, 8)
+    assert {candidate.plan.strategy for candidate in result.candidates} == {"DDP", "DDP + full checkpointing"}
 
 
 def test_what_fsdp2_cannot_do_is_refused():
@@ -103,25 +103,25 @@ def test_what_fsdp2_cannot_do_is_refused():
 
 def test_the_rule_of_thumb_is_told_which_of_the_two_the_search_takes():
     """13 billion parameters on 4 GPUs: FSDP with offload by the rule, which A100 have no need of."""
-    (found,) = strategy_map.disagreements(strategy_map.survey("A100-80", ("facebook/opt-13b",), (4,)), "A100-80")
-    assert (found.place.family, found.rule, found.because) == (
+    (case,) = strategy_map.disagreements(strategy_map.survey("A100-80", ("facebook/opt-13b",), (4,)), "A100-80")
+    assert (case.place.family, case.rule, case.because) == (
         "FSDP", ("FSDP + offload",), "FSDP fits without offload")
 
 
 def test_too_little_host_memory_is_what_the_explanation_names():
     """13 billion parameters on 2 x A10G: the GPUs would hold FSDP's offload, their hosts would not."""
-    found = strategy.search(models.load("facebook/opt-13b"), hardware.cluster("A10G", 2), 1024, 8)
-    line = next(line for line in strategy.explain(found) if line.startswith("FSDP does not fit"))
-    assert "GiB of host memory a GPU short; fits from 3 GPUs on" in line
+    result = strategy.search(models.load("facebook/opt-13b"), hardware.cluster("A10G", 2), 1024, 8)
+    line = next(line for line in strategy.explain(result) if line.startswith("FSDP does not fit"))
+    assert "GiB of host memory per GPU short; fits from 3 GPUs on" in line
     missing = float(line.split(" is ")[1].split(" GiB")[0])
-    failed = next(each for each in found.failed if each.family == "FSDP")
-    assert missing == pytest.approx((failed.memory.host / memory.USABLE - found.cluster.host_memory) / 2**30, abs=0.05)
-    none = replace(found.cluster, gpus=1, gpus_per_node=1, host_memory=2**20)
+    failed = next(failure for failure in result.failed if failure.family == "FSDP")
+    assert missing == pytest.approx((failed.memory.host / memory.USABLE - result.cluster.host_memory) / 2**30, abs=0.05)
+    none = replace(result.cluster, gpus=1, gpus_per_node=1, host_memory=2**20)
     plan = Plan(1024, "deepspeed", 1, offload="optimizer")
     assert strategy.remedy(models.load("gpt2"), none, plan).endswith("GiB of host memory for each GPU")
 
 
 def test_a_thousand_gpus_are_searched_in_under_two_seconds():
     start = time.process_time()
-    found = strategy.search(models.load("llama-70b"), hardware.cluster("H100", 1024), 2048)
-    assert time.process_time() - start < 2 and any(each.plan.offload != "none" for each in found.candidates)
+    result = strategy.search(models.load("llama-70b"), hardware.cluster("H100", 1024), 2048)
+    assert time.process_time() - start < 2 and any(candidate.plan.offload != "none" for candidate in result.candidates)

@@ -46,24 +46,24 @@ def test_checkpointing_is_turned_on_where_only_that_fits():
 
 
 def test_hardware_is_ranked_by_the_price_of_a_token():
-    found = HardwareSelector().select_hardware_for_task(
+    selection = HardwareSelector().select_hardware_for_task(
         model_family="text_generation", model_name="facebook/opt-1.3b", task_type="training", batch_size=8,
         distributed=True, gpu_count=4)
-    ranked = [found["primary_recommendation"], *found["fallback_options"]]
-    assert sorted(ranked + list(found["too_small"])) == sorted(set(hardware.accelerators()) - {"CPU"})
-    prices = [found["dollars_per_million_tokens"][name] for name in ranked]
+    ranked = [selection["primary_recommendation"], *selection["fallback_options"]]
+    assert sorted(ranked + list(selection["too_small"])) == sorted(set(hardware.accelerators()) - {"CPU"})
+    prices = [selection["dollars_per_million_tokens"][name] for name in ranked]
     priced = [price for price in prices if price is not None]
     assert len(priced) > 5 and priced == sorted(priced) == prices[: len(priced)]
-    speeds = [found["tokens_per_second"][name] for name in ranked[len(priced):]]
+    speeds = [selection["tokens_per_second"][name] for name in ranked[len(priced):]]
     assert speeds == sorted(speeds, reverse=True)
     first = strategy.search(models.load("facebook/opt-1.3b"), hardware.cluster(ranked[0], 4), 512, 32,
                             families=("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"))
-    assert found["tokens_per_second"][ranked[0]] == first.best.cost.tokens_per_second
+    assert selection["tokens_per_second"][ranked[0]] == first.best.cost.tokens_per_second
 
 
 def test_what_is_too_small_says_so():
-    found = HardwareSelector().select_hardware_for_task("text_generation", "facebook/opt-66b", gpu_count=4)
-    assert "GiB a GPU" in found["too_small"]["T4"] and "T4" not in found["fallback_options"]
+    selection = HardwareSelector().select_hardware_for_task("text_generation", "facebook/opt-66b", gpu_count=4)
+    assert "GiB per GPU" in selection["too_small"]["T4"] and "T4" not in selection["fallback_options"]
 
 
 @pytest.mark.parametrize(("arguments", "line"), [

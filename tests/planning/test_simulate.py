@@ -52,7 +52,7 @@ def real_rank(strategy: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
             optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
-    return meter.peak, [(each.name, each.bytes) for each in meter.collectives]
+    return meter.peak, [(collective.name, collective.bytes) for collective in meter.collectives]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "ddp"])
@@ -60,12 +60,12 @@ def test_a_real_rank_holds_and_sends_the_same(strategy):
     peak, sent = launch(real_rank, strategy, num_processes=2, timeout=90)[0]
     # Logits count as activations.
     with mock.patch("course_lib.planning.simulate.AllocationLog", lambda vocabulary: AllocationLog()):
-        found = simulate(tiny(), setting(strategy, precision="fp32"))
-    assert [(each.name, each.bytes) for each in found.exchanges] == sent
-    assert found.peak["parameters"] + found.peak["parameter copies"] == peak["parameters"]
-    assert found.peak["optimizer states"] == peak["optimizer states"]
-    assert found.peak["gradients"] == peak["gradients"]
-    assert found.peak["activations"] == peak["activations"]
+        ours = simulate(tiny(), setting(strategy, precision="fp32"))
+    assert [(exchange.name, exchange.bytes) for exchange in ours.exchanges] == sent
+    assert ours.peak["parameters"] + ours.peak["parameter copies"] == peak["parameters"]
+    assert ours.peak["optimizer states"] == peak["optimizer states"]
+    assert ours.peak["gradients"] == peak["gradients"]
+    assert ours.peak["activations"] == peak["activations"]
 
 
 def test_the_total_is_that_of_torch_s_own_tracker():
@@ -80,24 +80,24 @@ def test_the_total_is_that_of_torch_s_own_tracker():
 
     run = simulated._run
     with mock.patch.object(simulated, "_run", tracked):
-        found = simulate(tiny(), setting("fsdp", 8))
-    (theirs,) = (each["Total"] for each in trackers[0].get_tracker_snapshot("peak").values())
-    assert found.total == pytest.approx(theirs, rel=0.02)
+        result = simulate(tiny(), setting("fsdp", 8))
+    (theirs,) = (sizes["Total"] for sizes in trackers[0].get_tracker_snapshot("peak").values())
+    assert result.total == pytest.approx(theirs, rel=0.02)
 
 
 def test_every_strategy_holds_what_it_says():
-    whole = sum(each.numel() for each in AutoModelForCausalLM.from_config(tiny()).parameters())
+    whole = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(tiny()).parameters())
     seen = 0
     for strategy in STRATEGIES:
-        found = simulate(tiny(), setting(strategy, 2 if strategy == "tp" else 4))
+        result = simulate(tiny(), setting(strategy, 2 if strategy == "tp" else 4))
         share = {"ddp": 1, "tp": 2, "hsdp": 2}.get(strategy, 4)
         norms = 7 * 64 * (1 - 1 / share) if strategy == "tp" else 0  # tensor ranks have them whole
-        assert found.parameters == whole
-        assert found.peak["parameters"] == 4 * (whole / share + norms), strategy
+        assert result.parameters == whole
+        assert result.peak["parameters"] == 4 * (whole / share + norms), strategy
         more = 4 * 250 * 64 if strategy == "tp" else 0  # DTensor leaves the gradient of a split embedding whole
-        assert found.resident["gradients"] == found.peak["parameters"] + more, strategy
-        assert sum(found.at_peak.values()) == found.total
-        assert sum(sum(held.values()) for held in found.modules.values()) == found.total
+        assert result.resident["gradients"] == result.peak["parameters"] + more, strategy
+        assert sum(result.at_peak.values()) == result.total
+        assert sum(sum(held.values()) for held in result.modules.values()) == result.total
         seen += 1
     assert seen == 6
 
@@ -105,7 +105,7 @@ def test_every_strategy_holds_what_it_says():
 def test_resharding_frees_what_zero_2_keeps():
     kept, freed = simulate(tiny(8), setting("zero2")), simulate(tiny(8), setting("zero3"))
     assert kept.peak["parameter copies"] > 2 * freed.peak["parameter copies"]
-    gathers = [sum(each.name == "all_gather" for each in found.exchanges) for found in (kept, freed)]
+    gathers = [sum(exchange.name == "all_gather" for exchange in run.exchanges) for run in (kept, freed)]
     assert gathers == [9, 9 + 8]
 
 
@@ -143,7 +143,7 @@ def test_nothing_is_left_of_the_fake_cluster():
     (Setting("fsdp", 2, rank=2), "rank 2 of 2"), (Setting("fsdp", 2, sequence_length=65), "takes 64"),
     (Setting("hsdp", 6, shards=4, sequence_length=8), "4 ranks, not 6"),
     (Setting("tp", 3, sequence_length=8), "does not divide|cannot|3"),
-], ids=lambda each: each if isinstance(each, str) else each.strategy)
+], ids=lambda value: value if isinstance(value, str) else value.strategy)
 def test_mistakes_are_named(asked, says):
     with pytest.raises(ConfigError, match=says):
         simulate(tiny(), asked)
@@ -152,8 +152,8 @@ def test_mistakes_are_named(asked, says):
 
 def test_the_formula_beside_it():
     asked = Setting("fsdp", 8, sequence_length=256)
-    found = simulate("EleutherAI/pythia-160m", asked)
-    errors = {each.kind: each.error for each in compare("EleutherAI/pythia-160m", asked, found)}
+    result = simulate("EleutherAI/pythia-160m", asked)
+    errors = {row.kind: row.error for row in compare("EleutherAI/pythia-160m", asked, result)}
     assert abs(errors["model states"]) < 0.05 and abs(errors["activations"]) < 0.15
     assert errors["logits"] == pytest.approx(0)
     with pytest.raises(ConfigError, match="no formula"):
@@ -166,9 +166,9 @@ def test_the_formula_s_total_counts_what_stands_at_the_same_time(longer):
     config = LlamaConfig(vocab_size=1000 * longer, hidden_size=256, intermediate_size=512, num_hidden_layers=12,
                          num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512)
     asked = Setting("fsdp", 4, sequence_length=128 * longer)
-    found = simulate(config, asked)
+    result = simulate(config, asked)
     formula = memory.estimate(models.from_config(config.to_dict(), "llama"), asked.plan())
-    assert found.total == pytest.approx(formula.total, rel=0.1)
+    assert result.total == pytest.approx(formula.total, rel=0.1)
     kinds = sum((formula.states, formula.activations, formula.logits, formula.buffers))
     assert formula.total < 0.95 * kinds, "all kinds together stand at no time"
 
@@ -177,8 +177,8 @@ def test_command_prints_json(tmp_path, capsys):
     tiny().save_pretrained(tmp_path)
     assert cli.main(["simulate", "--model", str(tmp_path), "--world-size", "4", "--sequence-length", "16", "--json",
                      "--compare-formula"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["peak"]) == list(KINDS) and found["exchanges"][0]["name"] == "all_gather"
-    assert [each["kind"] for each in found["formula"]][3] == "model states"
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed["peak"]) == list(KINDS) and printed["exchanges"][0]["name"] == "all_gather"
+    assert [row["kind"] for row in printed["formula"]][3] == "model states"
     assert cli.main(["simulate", "--model", str(tmp_path), "--world-size", "4", "--sequence-length", "16"]) == 0
     assert "model.layers.0" in capsys.readouterr().out

@@ -18,48 +18,49 @@ def found_for(name, gpu, gpus, length, batch=None):
 
 @pytest.mark.parametrize(("name", "gpu", "gpus", "length"), CASES)
 def test_every_candidate_is_legal_fits_and_is_in_order(name, gpu, gpus, length):
-    found = found_for(name, gpu, gpus, length)
-    model, cluster = found.model, found.cluster
-    speeds = [each.cost.tokens_per_second for each in found.candidates]
+    result = found_for(name, gpu, gpus, length)
+    model, cluster = result.model, result.cluster
+    speeds = [candidate.cost.tokens_per_second for candidate in result.candidates]
     assert speeds and all(later <= 1.0011 * earlier for earlier, later in pairwise(speeds))
-    for earlier, later in pairwise(found.candidates):
+    for earlier, later in pairwise(result.candidates):
         if later.cost.tokens_per_second > earlier.cost.tokens_per_second:
             assert earlier.plan.accumulation <= later.plan.accumulation, "a tie: the larger micro-batch comes first"
-    for each in found.candidates:
-        plan = each.plan
-        assert plan.gpus == gpus and plan.global_batch == found.best.plan.global_batch
+    for candidate in result.candidates:
+        plan = candidate.plan
+        assert plan.gpus == gpus and plan.global_batch == result.best.plan.global_batch
         assert plan.tensor <= cluster.gpus_per_node and plan.pipeline <= model.layers
         assert model.heads % plan.tensor == 0 and model.kv_heads % plan.tensor == 0
-        assert each.memory == memory.estimate(model, plan) and each.memory.fits(cluster.accelerator.memory)
-        assert each.cost == cost.estimate(model, plan, cluster)
+        assert candidate.memory == memory.estimate(model, plan) and candidate.memory.fits(cluster.accelerator.memory)
+        assert candidate.cost == cost.estimate(model, plan, cluster)
 
 
 @pytest.mark.parametrize(("name", "gpu", "gpus", "length"), CASES)
 def test_pruning_loses_nothing(name, gpu, gpus, length):
     """Beside a search that tries every micro-batch."""
-    found = found_for(name, gpu, gpus, length)
-    model, batch = found.model, found.best.plan.global_batch
-    precision = found.cluster.accelerator.half_precision()
-    every = [plan for layout in strategy.layouts(model, gpus, found.cluster.gpus_per_node, length, batch, precision)
+    result = found_for(name, gpu, gpus, length)
+    model, batch = result.model, result.best.plan.global_batch
+    precision = result.cluster.accelerator.half_precision()
+    every = [plan for layout in strategy.layouts(model, gpus, result.cluster.gpus_per_node, length, batch, precision)
              for plan in strategy.variants(layout, model)]
-    fitting = {plan for plan in every if memory.estimate(model, plan).fits(found.cluster.accelerator.memory)}
-    assert {each.plan for each in found.candidates} == fitting and len(every) >= found.considered > 0
+    fitting = {plan for plan in every if memory.estimate(model, plan).fits(result.cluster.accelerator.memory)}
+    assert {candidate.plan for candidate in result.candidates} == fitting and len(every) >= result.considered > 0
 
 
 def test_what_would_have_to_change_is_true_and_smallest():
-    found = found_for("facebook/opt-6.7b", "T4", 8, 2048)
+    result = found_for("facebook/opt-6.7b", "T4", 8, 2048)
     seen = 0
-    for each in found.failed:
-        assert not each.memory.fits(found.cluster.accelerator.memory)
-        if each.remedy.startswith("fits from"):
-            gpus = int(each.remedy.split()[2])
-            fits = [memory.estimate(found.model, replace(each.plan, data=count)).fits(found.cluster.accelerator.memory)
+    for failure in result.failed:
+        assert not failure.memory.fits(result.cluster.accelerator.memory)
+        if failure.remedy.startswith("fits from"):
+            gpus = int(failure.remedy.split()[2])
+            room = result.cluster.accelerator.memory
+            fits = [memory.estimate(result.model, replace(failure.plan, data=count)).fits(room)
                     for count in (gpus - 1, gpus)]
             assert fits == [False, True]
             seen += 1
-        elif each.remedy.startswith("fits on"):
-            chip = hardware.accelerator(each.remedy.split("such as ")[1])
-            assert each.memory.fits(chip.memory)
+        elif failure.remedy.startswith("fits on"):
+            chip = hardware.accelerator(failure.remedy.split("such as ")[1])
+            assert failure.memory.fits(chip.memory)
             seen += 1
     assert seen >= 4
 
@@ -90,8 +91,8 @@ def test_what_is_offloaded_has_to_fit_into_host_memory():
     """13 billion parameters with their optimizer are 200 GB and more: a GPU's share of one node, not of another."""
     model = models.load("facebook/opt-13b")
     roomy = hardware.cluster("ml.p5.48xlarge", 1, memory_gb=16)
-    found = strategy.search(model, roomy, 512, 1)
-    assert found.best.memory.host > 144 * 2**30
-    assert all(each.memory.host <= roomy.host_memory for each in found.candidates)
+    result = strategy.search(model, roomy, 512, 1)
+    assert result.best.memory.host > 144 * 2**30
+    assert all(candidate.memory.host <= roomy.host_memory for candidate in result.candidates)
     with pytest.raises(strategy.NothingFits, match="host memory"):
         strategy.search(model, hardware.cluster("ml.p4d.24xlarge", 1, memory_gb=16), 512, 1)

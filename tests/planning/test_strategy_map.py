@@ -34,16 +34,16 @@ def test_the_rule_of_thumb_and_where_the_search_differs(places):
     assert strategy_map.rule_of_thumb(124e6, 2) == ("DDP",) and strategy_map.rule_of_thumb(6.7e9, 4) == ("FSDP",)
     assert strategy_map.rule_of_thumb(70e9, 4) == ("FSDP + offload",)
     assert "ZeRO-3" in strategy_map.rule_of_thumb(70e9, 8)
-    found = strategy_map.disagreements(places, "A10G")
-    assert 10 < len(found) < 45
-    assert {(each.place.model.name, each.place.gpus) for each in found}.isdisjoint(
+    cases = strategy_map.disagreements(places, "A10G")
+    assert 10 < len(cases) < 45
+    assert {(case.place.model.name, case.place.gpus) for case in cases}.isdisjoint(
         {(place.model.name, place.gpus) for row in places for place in row
          if place.family in strategy_map.rule_of_thumb(place.model.parameters, place.gpus)})
-    slower = [each for each in found if each.fits]
-    assert slower and all(each.fits.cost.tokens_per_second <= 1.0011 * each.place.best.cost.tokens_per_second
-                          for each in slower)
-    assert all(each.because for each in found)
-    kinds = {each.because.split(" ")[-1] for each in found}
+    slower = [case for case in cases if case.fits]
+    assert slower and all(case.fits.cost.tokens_per_second <= 1.0011 * case.place.best.cost.tokens_per_second
+                          for case in slower)
+    assert all(case.because for case in cases)
+    kinds = {case.because.split(" ")[-1] for case in cases}
     assert {"fits", "fit", "speed"} & kinds
 
 

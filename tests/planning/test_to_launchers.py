@@ -97,10 +97,10 @@ def test_a_pipeline_is_cut_as_planned(emitted):
 
 
 def test_what_no_trainer_of_ours_runs_is_refused():
-    found = strategy.search(models.load("facebook/opt-30b"), hardware.cluster("H100", 64), 2048)
-    split = next(each.plan for each in found.candidates if each.plan.tensor > 1)
+    result = strategy.search(models.load("facebook/opt-30b"), hardware.cluster("H100", 64), 2048)
+    split = next(candidate.plan for candidate in result.candidates if candidate.plan.tensor > 1)
     with pytest.raises(ConfigError, match="Megatron-LM or torchtitan"):
-        to_launchers.options(split, found.model)
+        to_launchers.options(split, result.model)
     with pytest.raises(ConfigError, match="Hugging Face Trainer does not run"):
         to_launchers.training_arguments(split)
 

@@ -57,12 +57,12 @@ def test_the_default_is_trackio_and_a_variable_sets_another():
 def test_each_run_keeps_its_own_database_with_its_tables(runs_folder, monkeypatch):
     folder, second = runs_folder
     second.finish()
-    found = read_runs(folder)
-    assert [(run.name, run.state, run.group, run.id) for run in found] == [
+    runs_read = read_runs(folder)
+    assert [(run.name, run.state, run.group, run.id) for run in runs_read] == [
         ("first", "finished", "pair", "id0"), ("second", "finished", "pair", "id1")]
-    assert found[0].folder == folder / "first" / "tracking" / "trackio" != found[1].folder
-    assert found[1].config["learning_rate"] == 0.1
-    assert found[0].tables == {
+    assert runs_read[0].folder == folder / "first" / "tracking" / "trackio" != runs_read[1].folder
+    assert runs_read[1].config["learning_rate"] == 0.1
+    assert runs_read[0].tables == {
         "test/wrong_predictions": (["row", "text"], [[4, "a text"], [5, "<b>another</b>"]]),
         "test/confusion_matrix": (["actual", "yes", "no"], [["yes", 3, 1], ["no", 2, 4]])}
     monkeypatch.setenv("TRACKIO_DIR", str(folder / "shared"))
@@ -89,10 +89,10 @@ def asked(port, path, host=None, **data):
         return answer.headers, answer.read().decode()
 
 
-def until(found, wanted):
+def until(look, wanted):
     """What a look gives, once it is as wanted; the last look after half a minute."""
     end = time.monotonic() + 30
-    while not wanted(value := found()) and time.monotonic() < end:
+    while not wanted(value := look()) and time.monotonic() < end:
         time.sleep(0.2)
     return value
 
@@ -126,10 +126,10 @@ def test_trackios_dashboard_shows_the_runs_of_all_folders_as_they_come(runs_fold
     def logs():
         return json.loads(asked(served, "api/get_logs", project="project", run=second["name"], run_id=second["id"])[1])
 
-    _, second = until(runs, lambda found: len(found) == 2)
-    before = until(logs, lambda found: found["data"])["data"]
+    _, second = until(runs, lambda rows: len(rows) == 2)
+    before = until(logs, lambda answer: answer["data"])["data"]
     runs_folder[1].log({"train/loss": 0.25}, 20)
-    after = until(logs, lambda found: len(found["data"]) > len(before))["data"]
+    after = until(logs, lambda answer: len(answer["data"]) > len(before))["data"]
     assert after[-1]["train/loss"] == 0.25 and len(after) == len(before) + 1
     with pytest.raises(urllib.error.HTTPError) as error:
         asked(served, "", host="evil.example")
@@ -191,12 +191,12 @@ def test_histograms_of_many_tensors_are_those_of_each():
     tensors = {"a": torch.randn(300, generator=generator), "b": torch.full((4,), 2.0), "empty": torch.empty(0),
                "c": torch.tensor([1.0, float("nan"), float("inf"), 3.0]), "d": torch.tensor([float("nan")]),
                "e": torch.randn(50, generator=generator).bfloat16()}
-    found = histograms(tensors)
-    assert list(found) == ["a", "b", "c", "d", "e"]
-    assert {name: sum(each.counts) for name, each in found.items()} == {"a": 300, "b": 4, "c": 2, "d": 0, "e": 50}
-    assert (found["b"].low, found["b"].high) == (1.5, 2.5) and (found["c"].low, found["c"].high) == (1.0, 3.0)
+    drawn = histograms(tensors)
+    assert list(drawn) == ["a", "b", "c", "d", "e"]
+    assert {name: sum(h.counts) for name, h in drawn.items()} == {"a": 300, "b": 4, "c": 2, "d": 0, "e": 50}
+    assert (drawn["b"].low, drawn["b"].high) == (1.5, 2.5) and (drawn["c"].low, drawn["c"].high) == (1.0, 3.0)
     for name in ("a", "e"):
         values = tensors[name].float()
-        assert found[name].counts == torch.histc(values, BINS).int().tolist()
-        assert (found[name].edges[0], found[name].edges[-1]) == (values.min().item(), values.max().item())
-    assert len(found["a"].edges) == BINS + 1 and histograms({"empty": torch.empty(0)}) == {}
+        assert drawn[name].counts == torch.histc(values, BINS).int().tolist()
+        assert (drawn[name].edges[0], drawn[name].edges[-1]) == (values.min().item(), values.max().item())
+    assert len(drawn["a"].edges) == BINS + 1 and histograms({"empty": torch.empty(0)}) == {}

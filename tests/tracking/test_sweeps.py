@@ -40,8 +40,8 @@ def sweep_of(tmp_path):
 def test_a_grid_is_every_combination_once(sweep_of):
     sweep = sweep_of(GRID)
     settings = sweep.settings()
-    assert len(settings) == 6 == len({tuple(sorted(each.items())) for each in settings})
-    assert all(set(each) == {"learning_rate", "batch_size", "optimizer"} for each in settings)  # canonical names
+    assert len(settings) == 6 == len({tuple(sorted(setting.items())) for setting in settings})
+    assert all(set(setting) == {"learning_rate", "batch_size", "optimizer"} for setting in settings)  # canonical names
     assert (sweep.name, sweep.metric, sweep.goal) == ("sweep", "macro_f1", "maximize")
     assert len(sweep_of(GRID + "run_cap: 4\n").settings()) == 4
 
@@ -50,12 +50,12 @@ def test_random_draws_are_within_their_bounds_and_repeatable(sweep_of):
     settings = sweep_of(RANDOM).settings()
     assert len(settings) == 40 and settings == sweep_of(RANDOM).settings()
     assert settings != sweep_of(RANDOM.replace("seed: 3", "seed: 4")).settings()
-    rates = [each["learning_rate"] for each in settings]
+    rates = [setting["learning_rate"] for setting in settings]
     assert all(1e-5 <= rate <= 1e-3 for rate in rates)
     assert sum(rate < 1e-4 for rate in rates) > 8  # a plain uniform would draw a tenth of them, 4
-    assert {each["batch_size"] for each in settings} == {4, 5, 6, 7, 8}
-    assert all(type(each["batch_size"]) is int and type(each["weight_decay"]) is float for each in settings)
-    assert {each["activation_checkpointing"] for each in settings} == {True, False}
+    assert {setting["batch_size"] for setting in settings} == {4, 5, 6, 7, 8}
+    assert all(type(setting["batch_size"]) is int and type(setting["weight_decay"]) is float for setting in settings)
+    assert {setting["activation_checkpointing"] for setting in settings} == {True, False}
 
 
 @pytest.mark.parametrize(("text", "told"), [

@@ -27,7 +27,7 @@ def throughput(architecture=BERT, task="classification"):
 
 @pytest.mark.parametrize(("task", "head"), [("classification", 0), ("masked_lm", 100 * 8)])
 def test_tokens_and_flops_by_hand(task, head):
-    """A block has 4 · 8² weights in attention and 2 · 8 · 16 behind it; 6 FLOPs each a token, and 12 · 8 a pair."""
+    """A block has 4 · 8² weights in attention and 2 · 8 · 16 behind it; 6 FLOPs each per token, and 12 · 8 per pair."""
     counted, state = throughput(task=task), TrainState(seconds=2.0)
     counted.count(state, np.array([2, 0]))
     counted.count(state, np.array([1]))
@@ -75,7 +75,7 @@ def test_matmuls_that_may_be_rounded_have_the_tensor_cores_peak(monkeypatch):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert peak_of(torch.device("cuda"), "no")[1:] == (156e12, "of 156 TFLOP/s a GPU: A100-80, tf32, dense")
+        assert peak_of(torch.device("cuda"), "no")[1:] == (156e12, "of 156 TFLOP/s per GPU: A100-80, tf32, dense")
     finally:
         torch.set_float32_matmul_precision(before)
 

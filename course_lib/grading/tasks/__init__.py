@@ -1,4 +1,7 @@
-"""The exercises: a module a topic, a `Task` each. `TASKS` imports them all; a sandbox takes just the one it needs."""
+"""The exercises: one module per topic, each with its `Task`s.
+
+`TASKS` imports them all; a sandbox takes just the one it needs.
+"""
 
 import importlib
 

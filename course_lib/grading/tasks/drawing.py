@@ -1,4 +1,4 @@
-"""What cases are made of, and what of it a rank is given."""
+"""Draws the inputs of cases, and selects the part that a rank is given."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def each_world(inputs: Inputs) -> Callable[..., list[Case]]:
 
 
 def alone(inputs: Callable[[random.Random], dict], count: int = 4) -> Callable[..., list[Case]]:
-    """The same for a task without ranks: ``count`` cases."""
+    """A task's `draw` for a task without ranks: ``count`` cases."""
 
     def draw(rng: random.Random, count: int = count) -> list[Case]:
         return [Case(1, inputs(rng)) for _ in range(count)]
@@ -44,7 +44,7 @@ def alone(inputs: Callable[[random.Random], dict], count: int = 4) -> Callable[.
 
 
 def in_turn(inputs: Callable[[random.Random, int], dict], count: int = 4) -> Callable[..., list[Case]]:
-    """The same, where a case's place, from 0, decides which kind it is of."""
+    """A task's `draw` without ranks, where a case's place, from 0, decides of which kind it is."""
 
     def draw(rng: random.Random, count: int = count) -> list[Case]:
         return [Case(1, inputs(rng, place)) for place in range(count)]
@@ -53,12 +53,12 @@ def in_turn(inputs: Callable[[random.Random, int], dict], count: int = 4) -> Cal
 
 
 def entry(values: Sequence[Any], rank: int, world_size: int) -> list[Any]:
-    """Of a list with an entry for each rank, its own and None for the others'."""
+    """A rank's part of a list with an entry for each rank: its own, and None for the others'."""
     return [value if i == rank else None for i, value in enumerate(values)]
 
 
 def along(axis: int) -> Part:
-    """Of an array that the ranks split along an axis, its own piece and zeros."""
+    """A rank's part of an array that the ranks split along an axis: its own piece, and zeros."""
 
     def piece(values: np.ndarray, rank: int, world_size: int) -> np.ndarray:
         pieces = np.split(values, world_size, axis)
@@ -68,5 +68,5 @@ def along(axis: int) -> Part:
 
 
 def every_nth(values: np.ndarray, rank: int, world_size: int) -> np.ndarray:
-    """Of rows that are dealt out to the ranks one by one, its own and zeros."""
+    """A rank's part of rows that are dealt out to the ranks one by one: its own, and zeros."""
     return values * (np.arange(len(values)) % world_size == rank)[:, None].astype(values.dtype)

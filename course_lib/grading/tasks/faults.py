@@ -85,7 +85,7 @@ DIFFERENCES = ("one bit", "another sign", "none but a NaN", "swapped rows")
 
 
 def agreement_cases(rng: random.Random, worlds: Sequence[int] = (1, 3, 2, 3)) -> list[Case]:
-    """In turn, each difference; another sign on rank 0."""
+    """Cases of each of DIFFERENCES in turn; another sign is always on rank 0."""
     cases = []
     for place, world in enumerate(worlds):
         kind, width = DIFFERENCES[place % len(DIFFERENCES)], rng.randrange(2, 5)
@@ -111,7 +111,7 @@ def observe_agreement(function: Callable[..., Any], case: Case, rank: int) -> di
 
 
 def names_who_differs(case: Case, seen: Seen) -> Miss | None:
-    """Those that are not like most; of two that differ the lower rank counts as right."""
+    """The ranks named are those that differ from most; of two that differ, the lower counts as right."""
     held = [weight.tobytes() + bias.tobytes() for weight, bias in zip(case.inputs["weights"], case.inputs["biases"],
                                                                       strict=True)]
     most = max(held, key=held.count)

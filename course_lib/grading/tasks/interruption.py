@@ -62,12 +62,12 @@ def observe_notice(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 
 def stop_due(case: Case) -> int:
-    """Steps done at the end."""
+    """The number of steps that are due at the end."""
     return case.inputs["last"] if case.inputs["at"] is None else case.inputs["at"] + 1
 
 
 def log_of(case: Case, seen: Seen, rank: int) -> list[str]:
-    """What a rank did.
+    """The log of what a rank did.
 
     Raises:
         Malformed: it has not come to the signal.

@@ -191,13 +191,13 @@ def by_torch(case: Case) -> list[np.ndarray]:
 def two_states(case: Case, seen: Seen) -> Miss | None:
     right = [2 * weight.size for weight in case.inputs["weights"]]
     sizes = items(seen, 0, "state elements", int)
-    return None if sizes == right else Miss(f"states of {right} elements, two a weight", short(sizes))
+    return None if sizes == right else Miss(f"states of {right} elements, two per weight", short(sizes))
 
 
 ADAMW = Task(
     name="loop.adamw", lesson=LESSON, function="adamw_step", title="AdamW, and what it remembers", difficulty=3,
     importance=3, minutes=25, draw=alone(adamw_case), observe=observe_adamw, needs_ranks=False,
     properties={"weights": Property(3, lambda case, seen: near(seen, "weights", by_torch(case), 1e-5)),
-                "two states a weight": Property(1, two_states)})
+                "two states per weight": Property(1, two_states)})
 
 ALL = (WARMUP, LENGTH_GROUPS, TOKEN_WEIGHTED, ADAMW)

@@ -98,7 +98,7 @@ ONE_F_ONE_B = schedule_task(
     importance=5, minutes=25, draw=alone(pipeline_case))
 
 INTERLEAVED = schedule_task(
-    "interleaved", name="pipeline.interleaved", function="interleaved", title="Two stages a rank, half the bubble",
+    "interleaved", name="pipeline.interleaved", function="interleaved", title="Two stages per rank, half the bubble",
     difficulty=4, importance=3, minutes=40, draw=alone(interleaved_case))
 
 ZERO_BUBBLE = schedule_task(

@@ -119,8 +119,8 @@ def layouts(gpus: int) -> list[Layout]:
 
 
 def legal(given: dict) -> list[Layout]:
-    """Those that the model and the machines allow."""
-    return [layout for layout in layouts(given["gpus"]) if layout[1] <= given["gpus_a_machine"]
+    """The layouts that the model and the machines allow."""
+    return [layout for layout in layouts(given["gpus"]) if layout[1] <= given["gpus_per_machine"]
             and given["heads"] % layout[1] == 0 and given["layers"] % layout[2] == 0]
 
 
@@ -131,7 +131,7 @@ def name_of(layout: Sequence[int]) -> str:
 def search_case(rng: random.Random, place: int) -> dict:
     """In turn: one layout is the fastest, two are as fast, nothing fits."""
     gpus = 2 ** rng.randrange(3, 6)
-    given = {"gpus": gpus, "gpus_a_machine": 4, "layers": 4 * rng.choice((3, 6, 10)),
+    given = {"gpus": gpus, "gpus_per_machine": 4, "layers": 4 * rng.choice((3, 6, 10)),
              "heads": rng.choice((24, 40)) if place % 3 == 0 else 6}
     allowed = legal(given)
     chosen = rng.sample(allowed, 4)
@@ -164,7 +164,7 @@ def observe_search(function: Callable[..., Any], case: Case, rank: int) -> dict:
         return look_up("step_seconds", layout)
 
     try:
-        choice = function(given["gpus"], given["gpus_a_machine"], given["layers"], given["heads"],
+        choice = function(given["gpus"], given["gpus_per_machine"], given["layers"], given["heads"],
                           lambda layout: look_up("memory_GiB", layout), seconds, given["capacity_GiB"])
     except ValueError as refusal:
         return {"layout": [], "refusal": str(refusal)[:200], "asked": asked}

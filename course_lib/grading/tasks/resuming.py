@@ -38,7 +38,7 @@ class Momentum:
         return {"velocity": self.velocity, "rate": self.rate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state of :meth:`state_dict`."""
         self.velocity, self.rate = [v.clone() for v in state["velocity"]], state["rate"]
 
 

@@ -136,12 +136,12 @@ def right_for_small(case: Case, seen: Seen) -> Miss | None:
     return result("loss", entropy)(case, seen) if is_small else None
 
 
-def three_numbers_a_row(case: Case, seen: Seen) -> Miss | None:
+def three_numbers_per_row(case: Case, seen: Seen) -> Miss | None:
     limit = 3 * 4 * len(case.inputs["targets"])
     for rank in range(case.world_size):
         made = made_by(seen, rank)
         if sum(int(event.split()[1]) for event in made) > limit or (case.world_size > 1 and not made):
-            return Miss(f"at most {limit} bytes, three numbers a row", short(", ".join(made) or "nothing"), rank)
+            return Miss(f"at most {limit} bytes, three numbers per row", short(", ".join(made) or "nothing"), rank)
     return None
 
 
@@ -150,7 +150,7 @@ CROSS_ENTROPY = Task(
     difficulty=4, importance=4, minutes=35, draw=draw_entropy, observe=observe_entropy,
     own={"logits": along(1)},
     properties={"loss": Property(3, right_for_small), "large logits": Property(1, result("loss", entropy)),
-                "bytes": Property(2, three_numbers_a_row)})
+                "bytes": Property(2, three_numbers_per_row)})
 
 
 # --- tensor.grid ---

@@ -144,7 +144,7 @@ def redact_case(rng: random.Random, place: int) -> dict:
 
 
 def copied(value: Any) -> Any:
-    """Its dicts and lists anew."""
+    """A deep copy of dicts and lists; leaves are shared."""
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, list) else value

@@ -79,7 +79,7 @@ def each_element_once(case: Case, seen: Seen) -> Miss | None:
 def evenly(case: Case, seen: Seen) -> Miss | None:
     limit = -(-sum(case.inputs["sizes"]) // case.inputs["ranks"])
     sizes = [sum(run[2] for run in mine) for mine in runs(case, seen)]
-    return None if max(sizes) <= limit else Miss(f"at most {limit} elements a rank", short(sizes))
+    return None if max(sizes) <= limit else Miss(f"at most {limit} elements per rank", short(sizes))
 
 
 def as_cut(case: Case, seen: Seen) -> Miss | None:

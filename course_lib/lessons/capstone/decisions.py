@@ -75,9 +75,9 @@ class Project:
         Raises:
             ConfigError: one is missing, or impossible whatever follows.
         """
-        if missing := [each.name for each in fields(cls) if each.name not in names]:
+        if missing := [f.name for f in fields(cls) if f.name not in names]:
             raise ConfigError(f"no decision about {', '.join(missing)}", "put it back into the cell of parameters")
-        project = cls(**{each.name: names[each.name] for each in fields(cls)})
+        project = cls(**{f.name: names[f.name] for f in fields(cls)})
         if project.strategy not in LAYOUTS:
             raise ConfigError(f"strategy `{project.strategy}`", nearest(project.strategy, LAYOUTS))
         if project.world_size < 2 or project.global_batch % (project.world_size * project.accumulation):
@@ -173,15 +173,15 @@ def plan_rented(project: Project) -> Rented:
     length = project.rented.get("max_length", here.data.max_length)
     engine, stage = LAYOUTS[project.strategy]
     try:
-        found = strategy.search(model, cluster, length, project.global_batch,
-                                families=[strategy.family(Plan(1, engine, stage))])
+        result = strategy.search(model, cluster, length, project.global_batch,
+                                 families=[strategy.family(Plan(1, engine, stage))])
     except strategy.NothingFits as why:
         return Rented(str(why))
-    best = found.best
+    best = result.best
     hours = best.cost.hours(project.rows * project.rented.get("num_epochs", here.run.num_epochs) * length)
     fields = to_launchers.options(best.plan, model)
     del fields["task"]  # a guess by the kind of model: the project has its own
-    return Rented(strategy.explain(found)[0], best.plan.strategy, fields, strategy.needed(best.memory),
+    return Rented(strategy.explain(result)[0], best.plan.strategy, fields, strategy.needed(best.memory),
                   cluster.accelerator.memory, best.cost.step, hours, hours * (1 + planner_error()))
 
 

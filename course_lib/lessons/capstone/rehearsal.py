@@ -68,8 +68,8 @@ class StepMeter(Callback):
                 result = train_step(micro_batches)
                 engine.clip = clip  # type: ignore[method-assign]
             states = sum(meter.resident[kind] for kind in ("parameters", "gradients", "optimizer states"))
-            found = {"capstone/states": states} if number == 0 else {"capstone/sent": meter.bytes_sent}
-            engine.accelerator.log(found, step=trainer.state.step + 1)
+            values = {"capstone/states": states} if number == 0 else {"capstone/sent": meter.bytes_sent}
+            engine.accelerator.log(values, step=trainer.state.step + 1)
             return result
 
         trainer.train_step = metered  # type: ignore[method-assign]
@@ -118,13 +118,13 @@ def _tracked(run: collect.TrackedRun) -> Tracked:
 
 
 def table(runs: Sequence[Tracked]) -> pd.DataFrame:
-    """A row an arm: its runs, rows each, mean loss and its standard error, MiB of states, MB sent, samples a second."""
+    """One row per arm: runs, rows of each, mean loss and its error, MiB of states, MB sent, samples per second."""
     frame = pd.DataFrame([vars(run) for run in runs]).groupby("arm")
-    found = frame[["loss", "states", "sent", "samples_per_second"]].mean()
-    found.insert(0, "runs", frame.size())
-    found.insert(1, "samples", frame["samples"].first())
-    found.insert(3, "luck", frame["loss"].sem())
-    return found.assign(states=found["states"] / 2**20, sent=found["sent"] / 1e6).rename(
+    means = frame[["loss", "states", "sent", "samples_per_second"]].mean()
+    means.insert(0, "runs", frame.size())
+    means.insert(1, "samples", frame["samples"].first())
+    means.insert(3, "luck", frame["loss"].sem())
+    return means.assign(states=means["states"] / 2**20, sent=means["sent"] / 1e6).rename(
         columns={"states": "states_MiB", "sent": "sent_MB"})
 
 

@@ -76,17 +76,17 @@ class Criterion:
     why: str
 
 
-def fits(project: Project, found: Evidence) -> Criterion:
+def fits(project: Project, evidence: Evidence) -> Criterion:
     """Some layout of the project's strategy fits."""
-    asked, plan = "The plan fits the rented machines", found.rented
+    asked, plan = "The plan fits the rented machines", evidence.rented
     if plan.needed is None or plan.capacity is None:
         return Criterion(asked, False, "no layout", plan.why)
     return Criterion(asked, True, f"{plan.needed / GIB:.1f} of {plan.capacity / GIB:.1f} GiB", plan.why.rstrip("."))
 
 
-def ends_in_time(project: Project, found: Evidence) -> Criterion:
+def ends_in_time(project: Project, evidence: Evidence) -> Criterion:
     """The planned hours, with the planner's known error, are within those after which the job is stopped."""
-    asked, plan = "The run ends within its hours", found.rented
+    asked, plan = "The run ends within its hours", evidence.rented
     if plan.hours is None or plan.late is None:
         return Criterion(asked, False, "no plan", "nothing fits, so there is no time to plan")
     return Criterion(asked, plan.late <= project.hours,
@@ -96,16 +96,16 @@ def ends_in_time(project: Project, found: Evidence) -> Criterion:
                         "give it more hours, fewer epochs, or faster machines"))
 
 
-def states_predicted(project: Project, found: Evidence) -> Criterion:
+def states_predicted(project: Project, evidence: Evidence) -> Criterion:
     """The formula for model states came within :data:`CLOSE` of the meter."""
-    measured = chosen(found)[0].states
-    return _predicted("Model states of a rank were predicted", measured, found.here.states, MIB, "MiB")
+    measured = chosen(evidence)[0].states
+    return _predicted("Model states of a rank were predicted", measured, evidence.here.states, MIB, "MiB")
 
 
-def bytes_predicted(project: Project, found: Evidence) -> Criterion:
+def bytes_predicted(project: Project, evidence: Evidence) -> Criterion:
     """The formula for bytes sent came within :data:`CLOSE` of the meter."""
-    measured = chosen(found)[0].sent
-    return _predicted("Bytes that a rank sends were predicted", measured, found.here.sent, MB, "MB a step")
+    measured = chosen(evidence)[0].sent
+    return _predicted("Bytes that a rank sends were predicted", measured, evidence.here.sent, MB, "MB per step")
 
 
 def _predicted(asked: str, measured: float, planned: float, unit: float, name: str) -> Criterion:
@@ -116,19 +116,19 @@ def _predicted(asked: str, measured: float, planned: float, unit: float, name: s
                      + ("" if abs(error) <= CLOSE else ": what does this engine do that the formula does not know?"))
 
 
-def learned(project: Project, found: Evidence) -> Criterion:
+def learned(project: Project, evidence: Evidence) -> Criterion:
     """Every chosen run's loss lies below that of a model which knows nothing."""
-    losses = [run.loss for run in chosen(found)]
+    losses = [run.loss for run in chosen(evidence)]
     worst = max(losses)
-    return Criterion("Every run of your choice learned something", worst < found.here.guessing,
-                     f"test loss {worst:.3f} at most, {found.here.guessing:.3f} nats by guessing",
-                     "better than knowing nothing" if worst < found.here.guessing else
+    return Criterion("Every run of your choice learned something", worst < evidence.here.guessing,
+                     f"test loss {worst:.3f} at most, {evidence.here.guessing:.3f} nats by guessing",
+                     "better than knowing nothing" if worst < evidence.here.guessing else
                      "train for more steps, or change the learning rate")
 
 
-def survived(project: Project, found: Evidence) -> Criterion:
+def survived(project: Project, evidence: Evidence) -> Criterion:
     """A rank died by SIGKILL in the middle of the run, after a whole checkpoint."""
-    broken = found.broken
+    broken = evidence.broken
     if not broken.killed:
         why = f"{broken.how}; choose one that the run has"
     elif broken.checkpoint is None:
@@ -140,12 +140,12 @@ def survived(project: Project, found: Evidence) -> Criterion:
                      f"{broken.lost} of {broken.step} steps lost", why)
 
 
-def exact(project: Project, found: Evidence) -> Criterion:
+def exact(project: Project, evidence: Evidence) -> Criterion:
     """The resumed run has each step once, and ends with the undisturbed run's bytes."""
-    asked, resumed = "The resumed run ends with the undisturbed run's weights", found.resumed
+    asked, resumed = "The resumed run ends with the undisturbed run's weights", evidence.resumed
     if resumed.problem:
         return Criterion(asked, False, "not resumed", resumed.problem)
-    if not found.broken.killed:
+    if not evidence.broken.killed:
         return Criterion(asked, False, "not interrupted", "nothing was killed, so nothing was resumed")
     complete = [step for step, _ in resumed.record] == list(range(1, project.steps + 1))
     return Criterion(asked, complete and resumed.differing == 0,
@@ -154,32 +154,32 @@ def exact(project: Project, found: Evidence) -> Criterion:
                      + ("" if not resumed.differing else "; something is not in the checkpoint, or not deterministic"))
 
 
-def fair(project: Project, found: Evidence) -> Criterion:
+def fair(project: Project, evidence: Evidence) -> Criterion:
     """Both arms have the same seeds and rows, and differ in what was declared alone."""
-    seeds, samples = _by_arm(found.runs, "seed"), _by_arm(found.runs, "samples")
+    seeds, samples = _by_arm(evidence.runs, "seed"), _by_arm(evidence.runs, "samples")
     declared = {*project.other, "seed", "max_steps"}
     problems = []
     if sorted(seeds["chosen"]) != sorted(seeds["other"]):
         problems.append(f"the arms have other seeds: {seeds['chosen']} and {seeds['other']}")
     if abs(sum(samples["chosen"]) - sum(samples["other"])) > len(seeds["chosen"]) * project.global_batch:
         problems.append(f"they saw {samples['chosen']} and {samples['other']} rows")
-    if undeclared := [name for name in found.differing if name not in declared]:
+    if undeclared := [name for name in evidence.differing if name not in declared]:
         problems.append(f"they differ in {', '.join(undeclared)} too")
     return Criterion("The comparison is fair", not problems,
                      f"seeds {seeds['chosen']} and {seeds['other']}",
                      "; ".join(problems) or f"same seeds, same rows; only {', '.join(project.other)} differs")
 
 
-def luck_known(project: Project, found: Evidence) -> Criterion:
+def luck_known(project: Project, evidence: Evidence) -> Criterion:
     """Each arm has two different seeds, so that its spread is known."""
-    fewest = min(len(set(seeds)) for seeds in _by_arm(found.runs, "seed").values())
-    return Criterion("You know how much of the difference is luck", fewest >= 2, f"different seeds an arm: {fewest}",
-                     conclusion(found.runs) if fewest >= 2 else "run each arm with two different seeds or more")
+    fewest = min(len(set(seeds)) for seeds in _by_arm(evidence.runs, "seed").values())
+    return Criterion("You know how much of the difference is luck", fewest >= 2, f"different seeds per arm: {fewest}",
+                     conclusion(evidence.runs) if fewest >= 2 else "run each arm with two different seeds or more")
 
 
-def bounded(project: Project, found: Evidence) -> Criterion:
+def bounded(project: Project, evidence: Evidence) -> Criterion:
     """The job's limit of hours bounds its bill within the budget."""
-    asked, job = "The job cannot cost more than the budget", found.submitted
+    asked, job = "The job cannot cost more than the budget", evidence.submitted
     if job is None:
         return Criterion(asked, False, "no job", "nothing fits, so nothing is sent")
     return Criterion(asked, job.dollars <= project.budget, f"${job.dollars:,.2f} at most, of ${project.budget:,.2f}",
@@ -188,14 +188,14 @@ def bounded(project: Project, found: Evidence) -> Criterion:
                         ": lower the hours, the instances, or the expectations"))
 
 
-def interruption_is_cheap(project: Project, found: Evidence) -> Criterion:
+def interruption_is_cheap(project: Project, evidence: Evidence) -> Criterion:
     """What lies between two checkpoints costs no more than :data:`AT_RISK` of the budget."""
-    asked, job = f"An interruption costs no more than {AT_RISK:.0%} of the budget", found.submitted
-    if job is None or found.rented.step_seconds is None:
+    asked, job = f"An interruption costs no more than {AT_RISK:.0%} of the budget", evidence.submitted
+    if job is None or evidence.rented.step_seconds is None:
         return Criterion(asked, False, "no job", "nothing fits, so nothing is sent")
     if not job.save_steps:
         return Criterion(asked, False, "no checkpoints", 'save_steps is 0: give `rented` a "save_steps"')
-    hours = job.save_steps * found.rented.step_seconds * (1 + planner_error()) / 3600
+    hours = job.save_steps * evidence.rented.step_seconds * (1 + planner_error()) / 3600
     dollars = hours * job.dollars / project.hours
     return Criterion(asked, dollars <= AT_RISK * project.budget, f"${dollars:,.2f} at most",
                      f"{job.save_steps} steps lie between two checkpoints"
@@ -208,14 +208,14 @@ CRITERIA: tuple[Callable[[Project, Evidence], Criterion], ...] = (
 """Every criterion, in the order of the project."""
 
 
-def rubric(project: Project, found: Evidence) -> list[Criterion]:
+def rubric(project: Project, evidence: Evidence) -> list[Criterion]:
     """Judge a project by the evidence that it left."""
-    return [check(project, found) for check in CRITERIA]
+    return [check(project, evidence) for check in CRITERIA]
 
 
-def chosen(found: Evidence) -> list[Tracked]:
+def chosen(evidence: Evidence) -> list[Tracked]:
     """The runs of the arm that the project chose."""
-    return [run for run in found.runs if run.arm == "chosen"]
+    return [run for run in evidence.runs if run.arm == "chosen"]
 
 
 def _by_arm(runs: Sequence[Tracked], name: str) -> dict[str, list[int]]:
@@ -233,33 +233,34 @@ def conclusion(runs: Sequence[Tracked]) -> str:
     else:
         said = f"the {arms['loss'].idxmin()} arm's loss is {gap:.2g} nats lower, beyond luck ({luck:.2g})"
     return (f"{said}; the other arm holds {ratio['states_MiB']:.2f} times the model states, sends "
-            f"{ratio['sent_MB']:.2f} times the bytes a step, and is {ratio['samples_per_second']:.2f} times as fast "
+            f"{ratio['sent_MB']:.2f} times the bytes per step, and is {ratio['samples_per_second']:.2f} times as fast "
             "here")
 
 
-def write_report(folder: Path, project: Project, found: Evidence) -> Path:
+def write_report(folder: Path, project: Project, evidence: Evidence) -> Path:
     """Write the page to hand in, and the evidence beside it as JSON."""
-    write_text(folder / EVIDENCE, json.dumps({"project": asdict(project), **asdict(found)}, indent=1) + "\n")
-    write_text(folder / REPORT, report(project, found))
+    write_text(folder / EVIDENCE, json.dumps({"project": asdict(project), **asdict(evidence)}, indent=1) + "\n")
+    write_text(folder / REPORT, report(project, evidence))
     return folder / REPORT
 
 
-def report(project: Project, found: Evidence) -> str:
+def report(project: Project, evidence: Evidence) -> str:
     """The page, as Markdown."""
-    lines = rubric(project, found)
-    run, here, broken, job = chosen(found)[0], found.here, found.broken, found.submitted
-    ended = found.resumed.problem or f"{found.resumed.differing:,} bytes of the final weights differ"
+    lines = rubric(project, evidence)
+    run, here, broken, job = chosen(evidence)[0], evidence.here, evidence.broken, evidence.submitted
+    ended = evidence.resumed.problem or f"{evidence.resumed.differing:,} bytes of the final weights differ"
     sections = {
         "Decisions": _listed(asdict(project)),
         "Planned and measured here": [
             f"- model states of a rank: {here.states / MIB:.2f} MiB planned, {run.states / MIB:.2f} measured",
             f"- sent by a rank in a step: {here.sent / MB:.2f} MB planned, {run.sent / MB:.2f} measured",
-            f"- rows a second: {here.samples_per_second:.0f} planned for a CPU that nobody measured, "
+            f"- rows per second: {here.samples_per_second:.0f} planned for a CPU that nobody measured, "
             f"{run.samples_per_second:.0f} measured"],
         "Broken and resumed": [f"{broken.how}. Newest whole checkpoint: {broken.checkpoint or 'none'}; "
                                f"{broken.lost} of {broken.step} steps lost. {ended}."],
-        "Compared": [f"The other arm is {shown(project.other)}: {conclusion(found.runs)}."],
-        "Submitted": [f"{found.rented.layout} by {job.launcher}, in {job.file}." if job else "Nothing: no plan fits."],
+        "Compared": [f"The other arm is {shown(project.other)}: {conclusion(evidence.runs)}."],
+        "Submitted": [f"{evidence.rented.layout} by {job.launcher}, in {job.file}." if job
+                      else "Nothing: no plan fits."],
         "In my own words": ["What surprised me:", "", "What I would do with twice the budget:", "",
                             "Which number here I trust least, and why:"]}
     met = sum(line.passed for line in lines)

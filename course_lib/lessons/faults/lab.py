@@ -193,9 +193,10 @@ def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool
         last = [_read(folder / f"rank{rank}.json") for rank in range(world_size)]
         reports = tuple(read_reports(folder))
         records = tuple(_read(folder / f"records{rank}.json").get("entries", []) for rank in range(world_size))
-    raised_at = {rank: each["at"] for rank, each in enumerate(last) if "raised" in each}
-    return FaultOutcome(tuple(_said(rank, each, error) for rank, each in enumerate(last)),
-                        tuple(each.get("value") for each in last), tuple(sorted(raised_at, key=raised_at.__getitem__)),
+    raised_at = {rank: notes["at"] for rank, notes in enumerate(last) if "raised" in notes}
+    return FaultOutcome(tuple(_said(rank, notes, error) for rank, notes in enumerate(last)),
+                        tuple(notes.get("value") for notes in last),
+                        tuple(sorted(raised_at, key=raised_at.__getitem__)),
                         error, reports, records, starts, time.monotonic() - started)
 
 

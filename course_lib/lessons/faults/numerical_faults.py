@@ -1,4 +1,4 @@
-"""Five ways in which a training goes wrong and stands still last of all, each with its cure; see `scenarios`."""
+"""Five faults of lesson 10 with their cures: a straggler, a NaN, diverging parameters, no memory, a full disk."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Ten ways in which a training comes to a stop, each with its cure; `fault_lab` runs them on real ranks.
+"""Ten faults that stop a training, each with its cure; `fault_lab` runs them on real ranks.
 
 Every function here runs on each rank, in a group over gloo, unless its docstring says that it joins the group itself.
 ``folder`` is the run's own. The fault is always rank 1's; in the pipeline rank 0 waits for it and it for rank 0.
@@ -73,7 +73,7 @@ def step_with_nothing_to_add(folder: Path) -> list[float]:
 
 
 def _token_losses() -> Tensor:
-    """One number a token of this rank's batch, padded to the longest of its own texts."""
+    """One number per token of this rank's batch, padded to the longest of its own texts."""
     return torch.ones(6 if is_culprit() else 4)
 
 
@@ -243,7 +243,7 @@ def wrong_port(folder: Path) -> int:
 
 
 def wrong_address(folder: Path) -> int:
-    """Joins the group itself; nobody has this address: RFC 5737 keeps it for documentation."""
+    """The culprit looks for rank 0 at an address that nobody has: RFC 5737 keeps it for documentation."""
     if is_culprit():
         os.environ["MASTER_ADDR"] = "192.0.2.1"
     dist.init_process_group("gloo", timeout=PATIENCE)

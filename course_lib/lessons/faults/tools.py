@@ -65,7 +65,7 @@ class Tool:
 
     @property
     def is_reader(self) -> bool:
-        """Whether it only reads what a run leaves."""
+        """Whether the tool only reads what a run leaves, and does not run with it."""
         return self.join is self.around is None
 
 
@@ -88,7 +88,7 @@ def _of_missing_key(outcome: FaultOutcome) -> set[int]:
 
 
 def _of_barrier(outcome: FaultOutcome) -> set[int]:
-    """Rank 0 alone knows; the others say so."""
+    """What the barrier's error says: rank 0 alone knows who is missing."""
     failed = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", outcome.said[0])
     return {int(rank) for rank in failed[1].split(",")} if failed else set()
 

@@ -33,7 +33,7 @@ class StepResult:
 
     Attributes:
         losses: of each micro-batch, detached scalars, on the rank of the last stage; else empty.
-        outputs: of the last stage for each micro-batch, detached, if they were to be kept; else empty.
+        outputs: of the last stage for each micro-batch, detached, in an evaluation; else empty.
         peak: the most micro-batches whose activations the rank held at once, counted for each of its stages.
         clock: what the stamps are of; None where none were taken.
         stamps: begin and end of each of the rank's computations.
@@ -115,7 +115,7 @@ class PipelineExecutor:
         self._forward_tables: dict[int, Schedule] = {}
 
     def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
-             keep_outputs: bool = False, **extras: Tensor) -> StepResult:
+             **extras: Tensor) -> StepResult:
         """Forward and backward of one batch; a collective call.
 
         Every rank is given the same batch, cut into micro-batches along the first dimension; it uses what its stages
@@ -126,7 +126,6 @@ class PipelineExecutor:
             targets: of the loss function.
             scale: what the loss of a micro-batch counts in the gradients; by default 1 / micro-batches, so that they
                 are those of the mean. With a loss that is a sum over targets: 1 / the batch's number of targets.
-            keep_outputs: return the last stage's outputs.
             **extras: by name, for every stage.
         Raises:
             ConfigError: fewer rows than micro-batches.
@@ -134,7 +133,7 @@ class PipelineExecutor:
         if scale is None:
             scale = 1 / self.table.microbatches
         with torch.enable_grad():
-            return _Run(self, self.table, inputs, targets, extras, scale, keep_outputs).walk()
+            return _Run(self, self.table, inputs, targets, extras, scale).walk()
 
     def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, **extras: Tensor) -> StepResult:
         """The table's forwards alone, without gradients; a collective call.
@@ -148,26 +147,30 @@ class PipelineExecutor:
             self._forward_tables[microbatches] = _forwards(self.table, microbatches)
         table = self._forward_tables[microbatches]
         with torch.no_grad():
-            return _Run(self, table, inputs, targets, extras, 1.0, keep_outputs=True).walk()
+            return _Run(self, table, inputs, targets, extras, 1.0).walk()
 
 
 class _Run:
     """One pass of an executor over its row."""
 
     def __init__(self, executor: PipelineExecutor, table: Schedule, inputs: Sequence[Tensor], targets: Tensor | None,
-                 extras: Mapping[str, Tensor], scale: float | Tensor, keep_outputs: bool):
-        self.executor, self.table, self.scale, self.keep_outputs = executor, table, scale, keep_outputs
-        rows, parts = _rows(inputs, extras), table.microbatches
-        if rows < parts:
-            raise ConfigError(f"a batch of {rows} rows for {parts} micro-batches",
+                 extras: Mapping[str, Tensor], scale: float | Tensor):
+        self.executor, self.table, self.scale = executor, table, scale
+        rows, count = _rows(inputs, extras), table.microbatches
+        if rows < count:
+            raise ConfigError(f"a batch of {rows} rows for {count} micro-batches",
                               "take fewer micro-batches, or a larger batch")
-        self.inputs = list(zip(*(each.tensor_split(parts) for each in inputs), strict=True)) or [()] * parts
+
+        # Cut the batch: by micro-batch inputs, extras and targets. (rows, …) -> m times (rows / m, …)
+        self.inputs = list(zip(*(tensor.tensor_split(count) for tensor in inputs), strict=True)) or [()] * count
         self.extras = [dict(zip(extras, values, strict=True)) for values in
-                       zip(*(each.tensor_split(parts) for each in extras.values()), strict=True)] or [{}] * parts
-        self.targets = [None] * parts if targets is None else targets.tensor_split(parts)
-        kinds = [(torch.is_grad_enabled(), *((each.shape, each.dtype) for each in (*some, *others.values())))
+                       zip(*(tensor.tensor_split(count) for tensor in extras.values()), strict=True)] or [{}] * count
+        self.targets = [None] * count if targets is None else targets.tensor_split(count)
+
+        # Micro-batches that look alike here have activations that look alike everywhere, which all ranks can tell.
+        kinds = [(torch.is_grad_enabled(), *((tensor.shape, tensor.dtype) for tensor in (*some, *others.values())))
                  for some, others in zip(self.inputs, self.extras, strict=True)]
-        self.mail = P2PChannel(table, executor.group, executor.device, executor.forms, kinds)
+        self.channel = P2PChannel(table, executor.group, executor.device, executor.forms, kinds)
         self.held: dict[tuple[int, int], _Activations] = {}
         self.done = StepResult(clock=executor.clock)
 
@@ -177,34 +180,38 @@ class _Run:
             if action.kind in COMPUTE:
                 self.compute(action)
             elif action.kind in (SEND_F, SEND_B):
-                self.mail.send(action)
+                self.channel.send(action)
             else:
-                self.mail.receive(action)
-        self.mail.close()
+                self.channel.receive(action)
+        self.channel.close()
         return self.done
 
     def compute(self, action: Action) -> None:
         """One of the four words: take what it needs, compute, hand over what comes of it."""
         stage, kind, microbatch = action
-        given = self.mail.take(action) if self.table.source(action) else ()
+        # Take: activations of the stage before, or gradients of the next one. Here alone a rank waits for another.
+        received = self.channel.take(action) if self.table.source(action) else ()
+        # Compute.
         start = self.executor.clock.stamp()
         if kind == F:
-            made = self.forward(stage, microbatch, given)
+            result = self.forward(stage, microbatch, received)
         elif kind == B:
-            made = self.backward(stage, microbatch, given)
+            result = self.backward(stage, microbatch, received)
         elif kind == I:
-            made = self.backward_input(stage, microbatch, given)
+            result = self.backward_input(stage, microbatch, received)
         else:
-            made = self.backward_weight(stage, microbatch)
+            result = self.backward_weight(stage, microbatch)
         self.done.stamps.append((action, start, self.executor.clock.stamp()))
+        # Hand over, to a stage of this rank or to a send further down the row.
         if kind == F and stage + 1 < self.table.stages:
-            self.mail.hand_over(Action(stage + 1, F, microbatch), made)
+            self.channel.hand_over(Action(stage + 1, F, microbatch), result)
         elif kind in (B, I) and stage > 0:
-            self.mail.hand_over(Action(stage - 1, B, microbatch), made)
+            self.channel.hand_over(Action(stage - 1, B, microbatch), result)
 
-    def forward(self, stage: int, microbatch: int, given: Tensors) -> Tensors:
+    def forward(self, stage: int, microbatch: int, received: Tensors) -> Tensors:
         """Phase F: the outputs; held are the inputs, as leaves of a graph of the stage's own."""
-        inputs = tuple(each.detach().requires_grad_(each.requires_grad) for each in given or self.inputs[microbatch])
+        inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad)
+                       for tensor in received or self.inputs[microbatch])
         result = self.executor.stages[stage](*inputs, **self.extras[microbatch])
         outputs = result if isinstance(result, tuple) else (result,)
         gradients: Tensors = ()
@@ -212,15 +219,15 @@ class _Run:
         if stage + 1 == self.table.stages:
             roots, gradients = self.loss(outputs, microbatch)
         if torch.is_grad_enabled():
-            edges = tuple(get_gradient_edge(each) for each in roots if each.requires_grad)
-            wanted = tuple(each for each in inputs if each.requires_grad)
-            self.held[stage, microbatch] = _Activations(wanted, edges, gradients)
+            edges = tuple(get_gradient_edge(root) for root in roots if root.requires_grad)
+            differentiable = tuple(tensor for tensor in inputs if tensor.requires_grad)
+            self.held[stage, microbatch] = _Activations(differentiable, edges, gradients)
             self.done.peak = max(self.done.peak, len(self.held))
         return outputs
 
     def loss(self, outputs: Tensors, microbatch: int) -> tuple[Tensors, Tensors]:
         """The loss of a micro-batch, and what it counts in the gradients; neither where nothing is to be scored."""
-        if self.keep_outputs:
+        if not torch.is_grad_enabled():  # an evaluation
             self.done.outputs.append(outputs[0].detach())
         target = self.targets[microbatch]
         if target is None:
@@ -231,18 +238,18 @@ class _Run:
             return (loss,), (self.scale.to(loss),)
         return (loss,), (torch.full_like(loss, self.scale),)  # filled in there: a copy would wait for a GPU
 
-    def backward(self, stage: int, microbatch: int, given: Tensors) -> Tensors:
+    def backward(self, stage: int, microbatch: int, received: Tensors) -> Tensors:
         """Phase B: the gradients of the inputs; those of the weights are added up in their ``.grad``."""
         held = self.held.pop((stage, microbatch))
         if held.outputs:
-            torch.autograd.backward(held.outputs, held.gradients or given)
-        return _gradients(held.inputs, [each.grad for each in held.inputs])
+            torch.autograd.backward(held.outputs, held.gradients or received)
+        return _gradients(held.inputs, [tensor.grad for tensor in held.inputs])
 
-    def backward_input(self, stage: int, microbatch: int, given: Tensors) -> Tensors:
+    def backward_input(self, stage: int, microbatch: int, received: Tensors) -> Tensors:
         """Phase I: the gradients of the inputs alone."""
         held = self.held[stage, microbatch]
         held.split = SplitBackward(held.outputs, held.inputs)
-        return _gradients(held.inputs, held.split.input(held.gradients or given))
+        return _gradients(held.inputs, held.split.input(held.gradients or received))
 
     def backward_weight(self, stage: int, microbatch: int) -> Tensors:
         """Phase W: the gradients of the weights, from what phase I left; nothing to hand over."""
@@ -252,15 +259,15 @@ class _Run:
         return ()
 
 
-def _gradients(inputs: Tensors, found: Sequence[Tensor | None]) -> Tensors:
+def _gradients(inputs: Tensors, gradients: Sequence[Tensor | None]) -> Tensors:
     """Gradients for the stage before, which waits for one of each tensor that it gave: zeros where it was not used."""
-    return tuple(torch.zeros_like(each) if gradient is None else gradient
-                 for each, gradient in zip(inputs, found, strict=True))
+    return tuple(torch.zeros_like(tensor) if gradient is None else gradient
+                 for tensor, gradient in zip(inputs, gradients, strict=True))
 
 
 def _rows(inputs: Sequence[Tensor], extras: Mapping[str, Tensor]) -> int:
     """Rows of a batch."""
-    sizes = {len(each) for each in (*inputs, *extras.values())}
+    sizes = {len(tensor) for tensor in (*inputs, *extras.values())}
     if len(sizes) != 1:
         raise ConfigError(f"a batch of tensors of {sorted(sizes)} rows" if sizes else "a batch without tensors",
                           "give every rank the whole batch, all tensors with the same number of rows")

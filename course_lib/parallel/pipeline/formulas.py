@@ -30,7 +30,7 @@ def bubble_time(name: str, ranks: int, microbatches: int, costs: Costs) -> Fract
         The time, or None where there is no formula for these numbers: too few micro-batches to fill the pipeline,
         or lengths of F, I and W for which the published one does not hold.
     """
-    forward, backward, weight = (costs.of(cost, 1)[0] for cost in ("forward", "input", "weight"))
+    forward, backward, weight = (costs.of(cost, 1)[0] for cost in ("forward", "backward_input", "backward_weight"))
     others = ranks - 1
     match name:
         case "gpipe" | "1f1b":

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline hands to other ranks, and to other stages of its own, during one pass over a table."""
+"""Point-to-point messages of a pipeline: what a rank hands to other ranks, and to other stages of its own."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,17 +30,21 @@ Forms = dict[tuple, tuple[TensorMeta, ...]]
 
 
 class P2PChannel:
-    """The letters of one pass: each is what a forward or backward of one stage gives to that of the next.
+    """The messages of one pass: each is what a forward or backward of one stage gives to that of the next.
 
-    A letter bears the name of the action that will use it; a letter for ``2I0`` is addressed to ``2B0``. The first
-    time that a stage's outputs have a new form, the sender tells it ahead of them; gradients that come back look alike.
+    A message bears the name of the action that will use it; one for ``2I0`` is addressed to ``2B0``. The receiver makes
+    room before it comes. So the first time that a stage's outputs look different, the sender tells it how, ahead of
+    them; gradients that come back look like the outputs.
+
+    Nothing blocks but ``take`` and the first ``receive`` of a form: a send is begun and its tensors are kept until they
+    have been received, a receive is begun and waited for when its tensors are used.
 
     Args:
         table: with its sends and receives.
         group: whose ranks are those of the table.
         device: where tensors are received.
         forms: what is known from earlier passes; grows.
-        kinds: of each micro-batch; those of one kind have letters of one form, and all ranks know the kinds.
+        kinds: of each micro-batch; those of one kind have messages of one form, and all ranks know the kinds.
     """
 
     def __init__(self, table: Schedule, group: dist.ProcessGroup | None, device: torch.device, forms: Forms,
@@ -50,29 +54,29 @@ class P2PChannel:
         # until their device has done all that was queued.
         reached = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
         self._told_on = torch.device("cpu") if torch.device("cpu") in reached else device
-        self._letters: dict[Action, Tensors] = {}
+        self._messages: dict[Action, Tensors] = {}
         self._posted: dict[Action, list[dist.Work]] = {}
         self._sent: list[tuple[Action, list[dist.Work], Tensors]] = []
-        self._place = {_address(action): place for row in table.rows for place, action in enumerate(row)}
+        self._position = {_address(action): position for row in table.rows for position, action in enumerate(row)}
 
     def hand_over(self, user: Action, tensors: Tensors) -> None:
-        """Put a letter where its user will take it, or where a send will."""
-        self._letters[_address(user)] = tensors
+        """Put a message where its user will take it, or where a send will."""
+        self._messages[_address(user)] = tensors
 
     def send(self, action: Action) -> None:
-        """Send a letter and go on."""
-        letter = self._letters.pop(_user(action))
+        """Send a message and go on."""
+        message = self._messages.pop(_user(action))
         peer = self._peer(action)
         key = action.stage, self.kinds[action.microbatch]
         if action.kind == SEND_F and key not in self.forms:
-            self.forms[key] = tuple(map(TensorMeta.of, letter))
+            self.forms[key] = tuple(map(TensorMeta.of, message))
             dist.send_object_list([self.forms[key]], group=self.group, group_dst=peer, device=self._told_on)
-        tensors = tuple(tensor.detach().contiguous() for tensor in letter)
+        tensors = tuple(tensor.detach().contiguous() for tensor in message)
         works = [_begun(dist.isend(tensor, group=self.group, group_dst=peer)) for tensor in tensors]
         self._sent.append((_user(action), works, tensors))
 
     def receive(self, action: Action) -> None:
-        """Make room for a letter, ask for it and go on."""
+        """Make room for a message, ask for it and go on."""
         peer = self._peer(action)
         forward = action.kind == RECV_F
         key = action.stage - forward, self.kinds[action.microbatch]
@@ -80,6 +84,7 @@ class P2PChannel:
             told: list[Any] = [None]
             dist.recv_object_list(told, group=self.group, group_src=peer, device=self._told_on)
             self.forms[key] = told[0]
+        # Gradients come back for those outputs alone that have one.
         tensors = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device)
                         for form in self.forms[key] if forward or form.requires_grad)
         self._posted[_user(action)] = [_begun(dist.irecv(tensor, group=self.group, group_src=peer))
@@ -87,16 +92,16 @@ class P2PChannel:
         if forward:
             for tensor, form in zip(tensors, self.forms[key], strict=True):
                 tensor.requires_grad_(form.requires_grad)
-        self._letters[_user(action)] = tensors
+        self._messages[_user(action)] = tensors
 
     def take(self, user: Action) -> Tensors:
-        """A letter, as soon as it is there."""
+        """A message, as soon as it is there."""
         user = _address(user)
         if user in self._posted:
             for work in self._posted.pop(user):
                 work.wait()
             self._release(user)
-        return self._letters.pop(user)
+        return self._messages.pop(user)
 
     def close(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -105,23 +110,24 @@ class P2PChannel:
                 work.wait()
 
     def _release(self, received: Action) -> None:
-        """Free what the sender of a letter had certainly used before it wrote: its row says so.
+        """Free what the sender of a message had certainly received before it sent: its row says so.
 
         Otherwise every output that was sent would stay alive to the end of the pass.
         """
-        sender = self.table.stage_ranks[partner(_message(received)).stage]
-        written = self._place[partner(_message(received))]
+        send = partner(_receive_for(received))
+        sender, sent_at = self.table.stage_ranks[send.stage], self._position[send]
         kept = []
         for user, works, tensors in self._sent:
-            if self.table.stage_ranks[user.stage] == sender and self._place[user] < written:
+            if self.table.stage_ranks[user.stage] == sender and self._position[user] < sent_at:
                 for work in works:
                     work.wait()
             else:
                 kept.append((user, works, tensors))
         self._sent = kept
 
-    def _peer(self, message: Action) -> int:
-        return self.table.stage_ranks[partner(message).stage]
+    def _peer(self, action: Action) -> int:
+        """The rank at the other end of a send or receive."""
+        return self.table.stage_ranks[partner(action).stage]
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
@@ -130,15 +136,16 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 
 def _address(action: Action) -> Action:
+    """Both kinds of backward that begin with a gradient from the next stage, as one."""
     return action._replace(kind=B) if action.kind == I else action
 
 
-def _user(message: Action) -> Action:
+def _user(action: Action) -> Action:
     """Who will use what is sent or received."""
-    receive = message if message.kind.startswith("RECV") else partner(message)
+    receive = action if action.kind.startswith("RECV") else partner(action)
     return receive._replace(kind=receive.kind[-1])
 
 
-def _message(user: Action) -> Action:
-    """The receive that brings a user's letter."""
+def _receive_for(user: Action) -> Action:
+    """The receive that brings a user's message."""
     return user._replace(kind=f"RECV_{user.kind}")

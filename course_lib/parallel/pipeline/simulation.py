@@ -32,18 +32,18 @@ class Costs:
 
     Attributes:
         forward: time of F.
-        input: time of I, the gradient of the input (T_B in the zero-bubble paper).
-        weight: time of W, the gradient of the weights. B, the whole backward, takes ``input + weight``.
-        message: time from the end of an action on one rank until its output can be used on another.
+        backward_input: time of I, the gradient of the input (T_B in the zero-bubble paper).
+        backward_weight: time of W, the gradient of the weights. B, the whole backward, takes the sum of the two.
+        latency: time from the end of an action on one rank until its output can be used on another.
         activation: bytes held from the start of F to the end of I or B.
         kept: of these, the bytes that W needs too, held until its end where the backward is split; None: all.
         pair: time of a forward and a whole backward that overlap (DualPipeV); None: one runs after the other.
     """
 
     forward: Number | Sequence[Number] = 1
-    input: Number | Sequence[Number] = 1
-    weight: Number | Sequence[Number] = 1
-    message: Number = 0
+    backward_input: Number | Sequence[Number] = 1
+    backward_weight: Number | Sequence[Number] = 1
+    latency: Number = 0
     activation: Number | Sequence[Number] = 1
     kept: Number | Sequence[Number] | None = None
     pair: Number | None = None
@@ -53,9 +53,9 @@ class Costs:
             value = getattr(self, field.name)
             if value is None:
                 continue
-            for each in value if isinstance(value, Sequence) else (value,):
-                if not (isinstance(each, Number) and 0 <= each < float("inf")):
-                    raise ConfigError(f"cost `{field.name}` is {each}", "take a number from 0 on")
+            for cost in value if isinstance(value, Sequence) else (value,):
+                if not (isinstance(cost, Number) and 0 <= cost < float("inf")):
+                    raise ConfigError(f"cost `{field.name}` is {cost}", "take a number from 0 on")
         if isinstance(self.kept, Number) and isinstance(self.activation, Number) and self.kept > self.activation:
             raise ConfigError(f"cost `kept` is {self.kept}", f"it is a part of `activation`, {self.activation}")
 
@@ -73,7 +73,7 @@ class Costs:
         if len(value) != stages:
             raise ConfigError(f"cost `{name}` is given for {len(value)} stages, and the table has {stages}",
                               "give one number, or one for each stage")
-        return [exact(each) for each in value]
+        return [exact(cost) for cost in value]
 
 
 class Span(NamedTuple):
@@ -132,8 +132,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ConfigError: the table waits for itself, or costs are given for another number of stages.
     """
     costs = costs or Costs()
-    scale, length, hop = ticks(costs, schedule.stages)
-    rows = _run(schedule, length, hop, None if costs.pair is None else int(exact(costs.pair) * scale))
+    scale, length, latency = ticks(costs, schedule.stages)
+    rows = _run(schedule, length, latency, None if costs.pair is None else int(exact(costs.pair) * scale))
     moments = {tick: Fraction(tick, scale) for tick in {tick for row in rows for span in row for tick in span[1:]}}
     timed = tuple(tuple(Span(action, moments[start], moments[end]) for action, start, end in row) for row in rows)
     busy = tuple(Fraction(_covered(row), scale) for row in rows)
@@ -142,32 +142,34 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def ticks(costs: Costs, stages: int) -> tuple[int, dict[tuple[int, str], int], int]:
     """All times as whole numbers of one small unit: units per 1, length by (stage, kind), length of a message."""
-    forward, backward, weight = (costs.of(name, stages) for name in ("forward", "input", "weight"))
-    message = exact(costs.message)
-    scale = lcm(*(time.denominator for time in (*forward, *backward, *weight, message, exact(costs.pair or 0))))
+    forward, backward, weight = (costs.of(name, stages) for name in ("forward", "backward_input", "backward_weight"))
+    latency = exact(costs.latency)
+    scale = lcm(*(time.denominator for time in (*forward, *backward, *weight, latency, exact(costs.pair or 0))))
     length: dict[tuple[int, str], int] = {}
     for stage in range(stages):
         times = {F: forward[stage], B: backward[stage] + weight[stage], I: backward[stage], W: weight[stage]}
         length |= {(stage, kind): int(time * scale) for kind, time in times.items()}
-    return scale, length, int(message * scale)
+    return scale, length, int(latency * scale)
 
 
-def _run(schedule: Schedule, length: dict[tuple[int, str], int], hop: int, pair: int | None,
+def _run(schedule: Schedule, length: dict[tuple[int, str], int], latency: int, pair: int | None,
          ) -> list[list[tuple[Action, int, int]]]:
     """Start and end of each computation, by rank.
 
-    A rank goes on until it misses an input; who makes that input wakes it.
+    A rank goes on until it misses an input; who makes that input wakes it. So each action is looked at once or twice,
+    however many ranks there are.
     """
     rows = [_steps(schedule, row, pair is not None) for row in schedule.rows]
     timed: list[list[tuple[Action, int, int]]] = [[] for _ in rows]
-    clock, position = [0] * len(rows), [0] * len(rows)
-    made: dict[tuple[int, str, int], int] = {}
-    asleep: dict[tuple[int, str, int], int] = {}
+    clock, position = [0] * len(rows), [0] * len(rows)  # when each rank is free, and where it is in its row
+    made: dict[tuple[int, str, int], int] = {}  # when an output came into being, by (stage, F or B, micro-batch)
+    asleep: dict[tuple[int, str, int], int] = {}  # the rank that waits for such an output
     awake = list(range(len(rows)))
     while awake:
         rank = awake.pop()
         while position[rank] < len(rows[rank]):
             step = rows[rank][position[rank]]
+            # It starts when the rank is free and the inputs are there; those from another rank come with a latency.
             start = clock[rank]
             missing = None
             for action in step:
@@ -177,10 +179,11 @@ def _run(schedule: Schedule, length: dict[tuple[int, str], int], hop: int, pair:
                     if arrival is None:
                         missing = (*source, action.microbatch)
                         break
-                    start = max(start, arrival + hop * (schedule.stage_ranks[source[0]] != rank))
+                    start = max(start, arrival + latency * (schedule.stage_ranks[source[0]] != rank))
             if missing:
                 asleep[missing] = rank
                 break
+            # It ends; an output that somebody waits for wakes that rank.
             end = start + (length[step[0].stage, step[0].kind] if len(step) == 1 or pair is None else pair)
             clock[rank] = end
             position[rank] += 1
@@ -219,9 +222,10 @@ def _covered(row: list[tuple[Action, int, int]]) -> int:
 
 
 def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[Fraction, ...]:
+    """The most bytes that each rank holds: F takes them, B gives them back, I a part and W the rest."""
     activation, kept = (costs.of(cost, schedule.stages) for cost in ("activation", "kept"))
-    unit = lcm(*(each.denominator for each in (*activation, *kept)))
-    change = {(stage, kind): int(unit * each) for stage in range(schedule.stages) for kind, each in (
+    unit = lcm(*(size.denominator for size in (*activation, *kept)))
+    change = {(stage, kind): int(unit * size) for stage in range(schedule.stages) for kind, size in (
         (F, activation[stage]), (B, -activation[stage]), (I, kept[stage] - activation[stage]), (W, -kept[stage]))}
-    changes = ((change[stage, kind] for stage, kind, _ in row if kind in COMPUTE) for row in schedule.rows)
-    return tuple(Fraction(max(accumulate(each)), unit) for each in changes)
+    changes_by_rank = ((change[stage, kind] for stage, kind, _ in row if kind in COMPUTE) for row in schedule.rows)
+    return tuple(Fraction(max(accumulate(changes)), unit) for changes in changes_by_rank)

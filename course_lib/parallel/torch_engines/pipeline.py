@@ -9,26 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils._pytree import tree_map
 
-from course_lib.errors import ConfigError
 from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.executor import LossFunction, StepResult
 from course_lib.parallel.pipeline.passes import without_communication
 from course_lib.parallel.pipeline.validation import check
-
-NAMES = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "looped_bfs": pipelining.ScheduleLoopedBFS,
-    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-    "dualpipev": pipelining.ScheduleDualPipeV,
-}
-"""torch's own makers of tables; it has none of ZB-H1 and ZB-H2."""
 
 
 class TorchPipeline:
@@ -40,32 +28,28 @@ class TorchPipeline:
         loss_function: of the last stage's output and targets.
         group: whose rank r runs row r; the default group by default.
         device: of the stages.
-        own_table: False for the table that torch itself makes under this name.
     Raises:
-        ConfigError: a table that cannot run, or torch has no schedule of this name.
+        ConfigError: a table that cannot run.
     """
 
     def __init__(self, schedule: Schedule, stages: Mapping[int, nn.Module], loss_function: LossFunction,
-                 group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", own_table: bool = True):
+                 group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
         check(schedule)
-        if not own_table and schedule.name not in NAMES:
-            raise ConfigError(f"torch has no schedule of its own for {schedule.name}", "run our table: own_table=True")
         self.table = without_communication(schedule)
         self.stages, self.loss_function, self.group = dict(stages), loss_function, group
-        self.device, self.own_table = torch.device(device), own_table
+        self.device = torch.device(device)
         self._engines: dict[tuple, Any] = {}
 
     def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
-             keep_outputs: bool = False, **extras: Tensor) -> StepResult:
+             **extras: Tensor) -> StepResult:
         """Forward and backward of one batch; as :meth:`PipelineExecutor.step`, without spans and peak."""
         if scale is None:
             scale = 1 / self.table.microbatches
         losses: list[Tensor] = []
         self._scale = scale
-        output = self._engine(inputs, extras).step(*self._own(inputs), target=targets, losses=losses,
-                                                   return_outputs=keep_outputs, **extras)
-        outputs = [] if output is None else list(output.detach().tensor_split(self.table.microbatches))
-        return StepResult([loss.detach() / scale for loss in losses], outputs)
+        self._engine(inputs, extras).step(*self._own(inputs), target=targets, losses=losses, return_outputs=False,
+                                          **extras)
+        return StepResult([loss.detach() / scale for loss in losses])
 
     def _own(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The inputs, where the first stage is."""
@@ -84,9 +68,6 @@ class TorchPipeline:
             for stage, module in sorted(self.stages.items())]
         options: dict[str, Any] = {"n_microbatches": self.table.microbatches, "loss_fn": self._scaled_loss,
                                    "scale_grads": False}
-        if not self.own_table:
-            maker = NAMES[self.table.name]
-            return maker(parts[0] if issubclass(maker, PipelineScheduleSingle) else parts, **options)
         runtime = _PipelineScheduleRuntime(parts, **options)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "table.csv")

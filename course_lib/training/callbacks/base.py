@@ -53,7 +53,7 @@ class FunctionCallback(Callback):
 
 
 class ProgressBar(Callback):
-    """Steps done, loss, learning rate, samples and tokens a second, and MFU where it is known, on the main rank."""
+    """Steps done, loss, learning rate, samples and tokens per second, and MFU where it is known, on the main rank."""
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         self.bar = tqdm(total=trainer.state.max_steps, initial=trainer.state.step, desc="train", unit="step",
@@ -78,7 +78,7 @@ class ProgressBar(Callback):
 
 
 class JsonLinesLog(Callback):
-    """One JSON object a logged line, in ``metrics.jsonl``; a resumed run continues the file.
+    """One JSON object per logged line, in ``metrics.jsonl``; a resumed run continues the file.
 
     Lines beyond the checkpoint that is resumed from are dropped, so that no step stands twice.
     """

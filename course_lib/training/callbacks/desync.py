@@ -1,4 +1,4 @@
-"""Ranks that should agree, and whether they do: config, data, model, step, and the parameters that all hold alike.
+"""Checks that ranks agree: on config, data, model, step, and the parameters that all of them hold.
 
 Ranks that differ seldom say so: the loss still falls, and the weights that are saved are those of rank 0.
 """

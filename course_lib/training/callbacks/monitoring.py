@@ -209,7 +209,7 @@ def keep(trainer: "Trainer", name: str, rows: list[dict[str, Any]], columns: Seq
 
 
 def summary(output_dir: str | Path) -> pd.DataFrame:
-    """A row a rank of what the monitors of a run found: the most memory, and the median shares of communication.
+    """One row per rank of what the monitors of a run found: the most memory, and the median shares of communication.
 
     Raises:
         DataError: no monitor was on.

@@ -1,4 +1,4 @@
-"""Checkpoints: a new directory a step, written beside its place, summed, flushed, renamed, then named as the latest.
+"""Checkpoints: a new directory per step, written beside its place, summed, flushed, renamed, then named as the latest.
 
 A directory called ``checkpoint-000120`` is therefore whole, or was damaged later, which its
 checksums show. Nothing in it is ever unpickled. What a killed run leaves unfinished has another

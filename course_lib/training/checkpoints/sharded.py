@@ -1,8 +1,8 @@
 """Checkpoints that outlive the number of ranks: each rank writes its pieces, any number reads them.
 
 Every strategy's weights and optimizer states are brought to one form, a run of each flattened
-tensor a rank (:class:`~course_lib.parallel.sharding.Shard`), which torch.distributed.checkpoint
-writes as safetensors, one file a rank, with the offset of each run. So what ZeRO-3 saved on four
+tensor per rank (:class:`~course_lib.parallel.sharding.Shard`), which torch.distributed.checkpoint
+writes as safetensors, one file per rank, with the offset of each run. So what ZeRO-3 saved on four
 ranks FSDP can read on three. Nothing is pickled.
 """
 

@@ -18,7 +18,7 @@ from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, s
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
 from course_lib.parallel.pipeline.executor import PipelineExecutor
-from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.fitted.search import uniform
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
 from course_lib.parallel.sharding import Shard
@@ -99,7 +99,7 @@ class PipelineEngine(ShardedEngine):
 
     def _schedule(self, microbatches: int) -> Schedule:
         pipeline = self.config.pipeline
-        schedule = make(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
+        schedule = uniform(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
         splits = any(action.kind == I for row in schedule.rows for action in row)
         if splits and self.config.model.activation_checkpointing:
             raise ConfigError(f"{schedule.name} splits the backward, and with activation_checkpointing each half "
@@ -278,7 +278,7 @@ class PipelineEngine(ShardedEngine):
     def describe(self) -> Mapping[str, Any]:
         """The pipeline; the bubble is the simulator's, for the stages' costs as counted."""
         costs = self.split.stage_costs
-        timeline = simulate(self.schedule, Costs(forward=costs, input=costs, weight=costs))
+        timeline = simulate(self.schedule, Costs(forward=costs, backward_input=costs, backward_weight=costs))
         return {**super().describe(), "pipeline": {
             "schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
             "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,

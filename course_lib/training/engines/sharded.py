@@ -244,5 +244,5 @@ def without_weights(model: nn.Module) -> nn.Module:
 def gradients_of(zero: Zero1) -> dict[str, torch.Tensor]:
     """The gradients of this rank's shards, by the parameter's name, once they are reduced."""
     zero.reduce()
-    return {zero.names[parameter]: bucket.gradient[place] for bucket in zero.buckets if bucket.gradient is not None
-            for parameter, place in bucket.places.items()}
+    return {zero.names[parameter]: bucket.gradient[shard_slice] for bucket in zero.buckets
+            if bucket.gradient is not None for parameter, shard_slice in bucket.shard_slices.items()}

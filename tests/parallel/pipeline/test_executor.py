@@ -17,11 +17,12 @@ from course_lib.metering.meter import Meter
 from course_lib.modeling.stages import cut, shared_weights, split_evenly
 from course_lib.parallel.pipeline.backward import SplitBackward
 from course_lib.parallel.pipeline.executor import PipelineExecutor
+from course_lib.parallel.pipeline.fitted.search import NAMES, uniform
 from course_lib.parallel.pipeline.p2p import P2PChannel
 from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
 from course_lib.parallel.pipeline.validation import in_flight
-from course_lib.parallel.torch_engines.pipeline import NAMES, TorchPipeline
+from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from tests.modeling import stage_cases
 
 pytestmark = pytest.mark.slow
@@ -104,12 +105,12 @@ def local(schedule, group=None, block=Block):
     return {stage: blocks[stage] for stage in schedule.stages_of(dist.get_rank(group))}
 
 
-def run(schedule, group=None, engine=PipelineExecutor, **options):
+def run(schedule, group=None, engine=PipelineExecutor):
     stages = local(schedule, group)
     x, y, mask = batch()
-    done = engine(schedule, stages, squares, group, **options).step(x, targets=y, mask=mask, keep_outputs=True)
+    done = engine(schedule, stages, squares, group).step(x, targets=y, mask=mask)
     return {"losses": [loss.item() for loss in done.losses], "gradients": gradients(stages), "peak": done.peak,
-            "actions": [span.action for span in done.spans], "outputs": done.outputs}
+            "actions": [span.action for span in done.spans]}
 
 
 def broken(schedule):
@@ -209,8 +210,6 @@ def refusals():
         PipelineExecutor(make("1f1b", 2, 4), stages, squares)
     with pytest.raises(ConfigError, match=r"was given stages \[9\], and 1f1b has \[\d\] there"):
         PipelineExecutor(schedule, {9: Block()}, squares)
-    with pytest.raises(ConfigError, match="torch has no schedule of its own for zb_h1"):
-        TorchPipeline(make("zb_h1", 4, 4), stages, squares, own_table=False)
     return True
 
 
@@ -220,12 +219,10 @@ def on_rank():
     mine = {ranks: group for ranks, group in groups.items() if dist.get_rank() < ranks}
     found = {}
     for ranks, group in mine.items():
-        for name in KINDS:
-            schedule = make(name, ranks, MICROBATCHES)
+        for name in NAMES:
+            schedule = uniform(name, ranks, MICROBATCHES)
             found[name, ranks, "ours"] = run(schedule, group)
-            found[name, ranks, "torch, our table"] = run(schedule, group, TorchPipeline)
-            if name in NAMES:
-                found[name, ranks, "torch, its table"] = run(schedule, group, TorchPipeline, own_table=False)
+            found[name, ranks, "torch's"] = run(schedule, group, TorchPipeline)
     if 2 in mine:
         found["hugging face"] = {
             (family, name, engine.__name__): hugging_face(family, make(name, 2, 4), engine, mine[2])
@@ -246,18 +243,15 @@ def merged(outcomes):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("engine", ["ours", "torch, our table", "torch, its table"])
+@pytest.mark.parametrize("engine", ["ours", "torch's"])
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_equals_the_unsplit_model(ranks, name, count, engine):
-    if engine == "torch, its table" and name not in NAMES:
-        assert (name, count, engine) not in ranks[0]
-        return
-    schedule = make(name, count, MICROBATCHES)
+    schedule = uniform(name, count, MICROBATCHES)
     losses, wanted = whole(schedule.stages)
     outcomes = [rank[name, count, engine] for rank in ranks[:count]]
     last = outcomes[schedule.stage_ranks[-1]]
-    assert last["losses"] == pytest.approx(losses, rel=1e-6) and len(last["outputs"]) == MICROBATCHES
+    assert last["losses"] == pytest.approx(losses, rel=1e-6) and len(losses) == MICROBATCHES
     assert furthest(merged(outcome["gradients"] for outcome in outcomes), wanted) < TOLERANCE
     if engine == "ours":
         assert tuple(outcome["peak"] for outcome in outcomes) == in_flight(schedule)
@@ -266,7 +260,7 @@ def test_equals_the_unsplit_model(ranks, name, count, engine):
 
 def test_all_schedules_were_run(ranks):
     runs = [key for key in ranks[0] if isinstance(key, tuple)]
-    assert len(KINDS) == 9 and len(NAMES) == 7 and len(runs) == 2 * (9 + 9 + 7)
+    assert len(KINDS) == 9 and len(NAMES) == 13 and len(runs) == 2 * (13 + 13)
 
 
 @pytest.mark.parametrize("name", ["gradients lost", "weights forgotten", "rows swapped"])

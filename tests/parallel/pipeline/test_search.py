@@ -12,12 +12,12 @@ from course_lib.parallel.pipeline.validation import check
 
 
 def test_every_schedule_is_looked_at_and_the_fastest_comes_first():
-    found = search(4, [8], Costs(weight=Fraction(1, 4), message=Fraction(1, 8)))
+    found = search(4, [8], Costs(backward_weight=Fraction(1, 4), latency=Fraction(1, 8)))
     assert sorted(each.name for each in found) == sorted(NAMES) and len(found) == 13
     times = [each.sample_time for each in found]
     assert times == sorted(times) and len(set(times)) > 6
     for each in found:
-        costs = stage_costs(Costs(weight=Fraction(1, 4), message=Fraction(1, 8)), each.stages_per_rank)
+        costs = stage_costs(Costs(backward_weight=Fraction(1, 4), latency=Fraction(1, 8)), each.stages_per_rank)
         assert each.timeline == simulate(build(each.name, 4, 8, each.stages_per_rank, costs), costs)
         assert each.sample_time == each.timeline.makespan / 8
     familiar = [each.name for each in found if each.name in ("zb_h2", "zb_h1", "gpipe", "1f1b", "v_min")]

@@ -87,7 +87,7 @@ def test_where_the_formula_does_not_hold_there_is_none():
 
 
 def test_a_time_line_keeps_every_rule():
-    costs = Costs([3, 1, 4, 1], [1, 5, 9, 2], [6, 5, 3, 5], message=Fraction(1, 2))
+    costs = Costs([3, 1, 4, 1], [1, 5, 9, 2], [6, 5, 3, 5], latency=Fraction(1, 2))
     table = make("zb_h2", 4, 9)
     timeline = simulate(table, costs)
     ends = {(span.action.stage, F if span.action.kind == F else B, span.action.microbatch): span.end
@@ -98,7 +98,7 @@ def test_a_time_line_keeps_every_rule():
         assert all(before.end <= after.start for before, after in pairwise(row))
         for before, span in zip((None, *row), row, strict=False):
             source = table.source(span.action)
-            ready = ends[(*source, span.action.microbatch)] + costs.message if source else Fraction(0)
+            ready = ends[(*source, span.action.microbatch)] + costs.latency if source else Fraction(0)
             free = before.end if before else Fraction(0)
             assert span.start == max(ready, free)
             waits += ready > free
@@ -107,7 +107,7 @@ def test_a_time_line_keeps_every_rule():
 
 def test_sends_and_receives_in_the_table_change_nothing():
     table = make("zbv", 3, 6)
-    assert simulate(lower(table), Costs(message=2)).rows == simulate(table, Costs(message=2)).rows
+    assert simulate(lower(table), Costs(latency=2)).rows == simulate(table, Costs(latency=2)).rows
 
 
 def test_memory_is_what_the_table_holds():
@@ -131,8 +131,8 @@ def test_overlapped_pairs_take_the_time_of_a_pair():
 
 @pytest.mark.parametrize(("make_costs", "message"), [
     (lambda: Costs(-1), "cost `forward` is -1: take a number from 0 on"),
-    (lambda: Costs(weight=[1, float("nan")]), "cost `weight` is nan"),
-    (lambda: Costs(message=float("inf")), "cost `message` is inf"),
+    (lambda: Costs(backward_weight=[1, float("nan")]), "cost `backward_weight` is nan"),
+    (lambda: Costs(latency=float("inf")), "cost `latency` is inf"),
     (lambda: Costs(activation=(1, -2)), "cost `activation` is -2"),
     (lambda: simulate(make("1f1b", 4, 4), Costs([1, 2])), "cost `forward` is given for 2 stages, and the table has 4"),
 ])
@@ -151,7 +151,7 @@ def test_a_table_that_waits_for_itself_is_refused():
 def test_fitted_tables_are_proved_for_many_sizes_and_lengths():
     proved = 0
     for ranks, microbatches, lengths in product(range(1, 6), (1, 2, 5, 10), LENGTHS[:5]):
-        costs = Costs(*lengths, message=1, activation=8, kept=3)
+        costs = Costs(*lengths, latency=1, activation=8, kept=3)
         tables = [zero_bubble.fit(ranks, microbatches, costs, factor * ranks * 8) for factor in (1, 2)]
         tables += [zero_bubble.repeat(name, ranks, microbatches, costs) for name in zero_bubble.BLOCKS]
         if microbatches >= 2 * ranks:

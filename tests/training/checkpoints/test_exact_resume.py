@@ -40,7 +40,7 @@ from course_lib.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
-# 22 rows in global batches of 4: six steps an epoch, the last with two rows.
+# 22 rows in global batches of 4: six steps per epoch, the last with two rows.
 BASE = {"dataset": "tweets", "max_train_samples": 22, "max_eval_samples": 8, "max_length": 24, "model": "tiny-bert",
         "training_type": "basic", "batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 14,
         "learning_rate": 1e-2, "warmup_steps": 3, "logging_steps": 4, "eval_steps": 4, "best_metric": "loss",
@@ -173,7 +173,7 @@ def undisturbed(tmp_path_factory):
 
 
 def test_the_rows_of_the_undisturbed_run(undisturbed):
-    """Two epochs and two steps, each row once an epoch."""
+    """Two epochs and two steps, each row once per epoch."""
     _, recorder, end = undisturbed
     assert list(recorder.steps) == list(range(1, 15)) and len(end) > 100
     for first in (1, 7):
@@ -437,7 +437,7 @@ def on_two_ranks(folder):
 
 
 def saved_without_a_shared_disk(folder):
-    """The files of each machine's part of a checkpoint that was written while training went on, a rank a machine."""
+    """The files of each machine's part of a checkpoint written while training went on, one rank per machine."""
     rank = torch.distributed.get_rank()
     run_dir = folder / f"machine {rank}"
     with mock.patch.dict(os.environ, LOCAL_RANK="0"):

@@ -26,6 +26,7 @@ TWO_BY_TWO = {"training_type": "pipeline", "batch_size": ROWS // 2, "pipeline_ch
 TWO = {
     "1f1b": {"schedule": "1f1b"}, "gpipe": {"schedule": "gpipe", "activation_checkpointing": True},
     "interleaved": {"schedule": "interleaved"}, "zb_h1": {"schedule": "zb_h1"}, "zbv": {"schedule": "zbv"},
+    "fitted": {"schedule": "zb_auto"}, "fitted V": {"schedule": "v_half"},
     "torch's runtime": {"schedule": "zbv", "engine": "torch"},
     "split by name": {"schedule": "1f1b", "split_spec": "transformer.h.0:end"},
     "naive weights": {"schedule": "1f1b", "loss_weighting": "micro_batch"},
@@ -87,6 +88,7 @@ def refusals(folder):
         "place": {"split_spec": "transformer.h.9:end"}, "spec": {"split_spec": "transformer.h.0"},
         "recompute": {"schedule": "zb_h1", "activation_checkpointing": True},
         "chunks": {"schedule": "dualpipev", "pipeline_chunks": 2},
+        "fitted": {"schedule": "zbv_auto", "pipeline_chunks": 2},
     }
     found = {}
     for name, options in asked.items():
@@ -191,7 +193,8 @@ def test_what_cannot_be_is_refused_with_the_rule(two):
     assert "`transformer.h.0`, and a place is BLOCK:end" in said["spec"]
     assert "zb_h1 splits the backward" in said["recompute"] and "use gpipe" in said["recompute"]
     assert "dualpipev with 2 micro-batches" in said["chunks"]
-    assert len(said) == 6
+    assert "a fitted ZB-V with 2 micro-batches on 2 ranks: it takes at least as many as stages, 4" in said["fitted"]
+    assert len(said) == 7
 
 
 RESUMED = [  # saved by, resumed by

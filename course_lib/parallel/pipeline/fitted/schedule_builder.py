@@ -21,7 +21,7 @@ class ScheduleBuilder:
 
     def __init__(self, stage_ranks: tuple[int, ...], microbatches: int, costs: Costs, limit: Fraction):
         self.stage_ranks, self.microbatches, self.stages = stage_ranks, microbatches, len(stage_ranks)
-        _, self.length, self.hop = ticks(costs, self.stages)
+        _, self.length, self.latency = ticks(costs, self.stages)
         activation, kept = costs.of("activation", self.stages), costs.of("kept", self.stages)
         unit = lcm(limit.denominator, *(each.denominator for each in (*activation, *kept)))
         self.activation, self.kept = ([int(each * unit) for each in by_stage] for by_stage in (activation, kept))
@@ -44,7 +44,7 @@ class ScheduleBuilder:
         if not 0 <= source < self.stages or self.stage_ranks[source] == self.stage_ranks[stage]:
             return None
         made = self.end.get((source, kind, self.done[stage, kind]))
-        return None if made is None else made + self.hop
+        return None if made is None else made + self.latency
 
     def put(self, stage: int, kind: str) -> None:
         """A stage's next F or I, as soon as the rank is free and the input is there.

@@ -67,9 +67,9 @@ def stage_costs(costs: Costs, stages_per_rank: int, size: Number = 1, overhead: 
     """
     part = exact(size) / stages_per_rank
     forward, backward, weight, activation, kept = (
-        costs.of(cost, 1)[0] * part for cost in ("forward", "input", "weight", "activation", "kept"))
+        costs.of(cost, 1)[0] * part for cost in ("forward", "backward_input", "backward_weight", "activation", "kept"))
     more = exact(overhead)
-    return Costs(forward + more, backward + more, weight + more, exact(costs.message) * exact(size), activation, kept,
+    return Costs(forward + more, backward + more, weight + more, exact(costs.latency) * exact(size), activation, kept,
                  None if costs.pair is None else exact(costs.pair) * part + more)
 
 
@@ -99,6 +99,16 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs:
     if name == "zbv_auto":
         return zero_bubble.fit_v(ranks, microbatches, costs, limit)
     return zero_bubble.repeat(name, ranks, microbatches, costs)
+
+
+def uniform(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """A table by name for F, I and W of equal length, drawn or fitted: what a trainer runs before it has measured.
+
+    Raises:
+        ConfigError: no such schedule, or these numbers do not allow it.
+    """
+    stages = stages_for(name, stages_per_rank)
+    return build(name, ranks, microbatches, stages, stage_costs(Costs(), stages))
 
 
 def search(ranks: int, microbatches: Sequence[int], costs: Costs, limit: Number | None = None,

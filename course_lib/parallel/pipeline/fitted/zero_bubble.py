@@ -64,12 +64,12 @@ def _warm_up(board: ScheduleBuilder, wait_for_first: bool) -> None:
     for rank in reversed(range(last)):
         clock, forward = board.clock[rank], board.length[rank, F]
         while more[rank] + 1 < total and board.fits(rank, more[rank] + 1):
-            arrival = gradient + board.hop
+            arrival = gradient + board.latency
             if clock + forward > arrival if wait_for_first else clock >= arrival:
                 break
             clock += forward
             more[rank] += 1
-        gradient = max(clock, gradient + board.hop) + board.length[rank, I]
+        gradient = max(clock, gradient + board.latency) + board.length[rank, I]
     for rank in range(1, ranks):
         while more[rank] > 0 and more[rank - 1] <= more[rank] < total - 1:
             more[rank] -= 1
@@ -85,7 +85,7 @@ def _holds_back(board: ScheduleBuilder, rank: int) -> bool:
     if rank + 1 == board.ranks or board.done[rank, F] < board.done[rank + 1, F] + 2:
         return False
     clock = board.clock[rank]
-    gradient = board.clock[rank + 1] + board.length[rank + 1, F] + board.length[rank + 1, I] + board.hop
+    gradient = board.clock[rank + 1] + board.length[rank + 1, F] + board.length[rank + 1, I] + board.latency
     if clock >= gradient:
         return True
     over = board.held[rank] + board.activation[rank] - board.limit

@@ -1,0 +1,177 @@
+"""A unit of ZeRO-3 and FSDP: the parameters of one block, sharded at rest and whole while the block computes.
+
+What a unit does, and its states. When it does it is the affair of :mod:`course_lib.parallel.sharded_module`; how its
+parameters lie in memory that of :mod:`course_lib.parallel.zero3` and :mod:`course_lib.parallel.fsdp`, each in its way.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.parallel.sharding import Shard
+
+
+class ShardedUnit:
+    """The parameters of one block, that are gathered and freed together. E is their number of elements, padded.
+
+    Parameters go through these states, once for the block's forward and once for its backward::
+
+                   gather()                 wait()
+        SHARDED -------------> GATHERING -----------> WHOLE   the block computes
+           ^    the all-gather            `flat` has             |
+           |    has begun                 arrived                |
+           '------------------------- free() --------------------'
+
+    A unit that is kept after its forward skips the way back and the second gather. Prefetching moves ``gather`` up, to
+    before the block that computes ahead of this one: GATHERING then lasts as long as that block computes.
+
+    The gradient goes through these, once in each backward, or within ``no_sync`` only as far as the second::
+
+                  collect()               reduce_scatter()                 finish()
+        parameters' -----> `gradient` (E,) ---------------> Reduction under -------> the shard's own
+        own `.grad`        sum over backwards               way, (E,) -> (E / N,)    `.grad`, the mean
+
+    Attributes:
+        shard: (E / N,), this rank's part in the parameters' own dtype; the only lasting copy.
+        flat: (E,), the whole parameters in ``param_dtype``. Its storage is there only while GATHERING and WHOLE. Then
+            the module's parameters are views of it; when SHARDED they have their shapes, and read as NaN.
+        pieces: by parameter, what of it lies in the shard: an ``nn.Parameter`` that is a view.
+        gradient: (E,), the whole gradient in ``reduce_dtype``, until it is reduced; else None.
+    """
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], group: dist.ProcessGroup | None,
+                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool):
+        self.module, self.group, self.keep_after_forward = module, group, keep_after_forward
+        self.trainable = parameters[0].requires_grad
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+        # The whole parameters end to end, as the group's first rank has them.
+        self.total, starts = self.lay_out(parameters)
+        self.has_padding = self.total > sum(parameter.numel() for parameter in parameters)
+        whole = parameters[0].new_zeros(self.total, requires_grad=False)  # (E,)
+        self.flat = whole.to(param_dtype or whole.dtype)
+        self.reduce_dtype = reduce_dtype or self.flat.dtype
+        self.starts: dict[nn.Parameter, int] = dict(zip(parameters, starts, strict=True))
+        self.views: dict[nn.Parameter, Tensor] = {}
+        for parameter, start in self.starts.items():
+            run = slice(start, start + parameter.numel())
+            whole[run].copy_(parameter.detach().flatten())
+            self.views[parameter] = self.flat[run].view(parameter.shape)
+        dist.broadcast(whole, group=group, group_src=0)
+
+        # This rank's part of them, and of each parameter.
+        self.shard = self.local_part(whole)  # (E,) -> (E / N,)
+        self.pieces: dict[nn.Parameter, Shard] = {}
+        self.shard_slices: dict[nn.Parameter, slice] = {}
+        for index, parameter in enumerate(parameters):
+            self.shard_slices[parameter], first = self.locate(parameter, index)
+            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(
+                self.shard[self.shard_slices[parameter]], requires_grad=self.trainable))
+        self.absent = self.flat.new_full((1,), float("nan"))
+        self.work: dist.Work | None = None
+        self.gradient: Tensor | None = None
+        self.awaits_backward = False  # its forward has run, its backward has not begun
+        self.in_backward = False
+        self.owes_gradient = False  # its backward has begun, its gradient has not been taken
+        self.free()
+
+    # --- how the parameters lie in memory: what ZeRO-3 and FSDP answer differently -----------------------------------
+
+    def lay_out(self, parameters: list[nn.Parameter]) -> tuple[int, list[int]]:
+        """E, and where each parameter begins in ``flat``."""
+        raise NotImplementedError
+
+    def local_part(self, whole: Tensor) -> Tensor:
+        """This rank's shard of the whole (E,): a copy, (E / N,)."""
+        raise NotImplementedError
+
+    def locate(self, parameter: nn.Parameter, index: int) -> tuple[slice, int]:
+        """Where a parameter lies in this rank's shard, and the first of its elements there."""
+        raise NotImplementedError
+
+    def receive_buffer(self) -> Tensor:
+        """(E,), where the shards arrive, rank after rank."""
+        raise NotImplementedError
+
+    def unpack(self) -> None:
+        """Bring what has arrived into ``flat``."""
+        raise NotImplementedError
+
+    def pack(self, gradient: Tensor) -> Tensor:
+        """A gradient laid out as ``flat`` is, as it has to be sent: each rank's part in one run. (E,) -> (E,)"""
+        raise NotImplementedError
+
+    # --- the states --------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Begin to bring the whole parameters here; nothing to do where they are."""
+        storage = self.flat.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.total * self.flat.itemsize)
+            sent = self.shard.to(self.flat.dtype)  # in low precision half the bytes travel
+            self.work = dist.all_gather_single(self.receive_buffer(), sent, self.group, async_op=True)
+
+    def wait(self) -> None:
+        """Until the parameters are here."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+            self.unpack()
+            for parameter, view in self.views.items():
+                parameter.data = view
+
+    def free(self) -> None:
+        """Give the memory of the whole parameters back, and keep the tensor: autograd has saved views of it, which are
+        right again after the next gather."""
+        self.wait()
+        for parameter in self.views:
+            parameter.data = self.absent.expand(parameter.shape)
+        self.flat.untyped_storage().resize_(0)
+
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.starts)
+
+    def collect(self) -> None:
+        """Add the parameters' gradients to the flat one, in ``reduce_dtype``. A parameter without one adds zeros."""
+        arrived = {parameter: parameter.grad for parameter in self.starts if parameter.grad is not None}
+        is_first = self.gradient is None
+        if self.gradient is None:
+            # Zeros in the padding, and where no gradient has come.
+            make = torch.empty if len(arrived) == len(self.starts) and not self.has_padding else torch.zeros
+            self.gradient = make(self.total, dtype=self.reduce_dtype, device=self.shard.device)
+        if arrived:
+            runs = [self.gradient[self.starts[p] : self.starts[p] + p.numel()].view(p.shape) for p in arrived]
+            move = torch._foreach_copy_ if is_first else torch._foreach_add_
+            move(runs, list(arrived.values()))
+        for parameter in arrived:
+            parameter.grad = None
+
+    def reduce_scatter(self) -> "Reduction":
+        """Begin to sum the flat gradient over the ranks; each receives its own part."""
+        assert self.gradient is not None
+        whole, self.gradient = self.pack(self.gradient), None
+        local = whole.new_empty(self.shard.numel())  # (E,) -> (E / N,)
+        return Reduction(self, whole, local, dist.reduce_scatter_single(local, whole, group=self.group, async_op=True))
+
+    def buffers(self) -> list[Tensor]:
+        """What is there only while something travels, besides ``flat``."""
+        return []
+
+
+class Reduction:
+    """A reduce-scatter under way, and the buffers that it works on: whole (E,) and this rank's (E / N,)."""
+
+    def __init__(self, unit: ShardedUnit, whole: Tensor, local: Tensor, work: dist.Work):
+        self.unit, self.whole, self.local, self.work = unit, whole, local, work
+
+    def finish(self) -> None:
+        """Wait for it, average, and add to the gradients of the unit's pieces."""
+        self.work.wait()
+        mean = self.local.to(self.unit.shard.dtype).div_(self.unit.world)
+        parts = [(piece.data, mean[self.unit.shard_slices[p]]) for p, piece in self.unit.pieces.items()]
+        before = [(own.grad, part) for own, part in parts if own.grad is not None]
+        if before:
+            torch._foreach_add_(*map(list, zip(*before, strict=True)))
+        for own, part in parts:
+            if own.grad is None:
+                own.grad = part
