@@ -46,15 +46,19 @@ def counted(strategy: str, engine: str, folder: str) -> tuple[int, int, int]:
             seen.append((gpu_sim.kernels(), gpu_sim.host_syncs()))
 
     trainer, _ = build_trainer(config, [Count()])
-    step, updates = trainer.engine.step, []
+    clip, zero_grad = trainer.engine.clip, trainer.engine.zero_grad
+    begun: list[int] = []
+    updates: list[int] = []
 
-    def update(max_norm: float) -> Any:
-        before = gpu_sim.kernels()
-        norm = step(max_norm)
-        updates.append(gpu_sim.kernels() - before)
-        return norm
+    def clipped(max_norm: float) -> Any:
+        begun.append(gpu_sim.kernels())
+        return clip(max_norm)
 
-    trainer.engine.step = update
+    def cleared() -> None:
+        zero_grad()
+        updates.append(gpu_sim.kernels() - begun[-1])
+
+    trainer.engine.clip, trainer.engine.zero_grad = clipped, cleared  # type: ignore[method-assign]
     trainer.train()
     return seen[3][0] - seen[2][0], updates[3], seen[3][1] - seen[2][1]
 

@@ -94,7 +94,7 @@ def train(folder: str, steps: int, every: int, options: dict[str, Any]) -> list[
     notes = Holdings(every)
     trainer = build_trainer(config, [*guards(config), notes])[0]
     trainer.train()
-    trainer.close()
+    trainer.engine.close()
     return notes.seen
 
 
@@ -231,7 +231,7 @@ def comparison_seconds(check: str, steps: int) -> tuple[float, float]:
         trainer = build_trainer(config, [guard])[0]
         trainer.train()
         phases = sum(trainer.phases.seconds.values()) / steps
-        trainer.close()
+        trainer.engine.close()
         return phases, statistics.median(taken[1:])
 
 

@@ -62,12 +62,12 @@ def measure(options: dict[str, Any], steps: int, folder: str) -> tuple[float, fl
     tracking = Timed(config)
     trainer, _ = build_trainer(config, [tracking])
     config.output_dir.mkdir(exist_ok=True)
-    trainer.barrier()
+    trainer.engine.barrier()
     trainer.train()
     tracking.finish(trainer, {"accuracy": 0.5}, "validation")
     spent = tracking.seconds
     in_steps = spent.get("on_step_end", 0.0) + spent["on_log"]
-    trainer.close()
+    trainer.engine.close()
     return (in_steps / steps * 1e3, trainer.state.seconds / steps * 1e3, spent["on_train_begin"],
             spent["on_train_end"] + spent["finish"])
 

@@ -7,8 +7,8 @@ Writes benchmarks/trainers-speed.md or trainers-accuracy.md. Every figure is of 
 cores, forked for it alone, so that no trainer meets what another set for the process. `identical`: fp32,
 batches in random order, padded to their longest row, as the Hugging Face Trainer does, and torch's
 kernels; with fast kernels (`--cpu_kernels fast`) all else is identical. `defaults`: those of this course,
-with bf16 where the hardware multiplies it, and each kind of kernels: BasicTrainer's default is torch's,
-AcceleratedTrainer's the fast ones.
+with bf16 where the hardware multiplies it, and each kind of kernels: training_type basic has torch's by default,
+accelerated the fast ones.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def ours(kind: str, steps: int, seed: int, **options) -> float:
         trainer, _ = build_trainer(config, [clock])
         trainer.eval_loaders.clear()
         trainer.train()
-        trainer.close()
+        trainer.engine.close()
     return clock.rate
 
 

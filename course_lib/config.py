@@ -147,6 +147,7 @@ def build(leaves: Mapping[str, Any], where: str = "config") -> Config:
 
 def _check_together(config: Config) -> Config:
     """Rules that join two fields."""
+    config = _check_tensor(config)
     run, data, out = config.run, config.data, config.output
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
@@ -224,6 +225,50 @@ def _check_parallel(config: Config) -> None:
         raise ConfigError("async_save is for strategies that shard state", "leave it out, or use zero1 … fsdp")
 
 
+def _check_tensor(config: Config) -> Config:
+    """Rules of layers that several ranks share; the config with the engine filled in, and lengths that divide."""
+    parallel, run, data = config.parallel, config.run, config.data
+    ranks, strategy = parallel.tensor_parallel_size, parallel.strategy
+    if ranks == 1:
+        if parallel.sequence_parallel:
+            raise ConfigError("sequence_parallel shares tokens among the ranks that share layers, and there are none",
+                              "give --tensor_parallel_size too")
+        return config
+    engine = parallel.engine or "scratch"
+    if run.training_type == "basic":
+        raise ConfigError(f"training_type basic runs one process, and {ranks} are to share each layer",
+                          "use --training_type accelerated or pipeline")
+    if run.num_processes and run.num_processes % ranks:
+        raise ConfigError(f"num_processes {run.num_processes} is no multiple of tensor_parallel_size {ranks}",
+                          "choose sizes that divide")
+    if engine in ("deepspeed", "accelerate") or (engine, strategy, run.training_type) == ("torch", "ddp",
+                                                                                          "accelerated"):
+        raise ConfigError(f"engine {engine} has no {strategy} beside tensor_parallel_size", "use --engine scratch")
+    if engine == "torch" and parallel.sequence_parallel and run.training_type != "pipeline":
+        raise ConfigError("engine torch has parameters of its own, and sequence_parallel sums gradients at the model's",
+                          "use --engine scratch")
+    if parallel.offload != "none" or parallel.shard_group_size:
+        raise ConfigError("offload and shard_group_size are not for tensor_parallel_size", "leave them out")
+    if config.model.torch_compile:
+        raise ConfigError("torch_compile does not know the exchanges of tensor_parallel_size", "leave it out")
+    if config.optim.optimizer == "adafactor":
+        raise ConfigError("adafactor needs whole rows and columns, which tensor_parallel_size divides",
+                          "use --optimizer adamw or sgd")
+    if run.mixed_precision == "fp16":
+        raise ConfigError("fp16 needs a scaler that knows the ranks of tensor_parallel_size",
+                          "use --mixed_precision bf16 or no")
+    if config.tracking.watch in ("gradients", "all"):
+        raise ConfigError(f"watch {config.tracking.watch}: tensor_parallel_size leaves a rank pieces of gradients",
+                          "use --watch parameters")
+    if parallel.sequence_parallel:
+        multiple = math.lcm(ranks, data.pad_to_multiple_of or 1)
+        if data.has_one_length and data.max_length % ranks:
+            raise ConfigError(f"max_length {data.max_length} is no multiple of tensor_parallel_size {ranks}",
+                              "sequence_parallel needs lengths that divide")
+        data = dataclasses.replace(data, pad_to_multiple_of=multiple)
+    return dataclasses.replace(config, data=data, parallel=dataclasses.replace(parallel, engine=engine))
+
+
 def _check_pipeline(config: Config) -> Config:
     """Rules of pipelines; the config with the engine filled in."""
     parallel, pipeline, run = config.parallel, config.pipeline, config.run
@@ -243,10 +288,11 @@ def _check_pipeline(config: Config) -> Config:
         raise ConfigError("fp16 needs a scaler that knows all stages", "use --mixed_precision bf16 or no")
     if run.split_batches:
         raise ConfigError("split_batches is not for pipelines", "give batch_size as rows per pipeline")
-    sizes = pipeline.data_parallel_size, pipeline.pipeline_parallel_size
+    sizes = pipeline.data_parallel_size, pipeline.pipeline_parallel_size, parallel.tensor_parallel_size
     if all(sizes) and run.num_processes and math.prod(map(int, filter(None, sizes))) != run.num_processes:
-        raise ConfigError(f"data_parallel_size {sizes[0]} × pipeline_parallel_size {sizes[1]} is not "
-                          f"num_processes {run.num_processes}", "leave one of the three out")
+        shared = f" × tensor_parallel_size {sizes[2]}" if sizes[2] > 1 else ""
+        raise ConfigError(f"data_parallel_size {sizes[0]} × pipeline_parallel_size {sizes[1]}{shared} is not "
+                          f"num_processes {run.num_processes}", "leave one of the sizes out")
     if pipeline.pipeline_chunks and pipeline.pipeline_chunks > run.batch_size:
         raise ConfigError(f"batch_size {run.batch_size} cannot be cut into {pipeline.pipeline_chunks} pipeline_chunks",
                           "raise batch_size, or lower pipeline_chunks")

@@ -192,7 +192,7 @@ class FaultInjector(Callback):
 
     def in_saving(self, trainer: Any) -> None:
         """Before a file operation that is drawn, or after the last."""
-        put = trainer.put_checkpoint
+        put = trainer.saver.put
 
         def hook(event: str, _: Any) -> None:
             if self.saving and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.chmod", "shutil.rmtree"):
@@ -206,16 +206,16 @@ class FaultInjector(Callback):
             self.strike()
 
         sys.addaudithook(hook)
-        trainer.put_checkpoint = put_checkpoint
+        trainer.saver.put = put_checkpoint
 
     def in_evaluating(self, trainer: Any) -> None:
-        gather = trainer.gather
+        gather = trainer.engine.gather
 
         def gathered(tensors: Any) -> Any:
             self.strike()
             return gather(tensors)
 
-        trainer.gather = gathered
+        trainer.engine.gather = gathered
 
 
 def train(options: dict[str, Any], callbacks: list[Callback]) -> None:

@@ -57,7 +57,7 @@ def on_rank(subject: Subject, folder: Path, ranks: int, options: dict[str, Any])
     allocated = Allocated()
     trainer = subjects.trainer(subject, folder, STEPS, ranks, [allocated], **options)
     trainer.train()
-    trainer.close()
+    trainer.engine.close()
     return allocated.at
 
 

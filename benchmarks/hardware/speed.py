@@ -81,7 +81,7 @@ def on_rank(system: System, subject: Subject, folder: Path, ranks: int, shape: t
     else:
         trainer = subjects.trainer(subject, folder, windows.total, ranks, [Tick(windows)], **dict(system.options))
         trainer.train()
-        trainer.close()
+        trainer.engine.close()
     return windows.seconds
 
 

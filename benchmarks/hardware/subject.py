@@ -18,9 +18,8 @@ from course_lib.modeling.loading import LoadedModel
 from course_lib.planning import memory, models
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
-from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks import Callback
-from course_lib.training.run import TRAINERS
+from course_lib.training.trainer import Trainer
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 WORKERS = 2
@@ -105,7 +104,7 @@ def choose(settings: Settings) -> Subject:
 
 
 def trainer(subject: Subject, folder: Path, steps: int, ranks: int, callbacks: Iterable[Callback],
-            checkpointing: bool = False, **options: Any) -> BasicTrainer:
+            checkpointing: bool = False, **options: Any) -> Trainer:
     """One of the course's trainers over it, without evaluation, checkpoints, logged lines and guards."""
     config = build({
         "task": "causal_lm", "max_length": subject.tokens, "batch_size": subject.rows, "group_by_length": False,
@@ -121,4 +120,4 @@ def trainer(subject: Subject, folder: Path, steps: int, ranks: int, callbacks: I
     data = ProcessedData({"train": rows}, None, "causal_lm", "random tokens")
     loaded = LoadedModel(model, None, "new weights", subject.tokens)  # type: ignore[arg-type]
     # It is asked for its collator alone.
-    return TRAINERS[config.run.training_type](config, loaded, data, subject, callbacks)  # type: ignore[arg-type]
+    return Trainer(config, loaded, data, subject, callbacks)  # type: ignore[arg-type]

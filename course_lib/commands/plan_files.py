@@ -20,18 +20,20 @@ def write(result: Search, folder: Path) -> list[str]:
     """Write the fastest plan that ``course train`` runs.
 
     ``course.yaml`` (the run), ``accelerate.yaml``, for DeepSpeed's plans ``deepspeed.json``, without pipelines
-    ``training_arguments.json`` (the Hugging Face Trainer's), a script or task for torchrun, Slurm and SkyPilot, and
-    where SageMaker has such instances ``sagemaker.sh``.
+    and split layers ``training_arguments.json`` (the Hugging Face Trainer's), a script or task for torchrun, Slurm and
+    SkyPilot, and where SageMaker has such instances ``sagemaker.sh``.
 
     Returns:
         Names of the files, in the order in which they were written.
     Raises:
         ConfigError: no plan that fits is one of ours, or the folder cannot be written.
     """
-    chosen = next((candidate for candidate in result.candidates if to_launchers.runs_here(candidate.plan)), None)
+    chosen = next((candidate for candidate in result.candidates
+                   if to_launchers.runs_here(candidate.plan, result.model)), None)
     if chosen is None:
         raise ConfigError(f"every layout that fits splits single layers (tensor parallel) on {result.cluster.gpus} x "
-                          f"{result.cluster.accelerator.name}, and `course train` has no such layout",
+                          f"{result.cluster.accelerator.name}, and `course train` does not split those of "
+                          f"{result.model.family}",
                           "plan with more GPUs or a shorter sequence, or run the plan with Megatron-LM or torchtitan")
     fields = to_launchers.options(chosen.plan, result.model) | {"num_processes": chosen.plan.gpus}
     texts = _texts(result, chosen, fields, build(fields))
@@ -60,7 +62,7 @@ def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Co
     texts[ACCELERATE] = accelerate_yaml(settings, plan.gpus, job.instance_count, head=head)
     if config.parallel.chosen_engine == "deepspeed":
         texts[DEEPSPEED] = json.dumps(deepspeed_config(config, precision), indent=1) + "\n"
-    if plan.pipeline == 1:
+    if plan.pipeline == plan.tensor == 1:
         texts["training_arguments.json"] = json.dumps(to_launchers.training_arguments(plan, DEEPSPEED), indent=1) + "\n"
     for kind in ("torchrun", "slurm", "skypilot"):
         name, text = LAUNCHERS[kind]

@@ -28,13 +28,17 @@ class ParallelConfig(Strict):
 parameters too (zero3, fsdp)."""
     engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
     """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
-deepspeed for zero, scratch for pipelines, else torch."""
+deepspeed for zero, scratch for pipelines and tensor parallelism, else torch."""
     bucket_mb: Annotated[float, Gt(0)] | None = None
     """Gradients that travel together, in MiB; default: 25, and for DeepSpeed its own 500 million elements, or an \
 eighth of a smaller model."""
     lean_buffers: bool = False
     """Let DeepSpeed hold and send what the formulas of lesson 05 count: buckets of 25 MiB, no parameter whole on \
 every rank, nothing kept for its next use. By default it takes memory for speed."""
+    tensor_parallel_size: Positive = 1
+    """Ranks that share the matrices of each layer, neighbours in the order of ranks; the others are data parallel."""
+    sequence_parallel: bool = False
+    """Let those ranks share the tokens between the matrices, too, where they otherwise all do the same."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """State kept in the host's memory rather than the GPU's (deepspeed and torch)."""
     shard_group_size: Positive | None = None

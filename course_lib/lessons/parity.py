@@ -27,8 +27,8 @@ from course_lib.launching import launch_environment
 from course_lib.launching.launch import launch
 from course_lib.modeling.loading import LoadedModel
 from course_lib.system.seeding import seed_everything
-from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks import Callback
+from course_lib.training.trainer import Trainer
 
 GLOBAL_ROWS = 8
 STEPS = 8
@@ -110,15 +110,12 @@ def prepared(data: DataConfig, model: ModelConfig, seed: int) -> tuple[LoadedMod
 
 def trace(config: Config) -> Trace:
     """Train as the config says on the ranks that are here; the weights are whole on the main rank."""
-    from course_lib.training.run import TRAINERS
-
     loaded, data, processor = prepared(config.data, config.model, config.run.seed)
     kept = _Keep()
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    trainer: BasicTrainer = TRAINERS[config.run.training_type](
-        config, replace(loaded, model=copy.deepcopy(loaded.model)), data, processor, [kept])
+    trainer = Trainer(config, replace(loaded, model=copy.deepcopy(loaded.model)), data, processor, [kept])
     trainer.train()
-    weights = {name: tensor.detach().clone() for name, tensor in trainer.whole_weights().items()}
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.engine.whole_weights().items()}
     return Trace(kept.losses, kept.norms, weights)
 
 

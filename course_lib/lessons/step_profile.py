@@ -22,7 +22,7 @@ from course_lib.parallel.clock import Clock, Stamp
 from course_lib.training.evaluation import evaluating
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.trainer import Trainer
 
 Batch = dict[str, torch.Tensor]
 
@@ -138,7 +138,7 @@ class MemoryTimeline(Phases):
         self._noted.clear()
 
 
-def watch_memory(trainer: "BasicTrainer", batches: Iterable[Batch]) -> tuple[list[Moment], list[float]]:
+def watch_memory(trainer: "Trainer", batches: Iterable[Batch]) -> tuple[list[Moment], list[float]]:
     """Take one training step a batch, by the trainer's own unchanged code, and note what is held as it goes.
 
     Returns:
@@ -161,7 +161,7 @@ def watch_memory(trainer: "BasicTrainer", batches: Iterable[Batch]) -> tuple[lis
             hook.remove()
 
 
-def seconds_by_turns(trainer: "BasicTrainer", ways: Mapping[str, Sequence[Batch]],
+def seconds_by_turns(trainer: "Trainer", ways: Mapping[str, Sequence[Batch]],
                      prepare: Callable[[str], object] = lambda name: None) -> dict[str, dict[str, float]]:
     """Train in several ways by turns, a step each, so that what else the machine does falls on all alike.
 
@@ -186,7 +186,7 @@ def seconds_by_turns(trainer: "BasicTrainer", ways: Mapping[str, Sequence[Batch]
     return {name: dict(phase.seconds) for name, phase in phases.items()}
 
 
-def gradient(trainer: "BasicTrainer", micro_batches: Sequence[Batch], loss_weighting: str = "token") -> torch.Tensor:
+def gradient(trainer: "Trainer", micro_batches: Sequence[Batch], loss_weighting: str = "token") -> torch.Tensor:
     """The gradient that a trainer accumulates over the micro-batches of one global batch, without dropout.
 
     Args:

@@ -15,9 +15,9 @@ from course_lib.errors import LaunchError
 from course_lib.launching.netns import in_own_network
 from course_lib.tracking.base import Guarded, RunInfo, Tracker
 from course_lib.tracking.choose import TRACKERS
-from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import build_trainer
+from course_lib.training.trainer import Trainer
 
 ROW = {"train/loss": 0.5, "train/learning_rate": 1e-4, "train/gradient_norm": 1.0, "train/samples_per_second": 100.0,
        "train/tokens_per_second": 3000.0, "train/seconds": 1.0, "train/epoch": 0.5}
@@ -30,15 +30,15 @@ class LogsTo(Callback):
     def __init__(self, tracker: Tracker):
         self.tracker = tracker
 
-    def on_train_begin(self, trainer: BasicTrainer) -> None:
+    def on_train_begin(self, trainer: Trainer) -> None:
         if trainer.is_main:
             self.tracker.start()
 
-    def on_log(self, trainer: BasicTrainer, line: dict[str, Any]) -> None:
+    def on_log(self, trainer: Trainer, line: dict[str, Any]) -> None:
         if trainer.is_main:
             self.tracker.log(line, trainer.state.step)
 
-    def on_train_end(self, trainer: BasicTrainer) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         if trainer.is_main:
             self.tracker.finish()
 
@@ -66,7 +66,7 @@ class StepTimes(Callback):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def on_step_end(self, trainer: BasicTrainer) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         self.ends.append(time.perf_counter())
 
     @property
@@ -95,7 +95,7 @@ def step_ms(config: Config, slow: float = 0.0, in_thread: bool = False) -> float
     trainer, _ = build_trainer(config, [times, *([LogsTo(tracker)] if slow else [])])
     if trainer.is_main:
         trainer.output_dir.mkdir(parents=True, exist_ok=True)
-    trainer.barrier()
+    trainer.engine.barrier()
     trainer.train()
     return times.least_ms
 

@@ -1,6 +1,7 @@
 """A plan in the words of the tools that carry it out: this course's trainer, torchrun, the Hugging Face Trainer.
 
-What only other systems run (tensor and context parallelism) is refused with the reason.
+What only other systems run (context parallelism, tensor parallelism of architectures without a plan here) is refused
+with the reason.
 """
 
 from typing import Any
@@ -13,16 +14,20 @@ MASKED = ("bert", "distilbert", "roberta")
 """Architectures that are trained to fill masks; the others predict the next token."""
 
 
-def runs_here(plan: Plan) -> bool:
-    """Whether ``course train`` has such a layout: DDP, ZeRO, FSDP, or pipelines of whole blocks."""
-    return plan.tensor == plan.context == 1
+SPLITTABLE = ("gpt2", "bert", "llama")
+"""Architectures whose layers ``course train`` splits: those of ``course_lib.parallel.tensor_plans.PLANS``."""
+
+
+def runs_here(plan: Plan, model: Model) -> bool:
+    """Whether ``course train`` has such a layout: DDP, ZeRO, FSDP, pipelines of blocks, layers split among ranks."""
+    return plan.context == 1 and (plan.tensor == 1 or model.family in SPLITTABLE)
 
 
 def options(plan: Plan, model: Model) -> dict[str, Any]:
     """Options of ``course train``, by name.
 
     Args:
-        plan: a layout for which :func:`runs_here`.
+        plan: a layout for which :func:`runs_here`; one that splits layers is trained without torch.compile.
         model: its name is what the trainer loads.
     Raises:
         ConfigError: no trainer of ours runs it.
@@ -30,9 +35,10 @@ def options(plan: Plan, model: Model) -> dict[str, Any]:
     if model.family == "t5":
         raise ConfigError(f"{model.name} is an encoder with a decoder, and `course train` has no task for it",
                           "use the Hugging Face Trainer with these settings")
-    if not runs_here(plan):
-        raise ConfigError(f"{plan.strategy} splits single layers, and `course train` does not",
-                          "use Megatron-LM or torchtitan for it, or plan with --families DDP ZeRO-1 ZeRO-2 ZeRO-3 FSDP")
+    if not runs_here(plan, model):
+        raise ConfigError(f"{plan.strategy} splits single layers, and `course train` does not split those of "
+                          f"{model.family}", "use Megatron-LM or torchtitan for it, or plan with --families DDP ZeRO-1 "
+                          "ZeRO-2 ZeRO-3 FSDP")
     asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if model.family in MASKED else "causal_lm"}
     if plan.pipeline > 1:
         asked |= {"training_type": "pipeline", "strategy": "zero1" if plan.stage else "ddp",
@@ -41,11 +47,14 @@ def options(plan: Plan, model: Model) -> dict[str, Any]:
         if plan.virtual > 1:
             asked["stages_per_rank"] = plan.virtual
     else:
-        strategy = {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": f"zero{plan.stage}", "megatron": f"zero{plan.stage}"}
+        strategy = {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": f"zero{plan.stage}",
+                    "megatron": f"zero{plan.stage}" if plan.stage else "ddp"}
         asked |= {"strategy": strategy[plan.engine], "batch_size": plan.micro_batch,
                   "gradient_accumulation_steps": plan.accumulation}
-        if plan.compiled and plan.engine != "deepspeed":
+        if plan.compiled and plan.engine != "deepspeed" and plan.tensor == 1:
             asked["torch_compile"] = True
+    if plan.tensor > 1:
+        asked |= {"tensor_parallel_size": plan.tensor, "sequence_parallel": plan.sequence_parallel}
     asked |= {"max_length": plan.sequence_length,
               "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no"}
     if plan.checkpointing == "full":
@@ -59,7 +68,7 @@ def launch_line(plan: Plan, gpus_per_node: int, model: Model) -> str:
     """The command that starts such a run on every node; layouts beyond ours name what has to carry them out."""
     if model.family == "t5":
         return "the Hugging Face Trainer, with these settings; `course train` has no task for encoder-decoders"
-    if not runs_here(plan):
+    if not runs_here(plan, model):
         return (f"Megatron-LM or torchtitan: tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}, "
                 f"{plan.virtual} stages per rank), data {plan.data}; `course train` has no such layout")
     nodes = -(-plan.gpus // gpus_per_node)
@@ -79,7 +88,7 @@ def training_arguments(plan: Plan, deepspeed: str | None = None) -> dict[str, An
     Raises:
         ConfigError: the Hugging Face Trainer has no such layout.
     """
-    if plan.pipeline > 1 or not runs_here(plan):
+    if plan.pipeline * plan.tensor * plan.context > 1:
         raise ConfigError(f"the Hugging Face Trainer does not run {plan.strategy}", "take a plan without TP and PP")
     arguments: dict[str, Any] = {
         "output_dir": "runs/planned", "per_device_train_batch_size": plan.micro_batch,

@@ -55,7 +55,7 @@ def accelerate_settings(config: Config, precision: str, num_processes: int, bloc
         # Precision and accumulation stand in DeepSpeed's own file, which must not be contradicted.
         return {"distributed_type": "DEEPSPEED",
                 "deepspeed_config": {"deepspeed_config_file": deepspeed, "zero3_init_flag": False}}
-    if parallel.strategy in BY_FSDP:
+    if parallel.strategy in BY_FSDP and parallel.tensor_parallel_size == 1:  # Accelerate would shard over all ranks
         fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": parallel.strategy != "zero2",
                 "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
                 "fsdp_offload_params": parallel.offload != "none", "fsdp_transformer_layer_cls_to_wrap": block}

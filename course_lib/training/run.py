@@ -16,28 +16,23 @@ from course_lib.launching.determinism import PROMISE, deterministic
 from course_lib.system import machine
 from course_lib.system.seeding import seed_everything
 from course_lib.training import baselines, launchfiles
-from course_lib.training.accelerated import AcceleratedTrainer
-from course_lib.training.basic import BasicTrainer
 from course_lib.training.callbacks.base import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.callbacks.monitoring import monitors
 from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.checkpoints import model_folder, run_folder
-from course_lib.training.pipelined import PipelineTrainer
 from course_lib.training.precision import hint
-
-TRAINERS: dict[str, type[BasicTrainer]] = {"basic": BasicTrainer, "accelerated": AcceleratedTrainer,
-                                           "pipeline": PipelineTrainer}
+from course_lib.training.trainer import Trainer
 
 
-def build_trainer(config: Config, callbacks: Iterable[Callback] = ()) -> tuple[BasicTrainer, TextData]:
+def build_trainer(config: Config, callbacks: Iterable[Callback] = ()) -> tuple[Trainer, TextData]:
     """Load the data and the model that a config names, and make the trainer for them."""
     text = DataConnector(config.data, config.run.seed).load()
     seed_everything(config.run.seed)
     loaded = modeling.load(config.model, config.data.task, label_names=text.label_names,
                            texts=text.splits["train"]["text"], seed=config.run.seed, max_length=config.data.max_length)
     processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
-    trainer = TRAINERS[config.run.training_type](config, loaded, processor.process(text), processor, callbacks)
+    trainer = Trainer(config, loaded, processor.process(text), processor, callbacks)
     return trainer, text
 
 
@@ -67,12 +62,12 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
         trainer.say(line)
     if config.run.deterministic:
         trainer.say(PROMISE[trainer.device.type])
-    trainer.barrier()
+    trainer.engine.barrier()
     ready = time.perf_counter()
     state = trainer.train()
     split = "test" if "test" in trainer.eval_loaders else "validation"
     scores = trainer.evaluate(split)
-    memory = trainer.gather_objects(machine.peak_memory_bytes(trainer.device))
+    memory = trainer.engine.gather_objects(machine.peak_memory_bytes(trainer.device))
     rates = trainer.throughput.rates(state, trainer.num_processes)
     summary: dict[str, Any] = {
         "training_type": config.run.training_type,
@@ -95,24 +90,24 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
             "seconds": round(state.seconds, 3), "final_loss": state.last_loss,
             "global_batch_size": trainer.sampler.global_batch_size, "phases": dict(trainer.phases.seconds)},
         "memory": {"peak_bytes": memory},
-        **trainer.describe(),
+        **trainer.engine.describe(),
         "seconds": {"until_training": round(ready - started, 3)},
         "versions": {name: machine.version(name) for name in machine.ENGINES},
         "git_revision": run_folder.git_revision(),
         "model_dir": str(config.output_dir / run_folder.MODEL),
     }
-    weights = trainer.whole_weights()
+    weights = trainer.engine.whole_weights()
     tracking.conclude(trainer, scores, split, text.splits[split]["text"])
     # The last that the ranks do together. What the main rank does from here on may take its time: nobody waits for it
     # in a collective, whose backend would end the waiting ranks after a while.
-    trainer.close()
+    trainer.engine.close()
     if is_main and config.run.baselines:
         summary["baselines"] = score_baselines(config, text, split)
     summary["seconds"]["total"] = round(time.perf_counter() - started, 3)
     if is_main:
         card = model_folder.model_card(config, summary, trainer.source)
-        model_folder.write_model(config.output_dir / run_folder.MODEL, trainer.bare_model(), weights, trainer.tokenizer,
-                                 card)
+        model_folder.write_model(config.output_dir / run_folder.MODEL, trainer.engine.bare_model(), weights,
+                                 trainer.tokenizer, card)
         run_folder.write_summary(config, summary)
     tracking.finish(trainer, config.output_dir / run_folder.MODEL)
     return summary
@@ -157,9 +152,9 @@ def _evaluate(config: Config, split: str) -> dict[str, Any]:
     if config.data.task == "classification":
         text = with_labels_of(text, loaded.model.config.label2id)
     processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
-    trainer = TRAINERS[config.run.training_type](config, loaded, processor.process(text), processor)
+    trainer = Trainer(config, loaded, processor.process(text), processor)
     scores = trainer.evaluate(split)
-    trainer.close()
+    trainer.engine.close()
     return {"model": config.model.model, "dataset": text.name, "split": split, **scores,
             "world_size": trainer.num_processes}
 

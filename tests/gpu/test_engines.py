@@ -252,7 +252,7 @@ def learning_rates(folder, training_type, ranks, logging_steps, infinite_at):
     rates, places = [], []
 
     def begin(self, trainer):
-        (trainer.scaler if training_type == "basic" else trainer.accelerator.scaler)._init_scale = 1024.0
+        (trainer.engine.scaler if training_type == "basic" else trainer.engine.accelerator.scaler)._init_scale = 1024.0
         calls = iter(range(10**6))
         weight = next(p for p in trainer.model.parameters() if p.requires_grad)
         per_step = trainer.sampler.accumulation

@@ -157,7 +157,7 @@ def evaluation(config):
     with Look():
         rows = trainer.evaluate("validation")["rows"]
     found = rows, gpu_sim.host_syncs() - before, doubles
-    trainer.close()
+    trainer.engine.close()
     return found
 
 

@@ -1,4 +1,4 @@
-"""Pipelines on GPUs: every schedule, tied weights, ZeRO-1 between pipelines, and the commands that the README shows."""
+"""Pipelines and split layers on GPUs: every schedule, tied weights, ZeRO-1, the commands that the README shows."""
 
 import shlex
 from pathlib import Path
@@ -61,6 +61,12 @@ def test_two_pipelines_save_and_other_layouts_go_on(gpus, plain, tmp_path):
     t.agree(gpus.run(t.launched, tmp_path / "again", 2, others, timeout=300), plain, from_step=t.SAVED_AT)
 
 
+def test_layers_over_two_ranks(gpus, plain, tmp_path):
+    shared = {"batch_size": 4, "eval_batch_size": 2, "tensor_parallel_size": 2}
+    runs = [("ddp", shared), ("fsdp, sequence", shared | {"strategy": "fsdp", "sequence_parallel": True})]
+    t.agree(gpus.run(t.launched, tmp_path, 2, runs, timeout=400), plain)
+
+
 @pytest.mark.long
 def test_torchs_runtime(gpus, plain, tmp_path):
     runs = runs_of(("gpipe", "1f1b", "interleaved", "zbv"), ONE, engine="torch")
@@ -74,7 +80,7 @@ def shown():
 
 
 def test_the_readme_shows_some():
-    assert len(shown()) == 2
+    assert len(shown()) == 3
 
 
 @pytest.mark.parametrize("line", shown())

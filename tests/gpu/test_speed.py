@@ -55,21 +55,23 @@ def trained(strategy, engine, **options):
     config.output_dir.mkdir(parents=True, exist_ok=True)
     trainer, _ = build_trainer(config)
     found = {"dtypes": dtypes_of(trainer)}
-    step, train_step = trainer.engine.step, trainer.train_step
+    clip, zero_grad, train_step = trainer.engine.clip, trainer.engine.zero_grad, trainer.train_step
 
-    def counted(max_norm):
+    def clipped(max_norm):
         grads = [p.grad for p in trainer.model.parameters() if type(p.grad) is torch.Tensor]
         found["gradients"] = len(grads), len({grad.untyped_storage().data_ptr() for grad in grads})
-        before = gpu_sim.kernels()
-        norm = step(max_norm)
-        found["step"] = gpu_sim.kernels() - before
-        return norm
+        found["before"] = gpu_sim.kernels()
+        return clip(max_norm)
+
+    def cleared():
+        zero_grad()
+        found["step"] = gpu_sim.kernels() - found["before"]
 
     def watched(micro_batches):
         found.setdefault("lengths", set()).update(batch["input_ids"].shape[1] for batch in micro_batches)
         return train_step(micro_batches)
 
-    trainer.engine.step, trainer.train_step = counted, watched
+    trainer.engine.clip, trainer.engine.zero_grad, trainer.train_step = clipped, cleared, watched
     trainer.train()
     found |= {"loss": trainer.state.last_loss, "races": gpu_sim.findings(), "tf32": trainer.tf32,
               "products": torch.get_float32_matmul_precision(), "workers": trainer.train_loader.num_workers,

@@ -97,7 +97,7 @@ def by_turns(_):
 
     torch.set_num_threads(1)
     trainer = build_trainer(build(BASE | {"training_type": "basic"}))[0]
-    batches = [trainer.to_device(batch) for batch in itertools.islice(trainer.train_loader, 2)]
+    batches = [trainer.engine.to_device(batch) for batch in itertools.islice(trainer.train_loader, 2)]
     trainer.train_step(batches[:1])
     trainer.clock.settle()
     turns = metered(lambda: step_profile.seconds_by_turns(trainer, {"one": batches, "other": batches}))
@@ -192,7 +192,7 @@ def trainer_of_unequal_ranks(_):
     balance.measure_seconds = measured
     trainer = build_trainer(build(BASE | {"training_type": "pipeline", "split_by": "seconds"}))[0]
     found = trainer.engine.split.costs, trainer.engine.split.cuts
-    trainer.close()
+    trainer.engine.close()
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections import Counter
 
 import pytest
 import yaml
@@ -11,7 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import HfArgumentParser, TrainingArguments
 
 from course_lib import cli, config_files
+from course_lib.config import build
 from course_lib.errors import ConfigError
+from course_lib.parallel.tensor_plans import PLANS
 from course_lib.planning import hardware, models, strategy, to_launchers
 
 CASES = {  # by family: the options of `course plan`, and what lies beside the files that every plan has
@@ -94,12 +97,32 @@ def test_a_pipeline_is_cut_as_planned(emitted):
 
 
 def test_what_no_trainer_of_ours_runs_is_refused():
-    result = strategy.search(models.load("llama-70b"), hardware.cluster("H100", 64), 2048)
+    result = strategy.search(models.load("facebook/opt-30b"), hardware.cluster("H100", 64), 2048)
     split = next(candidate.plan for candidate in result.candidates if candidate.plan.tensor > 1)
     with pytest.raises(ConfigError, match="Megatron-LM or torchtitan"):
         to_launchers.options(split, result.model)
     with pytest.raises(ConfigError, match="Hugging Face Trainer does not run"):
         to_launchers.training_arguments(split)
+
+
+def test_every_layout_up_to_eight_gpus_can_be_trained():
+    """What the search finds, once for each layout, is a config that nothing refuses."""
+    assert set(to_launchers.SPLITTABLE) == set(PLANS)
+    seen = Counter()
+    for name in ("gpt2-xl", "llama-7b"):
+        for gpus in (2, 4, 8):
+            found = strategy.search(models.load(name), hardware.cluster("H100", gpus), 1024, 8 * gpus)
+            layouts = {(plan.engine, plan.stage, plan.tensor, plan.pipeline, plan.schedule): plan
+                       for plan in (each.plan for each in found.candidates)}
+            for plan in layouts.values():
+                config = build(to_launchers.options(plan, found.model) | {"num_processes": gpus})
+                sizes = config.parallel.tensor_parallel_size, config.pipeline.pipeline_parallel_size or 1
+                assert sizes == (plan.tensor, plan.pipeline)
+                assert f"--tensor_parallel_size {plan.tensor}" in to_launchers.launch_line(
+                    plan, gpus, found.model) or plan.tensor == 1
+                seen[config.parallel.strategy, plan.tensor > 1, plan.pipeline > 1] += 1
+    wanted = [("zero1", True, False), ("fsdp", True, False), ("zero1", True, True), ("ddp", True, True)]
+    assert all(seen[each] for each in wanted), seen
 
 
 @pytest.mark.parametrize(("options", "line"), [

@@ -18,8 +18,7 @@ from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.launching.launch import launch
 from course_lib.lessons import wrong_metrics
-from course_lib.training.accelerated import AcceleratedTrainer
-from course_lib.training.basic import BasicTrainer
+from course_lib.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -61,30 +60,31 @@ def ingredients(task):
     return config, loaded, data, processor
 
 
-def trainer_for(case, kind):
+def trainer_for(case, training_type):
     task, (num_rows, batch_size) = case
     config, loaded, data, processor = ingredients(task)
     splits = data.splits | {"validation": data.splits["validation"].select(range(num_rows))}
-    return kind(config.replace(eval_batch_size=batch_size), loaded, dataclasses.replace(data, splits=splits), processor)
+    config = config.replace(eval_batch_size=batch_size, training_type=training_type)
+    return Trainer(config, loaded, dataclasses.replace(data, splits=splits), processor)
 
 
 def evaluate_on_rank(cases):
     """For each case: the metrics, the rows they are over, and what two short cuts give instead."""
     outcomes = []
     for case in cases:
-        trainer = trainer_for(case, AcceleratedTrainer)
+        trainer = trainer_for(case, "accelerated")
         seen = []
 
-        def gather_and_keep(tensors, gather=trainer.gather, seen=seen):
+        def gather_and_keep(tensors, gather=trainer.engine.gather, seen=seen):
             gathered = gather(tensors)
             seen.append(gathered)
             return gathered
 
-        trainer.gather = gather_and_keep
+        trainer.engine.gather = gather_and_keep
         metrics = trainer.evaluate("validation")
-        trainer.gather = trainer.accelerator.gather
+        trainer.engine.gather = trainer.engine.accelerator.gather
         repeats_kept = trainer.evaluate("validation")
-        trainer.gather = lambda tensors: tensors
+        trainer.engine.gather = lambda tensors: tensors
         own_rows = trainer.evaluate("validation")
         rows = [torch.cat(column).double().numpy() for column in zip(*seen, strict=True)]
         outcomes.append({"metrics": metrics, "rows": rows, "repeats_kept": repeats_kept, "own_rows": own_rows})
@@ -102,7 +102,7 @@ def outcomes_at(world_size):
 @functools.cache
 def row_by_row(case):
     """The oracle: one row at a time, without loaders, padding, gathering or code of the trainers."""
-    trainer = trainer_for(case, BasicTrainer)
+    trainer = trainer_for(case, "basic")
     trainer.model.eval()
     loader = trainer.eval_loaders["validation"]
     rows = []
@@ -129,7 +129,7 @@ def row_by_row(case):
 @functools.cache
 def one_process(case):
     """The metrics that the plain loop's trainer finds."""
-    return trainer_for(case, BasicTrainer).evaluate("validation")
+    return trainer_for(case, "basic").evaluate("validation")
 
 
 def in_order(rows):

@@ -25,7 +25,7 @@ from course_lib.training.checkpoints.run_folder import METRICS, MODEL
 from course_lib.training.run import train
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.trainer import Trainer
 
 METERED = 2
 """The step whose model states are metered; what the next one sends is, too."""
@@ -46,9 +46,9 @@ class StepMeter(Callback):
     def __init__(self, step: int = METERED):
         self.step = step
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
-        engine, train_step = trainer.engine, trainer.train_step  # type: ignore[attr-defined]
-        wrapped, update = trainer.wrapped, engine.step
+    def on_train_begin(self, trainer: "Trainer") -> None:
+        engine, train_step = trainer.engine, trainer.train_step
+        wrapped, clip = trainer.wrapped, engine.clip
         optimizer = getattr(wrapped, "optimizer", trainer.optimizer)  # DeepSpeed's own knows its gradients and copies
 
         def metered(micro_batches: Any) -> Any:
@@ -62,14 +62,14 @@ class StepMeter(Callback):
                 def end_of_backward(max_norm: float) -> Any:
                     if number == 0:
                         stack.close()
-                    return update(max_norm)
+                    return clip(max_norm)
 
-                engine.step = end_of_backward
+                engine.clip = end_of_backward  # type: ignore[method-assign]
                 result = train_step(micro_batches)
-                engine.step = update
+                engine.clip = clip  # type: ignore[method-assign]
             states = sum(meter.resident[kind] for kind in ("parameters", "gradients", "optimizer states"))
             values = {"capstone/states": states} if number == 0 else {"capstone/sent": meter.bytes_sent}
-            trainer.accelerator.log(values, step=trainer.state.step + 1)  # type: ignore[attr-defined]
+            engine.accelerator.log(values, step=trainer.state.step + 1)
             return result
 
         trainer.train_step = metered  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ class KillAt(Callback):
     def __init__(self, rank: int, step: int):
         self.rank, self.step = rank, step
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         if (trainer.rank, trainer.state.step) == (self.rank, self.step):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,55 +14,55 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.writing import JsonLines
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.trainer import Trainer
 
 
 class Callback:
     """Subclass it and override what you need."""
 
-    def on_connect(self, trainer: "BasicTrainer") -> None:
+    def on_connect(self, trainer: "Trainer") -> None:
         """Once the ranks have joined and the model stands, before an engine wraps it."""
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+    def on_train_begin(self, trainer: "Trainer") -> None:
         """Before the first step; after a checkpoint has been read, if there was one."""
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         """After each optimizer step."""
 
-    def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
         """After every ``logging_steps`` steps and each evaluation, with the numbers."""
 
-    def on_evaluate(self, trainer: "BasicTrainer", metrics: dict[str, float]) -> None:
+    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         """After each evaluation on the validation split."""
 
-    def on_save(self, trainer: "BasicTrainer", checkpoint: Path) -> None:
+    def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:
         """After each checkpoint."""
 
-    def on_train_end(self, trainer: "BasicTrainer") -> None:
+    def on_train_end(self, trainer: "Trainer") -> None:
         """After the last step, also when the run was interrupted."""
 
 
 class FunctionCallback(Callback):
     """A plain function, called after each step with the trainer."""
 
-    def __init__(self, function: Callable[["BasicTrainer"], None]):
+    def __init__(self, function: Callable[["Trainer"], None]):
         self.function = function
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         self.function(trainer)
 
 
 class ProgressBar(Callback):
     """Steps done, loss, learning rate, samples and tokens per second, and MFU where it is known, on the main rank."""
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+    def on_train_begin(self, trainer: "Trainer") -> None:
         self.bar = tqdm(total=trainer.state.max_steps, initial=trainer.state.step, desc="train", unit="step",
                         disable=not (trainer.is_main and trainer.config.run.progress_bar), mininterval=0.5)
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         self.bar.update()
 
-    def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
         if "loss" in line:
             mfu = f", MFU {line['mfu']:.1%}" if "mfu" in line else ""
             self.bar.set_postfix_str(f"loss {line['loss']:.4f}, lr {line['learning_rate']:.1e}, "
@@ -73,7 +73,7 @@ class ProgressBar(Callback):
                               if name.startswith("eval.") and isinstance(value, float))
             self.bar.write(f"step {line['step']}: validation {shown}")
 
-    def on_train_end(self, trainer: "BasicTrainer") -> None:
+    def on_train_end(self, trainer: "Trainer") -> None:
         self.bar.close()
 
 
@@ -86,12 +86,12 @@ class JsonLinesLog(Callback):
     def __init__(self, path: Path):
         self.path, self.lines = path, JsonLines(path)
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+    def on_train_begin(self, trainer: "Trainer") -> None:
         if trainer.is_main:
             with checkpoint.saving(str(self.path)):
                 self.lines.cut(trainer.state.step)
 
-    def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
         if trainer.is_main:
             with checkpoint.saving(f"a line of {self.path}"):
                 self.lines.append(line)
@@ -103,6 +103,6 @@ class EarlyStopping(Callback):
     def __init__(self, patience: int):
         self.patience = patience
 
-    def on_evaluate(self, trainer: "BasicTrainer", metrics: dict[str, float]) -> None:
+    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         if trainer.state.evaluations_since_best >= self.patience:
             trainer.state.stop = True

@@ -11,10 +11,9 @@ from torch import Tensor
 from course_lib.config import Config, flatten
 from course_lib.hangs.desync import GatheringRanks, Topic, compare, replicas, topic
 from course_lib.training.callbacks.base import Callback
-from course_lib.training.pipelined import PipelineTrainer
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.trainer import Trainer
 
 OWN_ON_EACH_RANK = frozenset({"dataset", "model", "output_dir", "env_file", "num_workers", "pin_memory",
                               "progress_bar"})
@@ -38,24 +37,24 @@ class AgreementCheck(Callback):
         self.elements = None if config.guard.desync_check == "full" else SAMPLE
         self.every, self.steps, self.agreed = config.guard.desync_steps, 0, ""
 
-    def on_connect(self, trainer: "BasicTrainer") -> None:
+    def on_connect(self, trainer: "Trainer") -> None:
         if trainer.num_processes > 1:
-            parameters = named_parameters(trainer)
+            parameters = trainer.engine.parameters()
             compare([_config(trainer), _data(trainer), _model(trainer, parameters, parameters)],
                     "before the first step", GatheringRanks(trainer.device))
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+    def on_train_begin(self, trainer: "Trainer") -> None:
         self._compare(trainer, "before the first step")
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         self.steps += 1
         if self.steps % self.every == 0:
             self._compare(trainer, f"after step {trainer.state.step}")
 
-    def _compare(self, trainer: "BasicTrainer", when: str) -> None:
+    def _compare(self, trainer: "Trainer", when: str) -> None:
         if trainer.num_processes > 1:
             part, alike = held_alike(trainer)
-            compare([_config(trainer), _data(trainer), _model(trainer, named_parameters(trainer), alike),
+            compare([_config(trainer), _data(trainer), _model(trainer, trainer.engine.parameters(), alike),
                      _step(trainer),
                      replicas(alike, "look for what that rank alone does, and resume from a checkpoint before it",
                               part, self.elements, self.steps)],
@@ -63,19 +62,19 @@ class AgreementCheck(Callback):
         self.agreed = when
 
 
-def _config(trainer: "BasicTrainer") -> Topic:
+def _config(trainer: "Trainer") -> Topic:
     fields = flatten(trainer.config).items()
     return topic({f"`{name}`": repr(value) for name, value in fields if name not in OWN_ON_EACH_RANK},
                  "start every rank with the same options and config files")
 
 
-def _data(trainer: "BasicTrainer") -> Topic:
+def _data(trainer: "Trainer") -> Topic:
     rows = {f"the number of {split} rows": str(len(each)) for split, each in trainer.data.splits.items()}
     return topic(rows | {"the data's fingerprint": trainer.data.fingerprint[:12]},
                  "give every machine the same data files")
 
 
-def _model(trainer: "BasicTrainer", parameters: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Topic:
+def _model(trainer: "Trainer", parameters: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Topic:
     """Parameters by name, in module order: shape where this rank has the whole, dtype, and whether trained."""
 
     def described(name: str, parameter: Tensor) -> str:
@@ -84,35 +83,23 @@ def _model(trainer: "BasicTrainer", parameters: Mapping[str, Tensor], whole: Map
         return f"{shape}{str(parameter.dtype).removeprefix('torch.')} {trained}"
 
     return topic({f"parameter `{name}`": described(name, each) for name, each in parameters.items()},
-                 "build the same model on every rank", stage_of(trainer))
+                 "build the same model on every rank", trainer.engine.part)
 
 
-def _step(trainer: "BasicTrainer") -> Topic:
+def _step(trainer: "Trainer") -> Topic:
     return topic({"the step": str(trainer.state.step)}, "let every rank resume from the same checkpoint")
 
 
-def stage_of(trainer: "BasicTrainer") -> int:
-    """The rank's place in its pipeline, as other places hold other stages; 0 where there is no pipeline."""
-    return trainer.engine.place.pp if isinstance(trainer, PipelineTrainer) else 0
-
-
-def named_parameters(trainer: "BasicTrainer") -> dict[str, Tensor]:
-    """The parameters that this rank trains, by their names in the whole model."""
-    if isinstance(trainer, PipelineTrainer):
-        return {trainer.engine.names[parameter]: parameter for parameter in trainer.model.parameters()}
-    return dict(trainer.model.named_parameters())
-
-
-def held_alike(trainer: "BasicTrainer") -> tuple[int, dict[str, Tensor]]:
+def held_alike(trainer: "Trainer") -> tuple[int, dict[str, Tensor]]:
     """The parameters that other ranks hold too, by name, and a number that is the same on those ranks.
 
     Data parallel, ZeRO-1 and ZeRO-2 keep every parameter on every rank, pipelines side by side each of their stages.
     FSDP and ZeRO-3 leave shards, which differ by design, but for the copies that a ``shard_group_size`` makes.
     torch's ``zero2`` is FSDP2, whose units are shards between two steps.
     """
-    parallel, parameters = trainer.config.parallel, named_parameters(trainer)
+    parallel, parameters = trainer.config.parallel, trainer.engine.parameters()
     if parallel.strategy in ("zero3", "fsdp") or (parallel.strategy, parallel.chosen_engine) == ("zero2", "torch"):
         if not parallel.shard_group_size:
             return 0, {}
         return trainer.rank % parallel.shard_group_size, parameters
-    return stage_of(trainer), parameters
+    return trainer.engine.part, parameters

@@ -8,10 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from course_lib.tracking.base import Histogram
-from course_lib.training.accelerated import AcceleratedTrainer
+from course_lib.training.engines.sharded import ShardedEngine
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.trainer import Trainer
 
 BINS = 64
 
@@ -28,7 +28,7 @@ class TensorWatch:
         every: optimizer steps between two looks; the last step is looked at too.
     """
 
-    def __init__(self, trainer: "BasicTrainer", kind: str, every: int):
+    def __init__(self, trainer: "Trainer", kind: str, every: int):
         self.trainer, self.kind, self.every = trainer, kind, every
         self.gradients: dict[str, Histogram] = {}
         self.hook: Any = None
@@ -54,7 +54,7 @@ class TensorWatch:
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         trainer = self.trainer
-        if isinstance(trainer, AcceleratedTrainer) and trainer.engine.shards_state:
+        if isinstance(trainer.engine, ShardedEngine) and trainer.engine.shards_state:
             return [(name, piece.data) for name, piece in trainer.engine.pieces().items()]
         return list(trainer.model.named_parameters())
 

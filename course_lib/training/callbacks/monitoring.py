@@ -23,7 +23,7 @@ from course_lib.training.checkpoints.run_folder import MONITOR
 from course_lib.writing import write_text
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer, Batch
+    from course_lib.training.trainer import Batch, Trainer
 
 MEMORY, COMMUNICATION, ALERTS = "memory.csv", "communication.csv", "alerts.csv"
 PROFILE, TRACE = "profile-rank-{rank}.csv", "rank-{rank}"
@@ -43,11 +43,11 @@ def monitors(config: Config) -> list[Callback]:
     return found
 
 
-def from_every_rank(trainer: "BasicTrainer", own: Sequence[float]) -> list[list[float]]:
+def from_every_rank(trainer: "Trainer", own: Sequence[float]) -> list[list[float]]:
     """Each rank's numbers, by rank, as float32: one sum brings them together. A collective call."""
     numbers = torch.zeros(trainer.num_processes, len(own), device=trainer.device)
     numbers[trainer.rank] = torch.tensor(own)
-    return trainer.sum_over_processes(numbers).tolist()
+    return trainer.engine.sum(numbers).tolist()
 
 
 class MemoryMonitor(Callback):
@@ -72,7 +72,7 @@ class MemoryMonitor(Callback):
         self.alerts: list[dict[str, Any]] = []
         self._said: set[str] = set()
 
-    def memory(self, trainer: "BasicTrainer") -> tuple[float, float]:
+    def memory(self, trainer: "Trainer") -> tuple[float, float]:
         """What this rank holds and what it may hold, in MiB."""
         if trainer.device.type == "cuda":
             total = torch.cuda.get_device_properties(trainer.device).total_memory
@@ -80,7 +80,7 @@ class MemoryMonitor(Callback):
         total = min(psutil.virtual_memory().total, machine.cgroup_memory_limit() or 2**63)
         return psutil.Process().memory_info().rss / MIB, total / MIB / ranks_here(trainer)
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         step = trainer.state.step
         if step % self.every and not trainer.state.finished:
             return
@@ -97,7 +97,7 @@ class MemoryMonitor(Callback):
             self._alert(trainer, "imbalance", f"rank {amounts.index(most)} holds {most:,.0f} MiB and rank "
                         f"{amounts.index(least)} {least:,.0f}, {most / least:.2f} times less")
 
-    def _alert(self, trainer: "BasicTrainer", kind: str, text: str) -> None:
+    def _alert(self, trainer: "Trainer", kind: str, text: str) -> None:
         if kind in self._said:
             return
         self._said.add(kind)
@@ -105,7 +105,7 @@ class MemoryMonitor(Callback):
         if trainer.is_main:
             print(f"memory alert at step {trainer.state.step}: {text}", flush=True)
 
-    def on_train_end(self, trainer: "BasicTrainer") -> None:
+    def on_train_end(self, trainer: "Trainer") -> None:
         keep(trainer, MEMORY, self.rows, ("step", "rank", "mib", "share"))
         keep(trainer, ALERTS, self.alerts, ("step", "alert"))
 
@@ -130,7 +130,7 @@ class CommunicationMonitor(Callback):
         self.every = every
         self.rows: list[dict[str, float]] = []
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+    def on_train_begin(self, trainer: "Trainer") -> None:
         train_step = trainer.train_step
 
         def metered(micro_batches: Sequence["Batch"]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +148,7 @@ class CommunicationMonitor(Callback):
 
         trainer.train_step = metered  # type: ignore[method-assign]
 
-    def on_train_end(self, trainer: "BasicTrainer") -> None:
+    def on_train_end(self, trainer: "Trainer") -> None:
         del trainer.train_step
         keep(trainer, COMMUNICATION, self.rows, self.COLUMNS)
 
@@ -169,7 +169,7 @@ class Profiler(Callback):
         self.schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self.memory = memory
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+    def on_train_begin(self, trainer: "Trainer") -> None:
         self.folder, self.rank, self.recorded = trainer.output_dir / MONITOR, trainer.rank, False
         devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (trainer.device.type == "cuda")
         self.profile = profile(activities=devices, schedule=self.schedule, on_trace_ready=self._ready,
@@ -185,22 +185,22 @@ class Profiler(Callback):
         write_text(self.folder / PROFILE.format(rank=self.rank), pd.DataFrame(rows).to_csv(index=False))
         self.recorded = True
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         self.profile.step()
 
-    def on_train_end(self, trainer: "BasicTrainer") -> None:
+    def on_train_end(self, trainer: "Trainer") -> None:
         self.profile.stop()
         if not self.recorded and trainer.is_main:
             print("profiler: the run ended before a step was recorded: lower profile_wait and profile_warmup",
                   flush=True)
 
 
-def ranks_here(trainer: "BasicTrainer") -> int:
+def ranks_here(trainer: "Trainer") -> int:
     """Ranks on this machine, as its launcher says; all of them where it says nothing."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", trainer.num_processes))
 
 
-def keep(trainer: "BasicTrainer", name: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
+def keep(trainer: "Trainer", name: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
     """Write rows as CSV into the run's folder of monitors, on the main rank."""
     if trainer.is_main:
         folder = trainer.output_dir / MONITOR

@@ -12,7 +12,7 @@ from course_lib.data.cache import column
 from course_lib.training.evaluation import evaluate_split, evaluating
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.trainer import Trainer
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +43,18 @@ class Predictions:
                  round(float(self.losses[row]), 4)] for row in rows]
 
 
-def predict(trainer: "BasicTrainer", split: str) -> Predictions:
+def predict(trainer: "Trainer", split: str) -> Predictions:
     """Predict every row of a split of a classification data set. A collective call."""
     gathered: list[tuple[torch.Tensor, ...]] = []
 
     def gather(tensors: Any) -> Any:
-        gathered.append(tuple(trainer.gather(tensors)))
+        gathered.append(tuple(trainer.engine.gather(tensors)))
         return gathered[-1]
 
     with evaluating(trainer.wrapped):
         evaluate_split(trainer.wrapped, trainer.eval_loaders[split], trainer.task, trainer.num_labels,
-                       device=trainer.device, precision=trainer.autocast(), gather=gather, scores=trainer.scores)
+                       device=trainer.device, precision=trainer.engine.autocast(), gather=gather,
+                       scores=trainer.engine.scores)
     losses, predicted, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*gathered, strict=True))
     # Evaluation goes through the rows by length; the ranks' shares come together in that order.
     rows = trainer.data.splits[split]

@@ -14,7 +14,6 @@ from course_lib.tracking.base import FOLDER, Guarded, RunInfo, identity
 from course_lib.tracking.choose import make_trackers
 from course_lib.tracking.redact import read_env_file
 from course_lib.tracking.system import METRICS, SystemSampler
-from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.callbacks.base import Callback
 from course_lib.training.callbacks.histograms import TensorWatch
 from course_lib.training.callbacks.monitoring import from_every_rank
@@ -22,7 +21,7 @@ from course_lib.training.callbacks.predictions import predict
 from course_lib.training.checkpoints import checkpoint
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.trainer import Trainer
 
 SYSTEM_STEPS = 10
 """Least optimizer steps between two samples of the ranks' machines: the ranks wait for each other there."""
@@ -56,7 +55,7 @@ class TrackingCallback(Callback):
 
     # --- the run's beginning ---
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+    def on_train_begin(self, trainer: "Trainer") -> None:
         self.already_raised = sys.exception()  # by code that called us from its own except clause
         if not self.enabled:
             return
@@ -68,10 +67,10 @@ class TrackingCallback(Callback):
         settings = self.config.tracking
         self.watch = TensorWatch(trainer, settings.watch if self.trackers else "none", settings.watch_steps)
 
-    def _tracks(self, trainer: "BasicTrainer") -> bool:
+    def _tracks(self, trainer: "Trainer") -> bool:
         return trainer.is_main or self.config.tracking.track_every_rank
 
-    def _info(self, trainer: "BasicTrainer") -> RunInfo:
+    def _info(self, trainer: "Trainer") -> RunInfo:
         """Rank 0 makes the run's identity, or reads that of the run that is resumed, and the others hear of it."""
         settings, folder = self.config.tracking, self.config.output_dir / FOLDER
         resumes = bool(self.config.output.resume_from_checkpoint)
@@ -82,7 +81,7 @@ class TrackingCallback(Callback):
                 if not resumes:
                     shutil.rmtree(folder, ignore_errors=True)
                 known = identity(folder, name, settings.project, settings.run_group)
-        known = trainer.gather_objects(known)[0]
+        known = trainer.engine.gather_objects(known)[0]
         step = trainer.state.step if resumes else None
         info = RunInfo(**known, folder=folder, rank=trainer.rank, resumed_at=step)
         if not settings.track_every_rank:
@@ -90,12 +89,12 @@ class TrackingCallback(Callback):
         return dataclasses.replace(info, id=f"{info.id}-{trainer.rank}", name=f"{info.name}-rank{trainer.rank}",
                                    group=info.group or info.name)
 
-    def _start(self, trainer: "BasicTrainer") -> None:
+    def _start(self, trainer: "Trainer") -> None:
         config = flatten(self.config) | {"world_size": trainer.num_processes, "device_type": trainer.device.type}
-        if isinstance(trainer, AcceleratedTrainer) and trainer.is_main:
+        if self.config.run.training_type != "basic" and trainer.is_main:
             # Accelerate starts them, on the main rank alone, and hands them what users pass to accelerator.log.
-            trainer.accelerator.log_with = list(self.trackers)  # type: ignore[arg-type]
-            trainer.accelerator.init_trackers(self.config.tracking.project, config)
+            trainer.engine.accelerator.log_with = list(self.trackers)  # type: ignore[arg-type]
+            trainer.engine.accelerator.init_trackers(self.config.tracking.project, config)
             return
         for tracker in self.trackers:
             tracker.start()
@@ -103,13 +102,13 @@ class TrackingCallback(Callback):
 
     # --- while it trains ---
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         if self.enabled and self.watch.is_due(trainer.state.step):
             found = self.watch.collect()
             for tracker in self.trackers:
                 tracker.histograms(found, trainer.state.step)
 
-    def on_log(self, trainer: "BasicTrainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
         if not self.enabled:
             return
         values = {_full_name(name): value for name, value in line.items() if name != "step"}
@@ -119,7 +118,7 @@ class TrackingCallback(Callback):
         for tracker in self.trackers:
             tracker.log(values, trainer.state.step)
 
-    def _system(self, trainer: "BasicTrainer") -> dict[str, float]:
+    def _system(self, trainer: "Trainer") -> dict[str, float]:
         """Every rank's sample, brought together by one sum; only a rank's own where each has a run of its own."""
         own = self.sampler.sample()
         if self.config.tracking.track_every_rank:
@@ -128,7 +127,7 @@ class TrackingCallback(Callback):
         return {f"system/rank{rank}/{metric}": value for rank, row in enumerate(rows)
                 for metric, value in zip(METRICS, row, strict=True)}
 
-    def on_train_end(self, trainer: "BasicTrainer") -> None:
+    def on_train_end(self, trainer: "Trainer") -> None:
         if not self.enabled:
             return
         self.watch.close()
@@ -138,7 +137,7 @@ class TrackingCallback(Callback):
 
     # --- after the training ---
 
-    def conclude(self, trainer: "BasicTrainer", scores: Mapping[str, Any], split: str,
+    def conclude(self, trainer: "Trainer", scores: Mapping[str, Any], split: str,
                  texts: Sequence[str] | None = None) -> None:
         """Track the final evaluation and wrong predictions. A collective call.
 
@@ -159,7 +158,7 @@ class TrackingCallback(Callback):
                               found.wrong(texts, names, settings.log_predictions), step)
                 tracker.confusion(f"{split}/confusion_matrix", names, found.confusion(len(names)), step)
 
-    def finish(self, trainer: "BasicTrainer", model_dir: Path | None = None) -> None:
+    def finish(self, trainer: "Trainer", model_dir: Path | None = None) -> None:
         """Track the model, and close the run. Called by every rank; none waits for another.
 
         Args:

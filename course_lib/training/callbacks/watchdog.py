@@ -10,7 +10,7 @@ from course_lib.hangs.watchdog import Watchdog
 from course_lib.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from course_lib.training.basic import BasicTrainer
+    from course_lib.training.trainer import Trainer
 
 
 class WatchdogCallback(Callback):
@@ -23,11 +23,11 @@ class WatchdogCallback(Callback):
         self.watchdog = Watchdog(config.guard.watchdog, config.output_dir / HANG_FOLDER, ends="RANK" in os.environ,
                                  holds_sigterm=False)  # the trainer saves a checkpoint then
 
-    def on_train_begin(self, trainer: "BasicTrainer") -> None:
+    def on_train_begin(self, trainer: "Trainer") -> None:
         self.watchdog.__enter__()
 
-    def on_step_end(self, trainer: "BasicTrainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         self.watchdog.beat(trainer.state.step)
 
-    def on_train_end(self, trainer: "BasicTrainer") -> None:
+    def on_train_end(self, trainer: "Trainer") -> None:
         self.watchdog.__exit__(*sys.exc_info())  # the error that ends the run, where one does

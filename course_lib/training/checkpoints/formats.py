@@ -5,15 +5,22 @@ One that shards stores pieces (see :mod:`sharded`) and ``buffers.safetensors``. 
 that a run may go on with another strategy, engine or number of ranks.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.errors import CheckpointError
+from course_lib.parallel.sharding import scatter_whole
 from course_lib.training.checkpoints import safetensors_tree, sharded
+
+if TYPE_CHECKING:
+    from course_lib.training.engines.base import Engine
+    from course_lib.training.engines.sharded import ShardedEngine
 
 MODEL, OPTIMIZER, BUFFERS = "model.safetensors", "optimizer.safetensors", "buffers.safetensors"
 
@@ -58,6 +65,45 @@ def read_into_whole(model: nn.Module, optimizer: Optimizer, folder: Path, shapes
         parameter = parameters[name]
         optimizer.state[parameter][state] = (flat.view(()).to(device_of_step(optimizer, parameter)) if state == "step"
                                              else flat.view(parameter.shape).to(parameter.device))
+
+
+def write_whole(engine: Engine, folder: Path) -> None:
+    """Store what every rank holds alike; called on the main rank."""
+    if engine.shards_state:
+        safetensors_tree.save(cast("ShardedEngine", engine).buffers(), folder / BUFFERS)
+    else:
+        safetensors_tree.save(engine.model.state_dict(), folder / MODEL)
+        safetensors_tree.save(engine.optimizer.state_dict(), folder / OPTIMIZER)
+
+
+def check(engine: Engine, folder: Path) -> None:
+    """Refuse a checkpoint of another model or optimizer before anything is changed."""
+    if is_sharded(folder):
+        return  # its pieces are checked as they are read
+    check_model(safetensors_tree.load(folder / MODEL), engine.shapes(), folder)
+    if not engine.shards_state:
+        check_optimizer(safetensors_tree.load(folder / OPTIMIZER), engine.optimizer, folder)
+
+
+def read(engine: Engine, folder: Path) -> None:
+    """Fill model and optimizer from a checkpoint. A collective call."""
+    if not engine.shards_state:
+        return read_into_whole(engine.model, engine.optimizer, folder, engine.shapes())
+    read_pieces(cast("ShardedEngine", engine), folder)
+
+
+def read_pieces(engine: ShardedEngine, folder: Path) -> None:
+    """Fill the pieces of an engine that shards its state from either form."""
+    if is_sharded(folder):
+        room = engine.prepare_optimizer_pieces(sharded.sizes(folder, "optimizer/"))
+        engine.load_tensors({f"model/{name}": piece for name, piece in engine.pieces().items()}
+                            | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
+        engine.load_buffers(safetensors_tree.load(folder / BUFFERS))
+    else:
+        engine.load_whole_weights(safetensors_tree.load(folder / MODEL))
+        whole = engine.own_share(whole_optimizer_state(folder, engine.trained_names))
+        scatter_whole(whole, engine.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
+    engine.refresh()
 
 
 def device_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> torch.device:

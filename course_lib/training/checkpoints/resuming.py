@@ -17,25 +17,26 @@ from course_lib.config_files import to_yaml
 from course_lib.errors import CheckpointError
 from course_lib.launching.rank_process import is_consequence
 from course_lib.system.seeding import rng_state, seed_everything, set_rng_state
-from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree
+from course_lib.training.checkpoints import checkpoint, formats, manifest, safetensors_tree
 from course_lib.training.state import TrainState
 from course_lib.writing import write_text
 
 if TYPE_CHECKING:
-    from course_lib.training.frame import TrainerFrame
+    from course_lib.training.trainer import Trainer
 
 
-def write_files(trainer: TrainerFrame, folder: Path) -> None:
+def write_files(trainer: Trainer, folder: Path) -> None:
     """Write this rank's share of a checkpoint but for sharded tensors: random streams everywhere, the rest once."""
-    safetensors_tree.save(rng_state(trainer.device), folder / f"random-{trainer.rank}.safetensors")
+    if trainer.engine.place.tp == 0:  # ranks that share layers draw alike
+        safetensors_tree.save(rng_state(trainer.device), folder / f"random-{trainer.engine.random_stream}.safetensors")
     if not trainer.is_main:
         return
-    trainer.write_whole_tensors(folder)
+    formats.write_whole(trainer.engine, folder)
     if trainer.config.run.keep_best and trainer.state.best_step is not None:
         share(trainer.best_file, folder / trainer.best_file.name)
-    safetensors_tree.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state()},
+    safetensors_tree.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state()},
                           folder / "engine.safetensors")
-    progress = {"state": trainer.state.as_dict(), "run": identity(trainer), "engine": trainer.engine_name}
+    progress = {"state": trainer.state.as_dict(), "run": identity(trainer), "engine": trainer.engine.name}
     write_text(folder / "state.json", json.dumps(progress, indent=1))
     write_text(folder / "config.yaml", to_yaml(trainer.config))
 
@@ -52,14 +53,14 @@ def share(source: Path, target: Path) -> None:
     beside.unlink(missing_ok=True)  # renaming one name of a file to another of its names does nothing
 
 
-def identity(trainer: TrainerFrame) -> dict[str, Any]:
+def identity(trainer: Trainer) -> dict[str, Any]:
     """What has to be the same for a data position to mean the same rows."""
     return {"data": trainer.data.fingerprint, "global_batch_size": trainer.sampler.global_batch_size,
             "seed": trainer.config.run.seed, "group_by_length": trainer.config.data.group_by_length,
             "task": trainer.task}
 
 
-def find(trainer: TrainerFrame) -> Path | None:
+def find(trainer: Trainer) -> Path | None:
     """The checkpoint that the config names, of the same contents on every rank; None for a run that begins anew.
 
     Machines without a shared disk have it each in a folder of their own.
@@ -71,7 +72,7 @@ def find(trainer: TrainerFrame) -> Path | None:
     if trainer.is_main:
         with checkpoint.saving(f"what a killed run left in {trainer.output_dir}"):
             checkpoint.tidy(trainer.output_dir)
-    trainer.barrier()
+    trainer.engine.barrier()
     folder = Path(asked).expanduser()
     mine: tuple[str, str] | CheckpointError
     try:
@@ -82,7 +83,7 @@ def find(trainer: TrainerFrame) -> Path | None:
         mine = str(folder), manifest.sum_of(folder)
     except CheckpointError as error:
         mine = error
-    found = trainer.gather_objects(mine)
+    found = trainer.engine.gather_objects(mine)
     failed = [rank for rank, each in enumerate(found) if isinstance(each, CheckpointError)]
     if len(failed) == len(found):
         if asked != "auto":
@@ -99,7 +100,7 @@ def find(trainer: TrainerFrame) -> Path | None:
     return folder
 
 
-def resume(trainer: TrainerFrame) -> None:
+def resume(trainer: Trainer) -> None:
     """Put a trainer where the checkpoint that its config names stood.
 
     Raises:
@@ -110,7 +111,7 @@ def resume(trainer: TrainerFrame) -> None:
         return
     with _contents_of(folder):
         _go_on_from(trainer, folder)
-    trainer.barrier()
+    trainer.engine.barrier()
     trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
 
 
@@ -127,7 +128,7 @@ def _contents_of(folder: Path) -> Iterator[None]:
                               f"({type(error).__name__}: {told})", "resume from another checkpoint") from error
 
 
-def _count_again(trainer: TrainerFrame) -> None:
+def _count_again(trainer: Trainer) -> None:
     """Tokens and FLOPs of the steps done, for a checkpoint of a version that counted rows alone."""
     state, counted = trainer.state, TrainState()
     for epoch in range(state.epoch + 1):
@@ -137,15 +138,15 @@ def _count_again(trainer: TrainerFrame) -> None:
     state.tokens, state.flops = counted.tokens, counted.flops
 
 
-def _go_on_from(trainer: TrainerFrame, folder: Path) -> None:
+def _go_on_from(trainer: Trainer, folder: Path) -> None:
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    trainer.check_tensors(folder)
+    formats.check(trainer.engine, folder)
     for name, value in identity(trainer).items():
         if saved["run"][name] != value:
             raise CheckpointError(f"checkpoint {folder} was saved with {name} {saved['run'][name]}, "
                                   f"and this run has {value}",
                                   "make them equal, so that its data position means the same rows")
-    trainer.read_tensors(folder)
+    formats.read(trainer.engine, folder)
     read_engine(trainer, folder, saved["engine"])
     planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
     known = {f.name for f in dataclasses.fields(TrainState)}
@@ -155,15 +156,15 @@ def _go_on_from(trainer: TrainerFrame, folder: Path) -> None:
     if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
         trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
     read_best(trainer, folder)
-    random = folder / f"random-{trainer.rank}.safetensors"
+    random = folder / f"random-{trainer.engine.random_stream}.safetensors"
     if random.exists():
         set_rng_state(safetensors_tree.load(random), trainer.device)
     else:
         # More ranks than saved it: a stream of its own, other than the one this rank began with.
-        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.rank)
+        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.engine.random_stream)
 
 
-def read_engine(trainer: TrainerFrame, folder: Path, saved_by: str) -> None:
+def read_engine(trainer: Trainer, folder: Path, saved_by: str) -> None:
     """Put the learning-rate schedule and the engine's own state back."""
     engine = safetensors_tree.load(folder / "engine.safetensors")
     trainer.scheduler.load_state_dict(engine["scheduler"])
@@ -173,11 +174,11 @@ def read_engine(trainer: TrainerFrame, folder: Path, saved_by: str) -> None:
     trainer.scheduler._last_lr = rates
     for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    if saved_by == trainer.engine_name:
-        trainer.load_engine_state(engine["engine"])
+    if saved_by == trainer.engine.name:
+        trainer.engine.load_state(engine["engine"])
 
 
-def read_best(trainer: TrainerFrame, folder: Path) -> None:
+def read_best(trainer: Trainer, folder: Path) -> None:
     """Put the weights of the best evaluation back, as they were then; without them the search begins anew."""
     state, kept = trainer.state, folder / trainer.best_file.name
     if not trainer.config.run.keep_best or state.best_step is None:

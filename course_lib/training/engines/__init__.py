@@ -1,9 +1,8 @@
-"""The ways in which an accelerated run holds and moves its state: one class an engine.
+"""What stands between the trainer's loop and the ranks: one class per way to train.
 
-An engine is what stands between the trainer's loop and the ranks. The trainer computes losses; the
-engine wraps the model and the optimizer, carries the gradients, clips, updates, and says which
-piece of every tensor lies on this rank, so that a checkpoint can be written and read by any number
-of ranks.
+The trainer counts the targets, computes the losses and moves the learning rate. The engine wraps the model and the
+optimizer, carries the gradients, clips, updates, and says which piece of every tensor lies on this rank, so that a
+checkpoint can be written and read by any number of ranks.
 """
 
 from course_lib.config import Config
@@ -14,6 +13,14 @@ def build_engine(config: Config) -> Engine:
     """The engine that a config names; what it cannot do here it refuses when it connects."""
     strategy, engine = config.parallel.strategy, config.parallel.chosen_engine
     # Each module is imported where it is used: DeepSpeed alone takes seconds.
+    if config.run.training_type == "basic":
+        from course_lib.training.engines.single_process import SingleProcess
+
+        return SingleProcess(config)
+    if config.run.training_type == "pipeline":
+        from course_lib.training.engines.pipeline import PipelineEngine
+
+        return PipelineEngine(config)
     if engine == "deepspeed":
         from course_lib.training.engines.with_deepspeed import DeepSpeedZero
 
@@ -23,9 +30,9 @@ def build_engine(config: Config) -> Engine:
 
         return AccelerateFSDP(config)
     if engine == "scratch":
-        from course_lib.training.engines.from_scratch import SCRATCH
+        from course_lib.training.engines.from_scratch import Scratch
 
-        return SCRATCH[strategy](config)
+        return Scratch(config)
     if strategy == "zero1":
         from course_lib.training.engines.with_torch import TorchZero1
 
@@ -34,4 +41,6 @@ def build_engine(config: Config) -> Engine:
         from course_lib.training.engines.with_torch import TorchFSDP
 
         return TorchFSDP(config)
-    return Engine(config)
+    from course_lib.training.engines.accelerate_ddp import AccelerateDDP
+
+    return AccelerateDDP(config)

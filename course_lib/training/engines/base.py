@@ -1,30 +1,43 @@
-"""What every engine does, and the plain one: DDP through Accelerate."""
+"""What the trainer asks of every engine, and what all that Accelerate joins do alike."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DataLoaderConfiguration, broadcast, gather_object
 from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.config import Config
-from course_lib.errors import ConfigError
+from course_lib.errors import ConfigError, LaunchError
+from course_lib.launching import launch_environment
 from course_lib.parallel.sharding import Shard
+from course_lib.parallel.topology import AxisGroups, Coordinates, RankGrid
 from course_lib.training.engines import process_group
-from course_lib.training.overflow import OverflowWatch
 from course_lib.training.precision import autocast, pick_device, pick_precision
-from course_lib.training.unwrapping import deepspeed_left_alone, take_back_forward
+from course_lib.training.votes import Votes
 
 
 class Engine:
-    """Distributed data parallel through Accelerate, and the face of every other engine.
+    """What stands between the trainer's loop and the ranks.
+
+    An engine says how the model is wrapped, how a loss becomes gradients, how they are clipped and applied, and what
+    of the state lies on this rank. Where a method of the step has no body, each engine has its own.
 
     Attributes:
         accelerator: joins the ranks; made by :meth:`connect`.
+        grid: the ranks by axis: data, pipeline, tensor parallelism.
+        place: of this rank in it.
+        rank: of this process, from 0.
+        num_processes: ranks.
+        is_main: whether this is rank 0.
+        device: of this rank.
+        precision: ``no``, ``fp16`` or ``bf16``.
         model: the bare model.
         wrapped: what the forward pass calls.
         optimizer: the torch optimizer whose groups the learning-rate schedule moves.
@@ -37,7 +50,28 @@ class Engine:
     needs_group = False
     """Whether one process, too, has to have a process group."""
     casts = False
+    has_schedule = False
+    """Whether ``run_schedule`` takes the place of forward and backward."""
+    step_was_skipped = False
+    """Whether the last step found an overflow under fp16 and left the weights alone."""
+    knows_at_once = True
+    """Whether ``step_was_skipped`` answers without waiting for the GPU."""
+    scores: Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
+    """In evaluation, what to call in the model's place; see :func:`course_lib.training.evaluation.evaluate_split`."""
+
+    grid, place = RankGrid(), Coordinates(0, 0, 0)
+    groups: AxisGroups
+    """This rank's group along each axis, where there is more than one."""
+    copy_group: dist.ProcessGroup | None = None
+    """The ranks that hold a whole model among them but for what they share with others of their ``groups.tp``."""
+    layer_group: dist.ProcessGroup
+    """The ranks that hold the same layers, or shards and pieces of them."""
     accelerator: Accelerator
+    rank: int
+    num_processes: int
+    is_main: bool
+    device: torch.device
+    precision: str
     model: nn.Module
     wrapped: nn.Module
     optimizer: Optimizer
@@ -45,31 +79,49 @@ class Engine:
     def __init__(self, config: Config):
         self.config, self.strategy = config, config.parallel.strategy
 
+    # --- before training ---
+
     def connect(self) -> None:
         """Join the ranks.
 
         Raises:
             ConfigError: this machine cannot run the engine; the reason, and what to do.
+            LaunchError: there are other ranks than the config says.
         """
-        device = pick_device(self.config.run.device)
+        run = self.config.run
+        device = pick_device(run.device)
         if device.type == "cuda":
             process_group.use_own_gpu()
-        precision = pick_precision(self.config.run.mixed_precision, device)
-        self.refuse(device, precision)
+        self.precision = pick_precision(run.mixed_precision, device)
+        self.refuse(device, self.precision)
         with self.environment(), process_group.group_of_one() if self.needs_group else contextlib.nullcontext():
-            options = {"cpu": device.type == "cpu"} | self.plugins(device, precision)
+            options = {"cpu": device.type == "cpu"} | self.plugins(device, self.precision)
             options["kwargs_handlers"] = [process_group.process_group(device, self.config.guard.watchdog),
                                           *options.get("kwargs_handlers", ())]
-            self.accelerator = Accelerator(mixed_precision=precision, **options,
+            self.accelerator = Accelerator(mixed_precision=self.precision, **options,
                                            dataloader_config=DataLoaderConfiguration(non_blocking=True))
+        self.device, self.rank = self.accelerator.device, self.accelerator.process_index
+        self.num_processes, self.is_main = self.accelerator.num_processes, self.accelerator.is_main_process
+        here = launch_environment.discover()
+        wanted = here.world_size if here.elastic else run.num_processes or here.world_size
+        if self.num_processes != wanted:
+            raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {wanted}",
+                              "start with `course train --num_processes N`, which starts the ranks itself")
+        self.votes = Votes(self.device)
+        self.grid = self.make_grid()
+        self.place = self.grid.coordinates(self.rank)
+        if self.has_schedule or self.data_ranks < self.num_processes:
+            self.groups = self.grid.groups()
+            self.copy_group, self.layer_group = self.grid.new_group("dp", "pp"), self.grid.new_group("dp", "tp")
+
+    def make_grid(self) -> RankGrid:
+        """The ranks by axis."""
+        return RankGrid.over(self.num_processes, tp=self.config.parallel.tensor_parallel_size)
 
     def refuse(self, device: torch.device, precision: str) -> None:
         """Raise ConfigError for what the engine cannot do on that device."""
         if self.config.parallel.offload != "none" and device.type == "cpu":
             raise ConfigError("offload moves state off a GPU, and this run is on the CPU", "use --offload none")
-        if self.shards_state and precision == "fp16" and self.config.parallel.chosen_engine != "deepspeed":
-            raise ConfigError(f"fp16 needs a scaler that knows the shards of {self.strategy}",
-                              "use --mixed_precision bf16, or --engine deepspeed")
 
     def environment(self) -> AbstractContextManager[None]:
         """Environment variables that the accelerator is made under."""
@@ -77,58 +129,183 @@ class Engine:
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
         """Further arguments of the accelerator."""
-        # static_graph stays off: it spares the search for unused parameters, which is off as well, its first backward
-        # sends nothing before its end, and a first backward under no_sync it does not survive.
-        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        if self.config.parallel.bucket_mb is not None:
-            ddp.bucket_cap_mb = self.config.parallel.bucket_mb  # type: ignore[assignment]
-        return {"kwargs_handlers": [ddp]}
+        return {}
+
+    @property
+    def data_ranks(self) -> int:
+        """How many share the rows of a global batch: all processes, but where several work on the same rows."""
+        return self.grid.dp
+
+    @property
+    def part(self) -> int:
+        """A number for the part of the model that this rank holds, other on ranks that hold other parts."""
+        return self.place.pp * self.grid.tp + self.place.tp
+
+    @property
+    def random_stream(self) -> int:
+        """A number for the random stream of this rank: ranks that share layers draw the same dropout masks."""
+        return self.rank // self.grid.tp
+
+    def split_layers(self, model: nn.Module) -> None:
+        """Keep this rank's pieces of matrices that several ranks share; in place."""
+
+    def take_part(self, model: nn.Module) -> nn.Module:
+        """The part of the model that this process trains: all of it, but in a pipeline."""
+        return model
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Take the model, on its device, and its optimizer, which has made no step."""
-        self.model, self.optimizer = model, optimizer
-        self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
-        self.overflow = OverflowWatch()
-        take_back_forward(model)
+        raise NotImplementedError
 
-    def autocast(self, precision: str) -> AbstractContextManager:
+    def deal(self, loader: Any) -> Any:
+        """A loader of all ranks' batches as one of this rank's, on its device; ranks of one dp place get the same."""
+        if self.data_ranks == self.num_processes:
+            return self.accelerator.prepare_data_loader(loader)
+        return prepare_data_loader(loader, self.device, num_processes=self.data_ranks, process_index=self.place.dp,
+                                   put_on_device=True, rng_types=[], non_blocking=True)
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch of a dealt loader, on the device."""
+        return batch
+
+    # --- one step ---
+
+    def sum_targets(self, own: torch.Tensor, vote: int) -> torch.Tensor:
+        """Targets in the rows of all ranks, from this rank's; both are scalars.
+
+        The same reduction carries whether anyone was asked to stop.
+        """
+        own = own if self.place[1:] == (0, 0) else torch.zeros_like(own)  # rows that several ranks have count once
+        own_vote = torch.full_like(own, vote)  # filled in there: a copy would wait for the device
+        targets, votes = self.sum(torch.stack([own, own_vote]))
+        self.votes.cast(votes)
+        return targets
+
+    def own_part(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum of all ranks' losses: nothing where another one has the same rows' loss."""
+        return loss if self.place.tp == 0 else torch.zeros_like(loss)
+
+    def autocast(self) -> AbstractContextManager:
         """What the forward pass runs under."""
-        return autocast("no" if self.casts else precision, self.accelerator.device)
+        return autocast("no" if self.casts else self.precision, self.device)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; gradients travel with the last alone."""
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
+        raise NotImplementedError
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add the gradients of a micro-batch's loss; the mean over the ranks counts."""
-        self.accelerator.backward(loss)
+        """Add the gradients of this rank's share of a loss, which is the sum of all ranks' shares."""
+        raise NotImplementedError
 
-    def step(self, max_norm: float) -> torch.Tensor:
-        """Clip to a global L2 norm, update, and clear the gradients; gives the norm before clipping."""
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
-        with self.overflow.watching(self.accelerator.scaler):
-            self.scaled_optimizer.step()
-        self.scaled_optimizer.zero_grad()
-        return norm
+    def run_schedule(self, batch: Mapping[str, torch.Tensor], share: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of a batch through the stages of a pipeline.
+
+        Args:
+            batch: of this rank's pipeline.
+            share: what the summed loss is multiplied by.
+        Returns:
+            This rank's part of the loss.
+        """
+        raise NotImplementedError
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a global L2 norm; gives the norm before."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Let the optimizer make its step."""
+        raise NotImplementedError
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        raise NotImplementedError
+
+    def votes_to_stop(self, vote: int, waited: bool) -> int:
+        """Sum of the ranks' votes to stop, the same on all.
+
+        On several GPUs it is known one step later than on CPUs, where it was not worth waiting for.
+
+        Args:
+            vote: this rank's own.
+            waited: the device has done all that was queued, on every process.
+        """
+        return self.votes.counted(waited)
+
+    # --- what the ranks say to each other ---
+
+    def gather(self, tensors: Any) -> Any:
+        """All processes' rows of an evaluation batch, without the repeated ones."""
+        if self.data_ranks == self.num_processes:
+            return self.accelerator.gather_for_metrics(tensors)
+        gathered = []
+        for tensor in tensors:
+            parts = [torch.empty_like(tensor) for _ in range(self.data_ranks)]
+            dist.all_gather(parts, tensor.contiguous(), group=self.groups.dp)
+            gathered.append(torch.cat(parts))
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:
+            gathered = [tensor[: state.remainder] for tensor in gathered]
+        return tuple(gathered)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over the processes."""
+        return self.accelerator.reduce(tensor, "sum")
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A plain value of every process, by rank."""
+        return gather_object([value])
+
+    def from_main(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The main rank's tensors by name, on the CPU of every rank. A collective call."""
+        about = self.gather_objects({name: (each.shape, each.dtype) for name, each in tensors.items()})[0]
+        received = {}
+        for name, (shape, dtype) in about.items():
+            room = tensors[name] if self.is_main else torch.empty(shape, dtype=dtype)
+            received[name] = broadcast(room.to(self.device)).cpu()
+        return received
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """End the ranks' part of the run that they make together."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.state.destroy_process_group()  # not end_training(): whoever tracks has the model yet to come
+
+    # --- what is kept ---
 
     @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step found an overflow under fp16 and left the weights alone."""
-        return self.overflow.skipped()
+    def name(self) -> str:
+        """Whose state :meth:`state` is."""
+        return self.config.parallel.chosen_engine
 
-    @property
-    def knows_at_once(self) -> bool:
-        """Whether :attr:`step_was_skipped` answers without waiting for the GPU."""
-        return self.accelerator.scaler is None
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold beside model, optimizer and schedule."""
+        return {"scaler": {}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put :meth:`state` back."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """What else belongs into the run's summary."""
+        return {}
+
+    def tensors(self) -> dict[str, Shard]:
+        """This rank's pieces of all that a checkpoint stores in pieces; see :class:`ShardedEngine`."""
+        raise NotImplementedError
 
     def bare_model(self) -> nn.Module:
         """The model without what was wrapped around it; its weights may be elsewhere."""
-        with deepspeed_left_alone():
-            return self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
+        return self.model
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that this rank computes with, by their names in the whole model."""
+        return dict(self.model.named_parameters())
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The model's state dict, whole, on the main rank; elsewhere nothing. A collective call."""
-        return self.model.state_dict() if self.accelerator.is_main_process else {}
+        return self.model.state_dict() if self.is_main else {}
 
     def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Put whole weights in, the same on every rank. A collective call."""
@@ -137,50 +314,3 @@ class Engine:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of every tensor of the model's state dict."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-
-    # What follows is for engines that shard state.
-
-    trained_names: list[str]
-    """Names of the trained parameters, in the order of the optimizer's groups."""
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that a state dict holds, the same on every rank."""
-        raise NotImplementedError
-
-    def load_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Put :meth:`buffers` back."""
-        raise NotImplementedError
-
-    def pieces(self) -> dict[str, Shard]:
-        """This rank's piece of every parameter, by name, whose data may be overwritten."""
-        raise NotImplementedError
-
-    def optimizer_pieces(self) -> dict[str, Shard]:
-        """This rank's piece of every tensor of optimizer state, by ``parameter/state``."""
-        raise NotImplementedError
-
-    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
-        """Room for the optimizer's state before its first step.
-
-        Args:
-            states: number of elements by ``parameter/state``, as a checkpoint holds them.
-        """
-        raise NotImplementedError
-
-    def refresh(self) -> None:
-        """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
-        raise NotImplementedError
-
-    def resident(self) -> dict[str, list[torch.Tensor]] | None:
-        """Tensors of model state now on this rank, by kind; None where module and optimizer show them."""
-        return None
-
-    def state(self) -> dict[str, Any]:
-        """What else a checkpoint has to hold."""
-        scaler = self.accelerator.scaler
-        return {"scaler": scaler.state_dict() if scaler else {}}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Put :meth:`state` back."""
-        if self.accelerator.scaler:
-            self.accelerator.scaler.load_state_dict(state["scaler"])

@@ -2,6 +2,7 @@
 
 import contextlib
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,108 +14,77 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.training.engines.base import Engine
-from course_lib.training.engines.sharded import PieceEngine
+from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 
 
-class ScratchDDP(Engine):
-    """:class:`~course_lib.parallel.ddp.DataParallel`; the optimizer is torch's own."""
+class Scratch(ShardedEngine):
+    """``--engine scratch``: :mod:`course_lib.parallel` around the model; the optimizer is torch's own."""
 
-    needs_group = True
-
-    def refuse(self, device: torch.device, precision: str) -> None:
-        super().refuse(device, precision)
-        _refuse_fp16(precision)
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.wrapped = DataParallel(model, bucket_bytes=self.config.parallel.bucket_bytes)
-
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[operator]
-
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        loss.backward()
-
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+    wrapped: Any
 
     @property
-    def step_was_skipped(self) -> bool:
-        return False
+    def shards_state(self) -> bool:  # type: ignore[override]
+        return self.strategy != "ddp" or self.grid.tp > 1
 
-    def bare_model(self) -> nn.Module:
-        return self.model
+    @property
+    def casts(self) -> bool:  # type: ignore[override]
+        return self.strategy in ("zero3", "fsdp")
 
-
-class ScratchSharded(PieceEngine):
-    """One of ZeRO's stages, or FSDP: they share a face."""
-
-    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        """The engine around the model."""
-        raise NotImplementedError
-
-    def low_precision(self) -> torch.dtype | None:
-        """In which gathered parameters travel and compute, where it is not their own."""
-        return torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
+    def refuse(self, device: torch.device, precision: str) -> None:
+        if self.strategy == "ddp" and precision == "fp16":
+            raise ConfigError("engine scratch does not scale losses, which fp16 needs",
+                              "use --mixed_precision bf16, or --engine torch")
+        super().refuse(device, precision)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.remember()
         self.remember_order()
-        self.wrapped = self.make(model, optimizer)
+        bucket, group = self.config.parallel.bucket_bytes, self.groups.dp if self.tensor else None
+        low = torch.bfloat16 if self.precision == "bf16" else None  # in which gathered parameters travel and compute
+        if self.strategy == "ddp":
+            self.wrapped = DataParallel(model, group=group, bucket_bytes=bucket)
+        elif self.strategy == "zero1":
+            self.wrapped = OverlappedZero1(model, optimizer, group=group, bucket_bytes=bucket)
+        elif self.strategy == "zero2":
+            self.wrapped = Zero2(model, optimizer, group=group, bucket_bytes=bucket)
+        elif self.strategy == "zero3":
+            self.wrapped = Zero3(model, optimizer, group=group, param_dtype=low)
+        else:
+            self.wrapped = FullyShardedDataParallel(model, optimizer, group=group, param_dtype=low,
+                                                    reduce_dtype=torch.float32)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        (loss * self.data_ranks).backward()  # they all take the mean over the ranks
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        if self.tensor is not None:
+            return self.clip_together(self.gradients(), max_norm)
+        if self.strategy == "ddp":  # every rank has the whole gradient
+            return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return self.wrapped.clip_grad_norm_(max_norm)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's gradients after a backward, by name: whole under ddp, else of its shards."""
+        if self.strategy == "ddp":
+            return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        if self.strategy in ("zero1", "zero2"):
+            return gradients_of(self.wrapped)
+        return {name: piece.data.grad for name, piece in self.wrapped.pieces().items() if piece.data.grad is not None}
+
+    def update(self) -> None:
+        (self.optimizer if self.strategy == "ddp" else self.wrapped).step()
+
+    def zero_grad(self) -> None:
+        (self.optimizer if self.strategy == "ddp" else self.wrapped).zero_grad()
 
     def pieces(self) -> dict[str, Shard]:
+        if self.strategy == "ddp":
+            return {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.parameters().items()}
         return self.wrapped.pieces()
 
     def refresh(self) -> None:
-        self.wrapped.refresh()
-
-    def resident(self) -> dict[str, list[torch.Tensor]]:
-        return self.wrapped.resident()
-
-
-class ScratchZero1(ScratchSharded):
-    """Optimizer states split."""
-
-    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return OverlappedZero1(model, optimizer, bucket_bytes=self.config.parallel.bucket_bytes)
-
-
-class ScratchZero2(ScratchSharded):
-    """Gradients split as well."""
-
-    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return Zero2(model, optimizer, bucket_bytes=self.config.parallel.bucket_bytes)
-
-
-class ScratchZero3(ScratchSharded):
-    """Parameters split as well."""
-
-    casts = True
-
-    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return Zero3(model, optimizer, param_dtype=self.low_precision())
-
-
-class ScratchFSDP(ScratchSharded):
-    """A unit a block."""
-
-    casts = True
-
-    def make(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-        return FullyShardedDataParallel(model, optimizer, param_dtype=self.low_precision(),
-                                        reduce_dtype=torch.float32)
-
-
-SCRATCH: dict[str, type[Engine]] = {"ddp": ScratchDDP, "zero1": ScratchZero1, "zero2": ScratchZero2,
-                                    "zero3": ScratchZero3, "fsdp": ScratchFSDP}
-
-
-def _refuse_fp16(precision: str) -> None:
-    if precision == "fp16":
-        raise ConfigError("engine scratch does not scale losses, which fp16 needs",
-                          "use --mixed_precision bf16, or --engine torch")
+        if self.strategy != "ddp":
+            self.wrapped.refresh()

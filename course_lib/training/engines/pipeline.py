@@ -1,6 +1,7 @@
-"""Stages of a model on the ranks of a pipeline, and pipelines side by side: what the pipeline trainer stands on."""
+"""Stages of a model on the ranks of a pipeline, and pipelines side by side."""
 
-import copy
+import contextlib
+import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,18 +15,20 @@ from torch.optim import Optimizer
 from course_lib.data.collating import unpadded_rows
 from course_lib.errors import ConfigError
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
-from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
-from course_lib.parallel.pipeline.executor import PipelineExecutor, StepResult
+from course_lib.parallel.pipeline.executor import PipelineExecutor
 from course_lib.parallel.pipeline.fitted.search import uniform
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
-from course_lib.parallel.sharding import Shard, gather_whole
+from course_lib.parallel.sharding import Shard
+from course_lib.parallel.tensor_plans import exchange_hidden
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
+from course_lib.parallel.tp_collectives import SEQUENCE, gather, scatter
 from course_lib.parallel.zero import Zero1
-from course_lib.training.engines.sharded import PieceEngine
+from course_lib.training.engines.sharded import ShardedEngine, gradients_of, without_weights
+from course_lib.training.evaluation import scores_of_rows
 from course_lib.training.loss import summed_loss
 from course_lib.training.optimization import parameter_groups
 from course_lib.training.precision import autocast
@@ -57,9 +60,13 @@ class _InPrecision(nn.Module):
             return self.stage(*received, **batch)
 
 
-class PipelineEngine(PieceEngine):
+class PipelineEngine(ShardedEngine):
     """D pipelines of P ranks; gradients of a stage are reduced over its D copies, whose ranks may share its optimizer
     state (ZeRO-1).
+
+    A rank holds its stages alone, all ranks of a pipeline see the same batch, and a batch goes through it in
+    ``pipeline_chunks`` micro-batches, in the order of the schedule. The gradient is that of the plain loop for the same
+    global batch.
 
     Attributes:
         grid: the ranks as (dp, pp).
@@ -69,24 +76,26 @@ class PipelineEngine(PieceEngine):
         stages: of this rank, by number.
     """
 
+    has_schedule = True
+
     def connect(self) -> None:
         super().connect()
-        pipeline, ranks = self.config.pipeline, self.accelerator.num_processes
-        if ranks < 2:
-            raise ConfigError("a pipeline needs several processes, and there is one", "use --num_processes 2 or more")
-        self.grid = self._grid(ranks)
-        self.groups, self.place = self.grid.groups(), self.grid.coordinates(self.accelerator.process_index)
+        pipeline = self.config.pipeline
         self.schedule = self._schedule(pipeline.pipeline_chunks or min(2 * self.grid.pp, self.config.run.batch_size))
 
-    def _grid(self, ranks: int) -> RankGrid:
-        pipeline = self.config.pipeline
+    def make_grid(self) -> RankGrid:
+        pipeline, ranks, tensor = self.config.pipeline, self.num_processes, self.config.parallel.tensor_parallel_size
+        if ranks < 2:
+            raise ConfigError("a pipeline needs several processes, and there is one", "use --num_processes 2 or more")
         data, stages = pipeline.data_parallel_size, pipeline.pipeline_parallel_size
-        data = data or (max(1, ranks // stages) if stages else 1)
-        stages = stages or ranks // data
-        if data * stages != ranks:
-            raise ConfigError(f"{data} pipelines of {stages} ranks are {data * stages} ranks, and there are {ranks}",
-                              "choose data_parallel_size × pipeline_parallel_size equal to the number of processes")
-        return RankGrid(dp=data, pp=stages)
+        data = data or (max(1, ranks // stages // tensor) if stages else 1)
+        stages = stages or max(1, ranks // data // tensor)
+        if data * stages * tensor != ranks:
+            each = f"{stages} ranks" if tensor == 1 else f"{stages} × {tensor} ranks"
+            sizes = "data_parallel_size × pipeline_parallel_size" + " × tensor_parallel_size" * (tensor > 1)
+            raise ConfigError(f"{data} pipelines of {each} are {data * stages * tensor} ranks, and there are {ranks}",
+                              f"choose {sizes} equal to the number of processes")
+        return RankGrid(data, stages, tensor)
 
     def _schedule(self, microbatches: int) -> Schedule:
         pipeline = self.config.pipeline
@@ -97,42 +106,58 @@ class PipelineEngine(PieceEngine):
                               "would compute the forward again", "use gpipe, 1f1b, interleaved or looped_bfs")
         return schedule
 
-    def take(self, model: nn.Module) -> nn.Module:
-        """Cut the model and keep this rank's stages.
+    def split_layers(self, model: nn.Module) -> None:
+        """Decide where to cut, while the model is whole and its costs can be counted, and then split its layers.
 
         Raises:
             ConfigError: the model cannot be cut so.
         """
         pipeline, stages = self.config.pipeline, self.schedule.stages
-        self.model = model
-        self.remember()
-        self.trained_names = [self.names[p] for group in parameter_groups(model, 0.0) for p in group["params"]]
-        if self.buffer_names:
-            raise ConfigError(f"{type(model).__name__} stores buffers ({self.buffer_names[0]}), which no stage owns",
-                              "train it with --training_type accelerated")
         if pipeline.split_spec:
             self.split: Split = split_at(model, parse_spec(pipeline.split_spec))
             if self.split.stages != stages:
                 raise ConfigError(f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
                                   f"on {self.grid.pp} ranks", f"name {stages - 1} places to cut at")
         else:
-            found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.accelerator.device)
+            found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.device)
             self.split = broadcast_object_list([found])[0]  # seconds are of each rank's own device
+        self.shell = without_weights(model)
+        super().split_layers(model)
+        if self.buffer_names:
+            raise ConfigError(f"{type(model).__name__} stores buffers ({self.buffer_names[0]}), which no stage owns",
+                              "train it with --training_type accelerated")
+
+    def take_part(self, model: nn.Module) -> nn.Module:
+        """Cut the model and keep this rank's stages."""
+        self.trained_names = [self.names[p] for group in parameter_groups(model, 0.0) for p in group["params"]]
+        self.all_shapes = {name: parameter.shape for parameter, name in self.names.items()}
         self.stages = cut(model, self.split, self.schedule.stages_of(self.place.pp))
         self.shared = shared_weights(model, self.split)
-        without_weights = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-                           for p in model.parameters()}
-        self.shell = copy.deepcopy(model, without_weights)  # type: ignore[arg-type]
-        own = OwnStages(self.stages)
+        if self.tensor is not None and self.config.parallel.sequence_parallel:
+            self._whole_between_stages(model)
+        self.model = own = OwnStages(self.stages)
         if not any(parameter.requires_grad for parameter in own.parameters()):
             raise ConfigError(f"the stages of rank {self.place.pp} have nothing to train",
                               "cut elsewhere with --split_spec")
-        self.all_names = list(self.names.values())
         self.names = {parameter: self.names[parameter] for parameter in own.parameters()}  # the others may go
         return own
 
+    def _whole_between_stages(self, model: nn.Module) -> None:
+        """Send hidden states whole from stage to stage: a stage makes its masks by their length."""
+        assert self.tensor is not None
+        group, plan = self.groups.tp, self.tensor.plan
+        every = list(plan.blocks_of(model).values())
+        for stage in self.stages.values():
+            own = [block for block in every if any(block is module for module in stage.modules())]
+            if own and own[0] is not every[0]:
+                own[0].register_forward_pre_hook(
+                    functools.partial(exchange_hidden, functools.partial(scatter, dim=SEQUENCE), group),
+                    with_kwargs=True)
+            if own and own[-1] is not every[-1]:
+                own[-1].register_forward_hook(lambda module, args, hidden: gather(hidden, group, SEQUENCE))
+
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        config, device = self.config, self.accelerator.device
+        config, device = self.config, self.device
         self.model, self.wrapped, self.optimizer = model, model, optimizer
         self.copies = self._second_copies()
         self.zero: Zero1 | None = None
@@ -141,7 +166,7 @@ class PipelineEngine(PieceEngine):
         else:
             for tensor in model.parameters():
                 dist.broadcast(tensor.detach(), group=self.groups.dp, group_src=0)
-        stages = {number: _InPrecision(stage, self.accelerator.mixed_precision, device)
+        stages = {number: _InPrecision(stage, self.precision, device)
                   for number, stage in self.stages.items()}
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -163,60 +188,48 @@ class PipelineEngine(PieceEngine):
 
     # --- one step ---
 
-    def run(self, batch: Mapping[str, Tensor], scale: Tensor) -> StepResult:
-        """Forward and backward of one batch of this rank's pipeline; gradients are added up."""
+    def run_schedule(self, batch: Mapping[str, Tensor], share: Tensor) -> Tensor:
         # Gradients are averaged over the pipelines; the loss is already a share of their sum.
-        return self.executor.step(targets=batch["labels"], scale=scale * self.grid.dp, **_for_stages(batch))
+        done = self.executor.step(targets=batch["labels"], scale=share * self.grid.dp, **_for_stages(batch))
+        return sum(done.losses, torch.zeros((), device=self.device)) * share
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """The last stage's outputs for one batch; None on ranks without it."""
-        done = self.forwards.evaluate(**_for_stages(batch))
-        return torch.cat(done.outputs) if done.outputs else None
+    def scores(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
+        done, labels, task = self.forwards.evaluate(**_for_stages(batch)), batch["labels"], self.config.data.task
+        if self.schedule.stages - 1 in self.stages:
+            found = scores_of_rows(torch.cat(done.outputs), labels, task)
+        else:
+            room = torch.empty(len(labels), 2, device=self.device)
+            found = (room, torch.empty_like(labels)) if task == "classification" else (room,)
+        found = tuple(tensor.contiguous() for tensor in found)
+        for tensor in found:  # from the rank that has the last stage to all of its pipeline
+            dist.broadcast(tensor, group=self.groups.pp, group_src=self.schedule.stage_ranks[-1])
+        return found
 
     @property
-    def has_last_stage(self) -> bool:
-        return self.schedule.stages - 1 in self.stages
+    def shards_pieces(self) -> bool:
+        return self.zero is not None
 
-    def from_last_stage(self, tensor: Tensor) -> Tensor:
-        """A tensor of the rank that has the last stage, on every rank of its pipeline, which bring room for it."""
-        dist.broadcast(tensor, group=self.groups.pp, group_src=self.schedule.stage_ranks[-1])
-        return tensor
-
-    def step(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float) -> Tensor:
         sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
+        whole_name = {name: self.names[parameter] for name, parameter in self.model.named_parameters()}
         if self.zero:
-            self.zero.reduce()
+            gradients = {whole_name[name]: gradient for name, gradient in gradients_of(self.zero).items()}
         else:
             average_gradients(self.model.parameters(), self.groups.dp, self.config.parallel.bucket_bytes)
-        norm = self._clip(max_norm)
-        optimizer = self.zero or self.optimizer
-        optimizer.step()
-        optimizer.zero_grad()
-        return norm
+            gradients = {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
+        return self.clip_together(gradients, max_norm, {self.names[parameter] for parameter in self.copies})
 
-    def _clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients of all stages down to a common L2 norm; gives the norm before.
+    def update(self) -> None:
+        (self.zero or self.optimizer).step()
 
-        A tied weight, whose gradient is whole in each of its copies, counts once.
-        """
-        if self.zero:
-            found = [(p, bucket.gradient[bucket.shard_slices[p]]) for bucket in self.zero.buckets
-                     for p in bucket.param_slices if bucket.gradient is not None]
-        else:
-            found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        counted = [gradient for parameter, gradient in found if parameter not in self.copies]
-        square = sum_of_squares(counted, self.accelerator.device)
-        dist.all_reduce(square, group=None if self.zero else self.groups.pp)  # all ranks, where each has a slice
-        norm = square.sqrt()
-        scale_down_([gradient for _, gradient in found], norm, max_norm)
-        return norm
+    def zero_grad(self) -> None:
+        (self.zero or self.optimizer).zero_grad()
 
     # --- checkpoints, and the whole model ---
 
     def pieces(self) -> dict[str, Shard]:
         """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
-        device = self.accelerator.device
-        found = {name: Shard(self.state_shapes[name], 0, torch.empty(0, device=device)) for name in self.all_names}
+        found = {name: Shard(shape, 0, torch.empty(0, device=self.device)) for name, shape in self.all_shapes.items()}
         return found | self._own_pieces()
 
     def _own_pieces(self) -> dict[str, Shard]:
@@ -224,11 +237,8 @@ class PipelineEngine(PieceEngine):
             name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
         return {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
 
-    def updated(self) -> dict[str, tuple[Shard, Tensor]]:
-        if self.zero:
-            return super().updated()
-        return {name: (piece, parameter) for (name, piece), parameter in
-                zip(self._own_pieces().items(), self.model.parameters(), strict=True) if parameter.requires_grad}
+    def parameters(self) -> dict[str, Tensor]:
+        return {self.names[parameter]: parameter for parameter in self.model.parameters()}
 
     def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> dict[str, Shard]:
         """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
@@ -238,7 +248,7 @@ class PipelineEngine(PieceEngine):
         """
         elsewhere = {self.names[parameter] for parameter in self.copies}
         if not self.zero and self.place.dp > 0:
-            elsewhere = set(self.all_names)
+            elsewhere = set(self.all_shapes)
         kept = {}
         for key, piece in pieces.items():
             if key not in elsewhere and key.rpartition("/")[0] not in elsewhere:
@@ -250,8 +260,7 @@ class PipelineEngine(PieceEngine):
     def whole_weights(self) -> dict[str, Tensor]:
         if self.zero:
             self.zero.refresh()
-        whole = gather_whole(self.stored(self.pieces(), keep_shape=True))
-        return whole | {name: whole[first] for name, first in self.ties.items()} if whole else {}
+        return super().whole_weights()
 
     def buffers(self) -> dict[str, Tensor]:
         return {}
@@ -260,20 +269,18 @@ class PipelineEngine(PieceEngine):
         if self.zero:
             self.zero.refresh()
 
-    def resident(self) -> dict[str, list[Tensor]] | None:
-        return self.zero.resident() if self.zero else None
-
     def bare_model(self) -> nn.Module:
         return self.shell
 
-    def autocast(self, precision: str) -> AbstractContextManager:
-        return autocast("no", self.accelerator.device)  # each stage has its own
+    def autocast(self) -> AbstractContextManager:
+        return contextlib.nullcontext()  # each stage has its own
 
-    def describe(self) -> dict[str, Any]:
-        """What a summary says of the pipeline; the bubble is the simulator's, for the stages' costs as counted."""
+    def describe(self) -> Mapping[str, Any]:
+        """The pipeline; the bubble is the simulator's, for the stages' costs as counted."""
         costs = self.split.stage_costs
         timeline = simulate(self.schedule, Costs(forward=costs, backward_input=costs, backward_weight=costs))
-        return {"schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
-                "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,
-                "pipeline_chunks": self.schedule.microbatches, "split": str(self.split).splitlines(),
-                "predicted_bubble": float(timeline.bubble)}
+        return {**super().describe(), "pipeline": {
+            "schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
+            "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,
+            "pipeline_chunks": self.schedule.microbatches, "split": str(self.split).splitlines(),
+            "predicted_bubble": float(timeline.bubble)}}

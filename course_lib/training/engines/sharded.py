@@ -1,35 +1,120 @@
-"""An engine whose optimizer updates one tensor a parameter, a piece of it: what follows from that alone."""
+"""What engines share whose optimizer updates one tensor per parameter, a piece of it: checkpoints, whole weights."""
 
-import contextlib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from course_lib.errors import CheckpointError
-from course_lib.parallel.sharding import Shard, gather_whole, scatter_whole
+from course_lib.errors import CheckpointError, ConfigError
+from course_lib.parallel.clipping import scale_down_, sum_of_squares
+from course_lib.parallel.sharding import Shard, gather_whole, names_of, scatter_whole
+from course_lib.parallel.tensor_parallel import ParameterSplit
+from course_lib.parallel.tensor_plans import TensorParallel
+from course_lib.parallel.zero import Zero1
+from course_lib.training.checkpoints import sharded
 from course_lib.training.checkpoints.formats import device_of_step
+from course_lib.training.checkpoints.tensor_shards import as_runs, enclosing
 from course_lib.training.engines.base import Engine
 
 
-class PieceEngine(Engine):
-    """Checkpoints and whole weights from pieces; a subclass gives ``pieces`` and ``refresh``."""
+class ShardedEngine(Engine):
+    """Checkpoints and whole weights from pieces; a subclass gives ``pieces``, ``refresh`` and the step."""
 
     shards_state = needs_group = True
-    wrapped: Any
-    """Clips, updates and clears by itself; an engine whose wrapper does not has a ``step`` of its own."""
 
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = self.wrapped.clip_grad_norm_(max_norm)
-        self.wrapped.step()
-        self.wrapped.zero_grad()
+    def refuse(self, device: torch.device, precision: str) -> None:
+        super().refuse(device, precision)
+        if precision == "fp16" and self.config.parallel.chosen_engine != "deepspeed":
+            raise ConfigError(f"fp16 needs a scaler that knows the shards of {self.strategy}",
+                              "use --mixed_precision bf16, or --engine deepspeed")
+
+    trained_names: list[str]
+    """Names of the trained parameters, in the order of the optimizer's groups."""
+
+    def pieces(self) -> dict[str, Shard]:
+        """This rank's piece of every parameter, by name, whose data may be overwritten."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Shard]:
+        """This rank's pieces of all that a checkpoint stores in pieces, as runs of the whole tensors; collective."""
+        own = ({f"model/{name}": piece for name, piece in self.stored(self.pieces()).items()}
+               | {f"optimizer/{name}": piece for name, piece in self.stored(self.optimizer_pieces()).items()})
+        if self.tensor is None:
+            return own
+        held = self.parameters()  # a pipeline has empty pieces of other stages' parameters, too
+        own = {key: piece for key, piece in own.items() if key.split("/")[1] in held}
+        group = self.layer_group if self.shards_pieces else self.groups.tp
+        return as_runs(own, self.split_of, self.groups.tp, group, self.device)
+
+    def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> Mapping[str, Shard]:
+        """Of some pieces, by ``name`` or ``name/state``, those that this rank stores."""
+        return pieces
+
+    def load_tensors(self, room: Mapping[str, Shard], folder: Path) -> None:
+        """Fill pieces, by the names of :meth:`tensors`, from the files of any layout; a collective call."""
+        shared = {key: enclosing(*found, self.grid.tp, self.place.tp, piece) for key, piece in room.items()
+                  if (found := self.split_of(key))}
+        sharded.load({**room, **{key: run for key, (run, _) in shared.items()}}, folder)
+        for key, (run, index) in shared.items():
+            room[key].data.detach().copy_(run.data[index])
+
+    tensor: TensorParallel | None = None
+    """Where layers are shared: how."""
+
+    def split_layers(self, model: nn.Module) -> None:
+        self.model = model
+        self.remember()
+        parallel, ranks = self.config.parallel, self.grid.tp
+        if ranks > 1:
+            self.shell = without_weights(model)
+            vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+            self.tensor = TensorParallel(model, self.groups.tp, sequence=parallel.sequence_parallel,
+                                         split_vocabulary=vocabulary % ranks == 0)
+            self.names = names_of(model)
+
+    def split_of(self, key: str) -> tuple[ParameterSplit, torch.Size] | None:
+        """How a parameter, or a state ``parameter/state`` of its shape, is shared; None where it is not."""
+        key = key.removeprefix("model/").removeprefix("optimizer/")
+        name, _, state = key.partition("/")
+        if self.tensor is None or name not in self.tensor.splits or state == "step":
+            return None
+        return self.tensor.splits[name], self.state_shapes[name]
+
+    @property
+    def shards_pieces(self) -> bool:
+        """Whether data parallelism leaves a rank a shard of its pieces, rather than all of them."""
+        return self.strategy != "ddp"
+
+    def clip_together(self, gradients: Mapping[str, torch.Tensor], max_norm: float,
+                      copies: Collection[str] = ()) -> torch.Tensor:
+        """Scale gradients down to an L2 norm over the whole model; gives the norm before.
+
+        Every element counts once: what tensor-parallel ranks have alike on the first of them, a tied weight's second
+        copy not at all, and what all copies of the model have alike in one of them.
+
+        Args:
+            gradients: of this rank, by name; shards where data parallelism leaves shards.
+            max_norm: to clip to.
+            copies: names of second copies.
+        """
+        counted = [gradient for name, gradient in gradients.items()
+                   if name not in copies and (self.place.tp == 0 or self.split_of(name))]
+        square = sum_of_squares(counted, self.device)
+        for group in (self.groups.tp, self.groups.pp, *([self.groups.dp] if self.shards_pieces else [])):
+            if group.size() > 1:
+                dist.all_reduce(square, group=group)
+        norm = square.sqrt()
+        scale_down_(list(gradients.values()), norm, max_norm)
         return norm
-
-    def bare_model(self) -> nn.Module:
-        return self.model
 
     def remember(self) -> None:
         """Keep names and shapes, and which names are one tied parameter, before the model is sharded."""
@@ -58,16 +143,33 @@ class PieceEngine(Engine):
         return {name: there[name] for name in self.buffer_names}
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        whole = gather_whole(self.pieces())
-        if not self.accelerator.is_main_process:
+        whole = gather_whole(self.stored(self.pieces(), keep_shape=True), self.copy_group)
+        if self.tensor is not None:  # the first copies of all pieces are on as many ranks
+            whole = {name: self.tensor.splits[name].whole(each.to(self.device), self.groups.tp).cpu()
+                     if name in self.tensor.splits else each for name, each in whole.items()}
+        if not self.is_main:
             return {}
         whole |= {name: buffer.detach().cpu() for name, buffer in self.buffers().items()}
         return whole | {name: whole[first] for name, first in self.ties.items()}
 
     def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        scatter_whole(weights, self.pieces())
+        scatter_whole(self.own_share(weights), self.pieces())
         self.load_buffers(weights)
         self.refresh()
+
+    def own_share(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of whole tensors, by ``name`` or ``name/state``, this rank's pieces of shared layers; others as they are."""
+        return {key: found[0].piece(tensor, self.groups.tp) if (found := self.split_of(key)) else tensor
+                for key, tensor in whole.items()}
+
+    def bare_model(self) -> nn.Module:
+        return self.model if self.tensor is None else self.shell
+
+    def describe(self) -> Mapping[str, Any]:
+        if self.tensor is None:
+            return {}
+        return {"tensor": {"tensor_parallel_size": self.grid.tp, "data_parallel_size": self.grid.dp,
+                           "sequence_parallel": self.config.parallel.sequence_parallel}}
 
     def load_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy what is no parameter."""
@@ -75,9 +177,17 @@ class PieceEngine(Engine):
             buffer.copy_(values[name])
 
     def updated(self) -> dict[str, tuple[Shard, torch.Tensor]]:
-        """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here."""
-        keys = {id(tensor): tensor for group in self.optimizer.param_groups for tensor in group["params"]}
-        return {name: (piece, keys[id(piece.data)]) for name, piece in self.pieces().items() if id(piece.data) in keys}
+        """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here.
+
+        It is the piece's own data, or the parameter where the optimizer updates the model's.
+        """
+        keys = {id(tensor) for group in self.state_owner.param_groups for tensor in group["params"]}
+        parameters, found = self.parameters(), {}
+        for name, piece in self.pieces().items():
+            tensor = piece.data if id(piece.data) in keys else parameters.get(name)
+            if tensor is not None and id(tensor) in keys:
+                found[name] = piece, tensor
+        return found
 
     @property
     def state_owner(self) -> Optimizer:
@@ -85,6 +195,7 @@ class PieceEngine(Engine):
         return self.optimizer
 
     def optimizer_pieces(self) -> dict[str, Shard]:
+        """This rank's piece of every tensor of optimizer state, by ``parameter/state``."""
         found = {}
         for name, (piece, key) in self.updated().items():
             for state, value in sorted(self.state_owner.state.get(key, {}).items()):
@@ -98,6 +209,13 @@ class PieceEngine(Engine):
         return Shard(torch.Size([1]), 0, value.view(1))
 
     def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
+        """Room for the optimizer's state before its first step.
+
+        Args:
+            states: number of elements by ``parameter/state``, as a checkpoint holds them.
+        Raises:
+            CheckpointError: state of a parameter that the model does not have.
+        """
         trained = self.updated()
         room = {}
         for key, numel in states.items():
@@ -116,12 +234,15 @@ class PieceEngine(Engine):
             room[key] = self.state_piece(piece, value)
         return room
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.wrapped.no_sync()  # type: ignore[operator]
 
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        loss.backward()
+def without_weights(model: nn.Module) -> nn.Module:
+    """The model with parameters that hold nothing: what is left of it to write it down by."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, empty)  # type: ignore[arg-type]
 
-    @property
-    def step_was_skipped(self) -> bool:
-        return False
+
+def gradients_of(zero: Zero1) -> dict[str, torch.Tensor]:
+    """The gradients of this rank's shards, by the parameter's name, once they are reduced."""
+    zero.reduce()
+    return {zero.names[parameter]: bucket.gradient[shard_slice] for bucket in zero.buckets
+            if bucket.gradient is not None for parameter, shard_slice in bucket.shard_slices.items()}

@@ -18,7 +18,7 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.parallel.sharding import Shard
 from course_lib.training.checkpoints.formats import device_of_step
-from course_lib.training.engines.sharded import PieceEngine
+from course_lib.training.engines.sharded import ShardedEngine
 
 DEFAULT_BUCKET = 500_000_000
 """Elements that DeepSpeed reduces and gathers together, by its own default."""
@@ -85,7 +85,7 @@ class _Home(NamedTuple):
     piece: Shard
 
 
-class DeepSpeedZero(PieceEngine):
+class DeepSpeedZero(ShardedEngine):
     """ZeRO-1, 2 or 3 by DeepSpeed.
 
     ``backward`` of the last micro-batch also clips, updates and clears, as DeepSpeed's own engine does.
@@ -128,7 +128,6 @@ class DeepSpeedZero(PieceEngine):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.remember()
         self.remember_order()
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         plugin = self.accelerator.state.deepspeed_plugin
@@ -143,19 +142,23 @@ class DeepSpeedZero(PieceEngine):
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self.wrapped.set_gradient_accumulation_boundary(is_boundary=last)
-        self.wrapped.backward(loss, scale_wrt_gas=False)  # the loss is already a share of the global batch's
+        # The mean over the ranks is taken; the loss is already a share of the global batch's.
+        self.wrapped.backward(loss * self.data_ranks, scale_wrt_gas=False)
         if last:
             self.wrapped.step()
 
-    def step(self, max_norm: float) -> torch.Tensor:
-        return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.accelerator.device)
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device)
+
+    def update(self) -> None:
+        pass  # as the rest of the step, in backward
+
+    def zero_grad(self) -> None:
+        pass
 
     @property
-    def step_was_skipped(self) -> bool:
+    def step_was_skipped(self) -> bool:  # type: ignore[override]
         return bool(self.zero.overflow)
-
-    def bare_model(self) -> nn.Module:
-        return self.model
 
     def homes(self) -> dict[str, _Home]:
         """Where each trained parameter's run is kept on this rank, for those that have one here."""
@@ -253,18 +256,6 @@ class DeepSpeedZero(PieceEngine):
         if self.zero.dynamic_loss_scale:
             self.zero.loss_scaler.cur_scale = state["loss_scale"]
             self.zero.loss_scaler.last_overflow_iter = state["last_overflow"]
-
-    def resident(self) -> dict[str, list[torch.Tensor]]:
-        held: list[Any] = list(self.model.parameters())
-        parameters = [p.ds_tensor for p in held] + held if self.stage == "zero3" else held
-        states = [value for kept in self.optimizer.state.values() for value in kept.values()
-                  if isinstance(value, torch.Tensor)]
-        flats = (self.zero.fp32_partitioned_groups_flat if self.stage == "zero3"
-                 else self.zero.single_partition_of_fp32_groups)
-        return {"parameters": [p.data for p in parameters],
-                "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
-                "optimizer states": states + [flat.data for flat in flats if flat.dtype != parameters[0].dtype],
-                "communication buffers": []}
 
 
 def _quiet_deepspeed() -> None:

@@ -1,5 +1,6 @@
 """torch's own: ZeroRedundancyOptimizer for zero1, FSDP2 for the rest; and Accelerate's FSDP plugin."""
 
+import contextlib
 import inspect
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,58 +9,68 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
-from course_lib.training.engines.base import Engine
-from course_lib.training.engines.sharded import PieceEngine
+from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
 
 
-class _OnParameters(PieceEngine):
-    """An engine whose optimizer updates the model's own parameters: the pieces are theirs."""
-
-    def updated(self) -> dict[str, tuple[Shard, torch.Tensor]]:
-        mine = {id(parameter) for group in self.state_owner.param_groups for parameter in group["params"]}
-        return {name: (piece, parameter) for (name, piece), parameter
-                in zip(self.pieces().items(), self.model.parameters(), strict=True) if id(parameter) in mine}
-
-    def refresh(self) -> None:
-        pass  # the next forward reads, or gathers, what stands in the pieces
-
-
-class TorchZero1(_OnParameters):
+class TorchZero1(ShardedEngine):
     """DDP, and an optimizer that keeps the state of its share of the parameters (whole tensors, dealt out)."""
 
     optimizer: ZeroRedundancyOptimizer
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer  # type: ignore[assignment]
-        self.remember()
         self.remember_order()
         groups = [{key: value for key, value in group.items() if key != "initial_lr"}
                   for group in optimizer.param_groups]
         known = inspect.signature(type(optimizer)).parameters  # defaults hold more than the class takes
         options = {key: value for key, value in optimizer.defaults.items() if key in known}
-        self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), **options)
-        self.wrapped = self.accelerator.prepare(model)
-        take_back_forward(model)
+        group = self.groups.dp if self.tensor else None
+        self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), process_group=group, **options)
+        if self.tensor is None:
+            self.wrapped = self.accelerator.prepare(model)
+            take_back_forward(model)
+        else:  # Accelerate's DDP is over all ranks
+            self.wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True,
+                                                   bucket_cap_mb=self.config.parallel.bucket_bytes / 2**20)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return Engine.accumulating(self, last)  # alone on a GPU the model is not wrapped, and has no no_sync()
+        # alone on a GPU the model is not wrapped, and has no no_sync() of its own
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        (loss * self.data_ranks).backward()  # DDP takes the mean over the ranks
+
+    @property
+    def shards_pieces(self) -> bool:
+        return False  # whole ones are dealt out, and all have all gradients
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        if self.tensor is not None:
+            return self.clip_together({name: p.grad for name, p in self.model.named_parameters()
+                                       if p.grad is not None}, max_norm)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def update(self) -> None:
         self.optimizer.step()
+
+    def zero_grad(self) -> None:
         self.optimizer.zero_grad()
-        return norm
+
+    def refresh(self) -> None:
+        pass  # the next forward reads what stands in the pieces
 
     def pieces(self) -> dict[str, Shard]:
         return {name: Shard(parameter.shape, 0, parameter.detach().view(-1))
@@ -70,14 +81,14 @@ class TorchZero1(_OnParameters):
         return self.optimizer.optim
 
 
-class TorchFSDP(_OnParameters):
+class TorchFSDP(ShardedEngine):
     """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
 
+    wrapped: Any
     casts = True  # by its MixedPrecisionPolicy; Accelerate gives its plugin the like, and no autocast
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.remember()
         self.remember_order()
         group_size, mesh = self.config.parallel.shard_group_size, None
         if group_size:
@@ -85,11 +96,35 @@ class TorchFSDP(_OnParameters):
                 raise ConfigError(f"shard_group_size {group_size} does not divide {dist.get_world_size()} ranks",
                                   "use a divisor")
             mesh = hybrid_mesh(self.accelerator.device.type, dist.get_world_size() // group_size, group_size)
+        if self.tensor is not None:
+            mesh = DeviceMesh.from_group(self.groups.dp, self.device.type)
         low = self.accelerator.mixed_precision == "bf16"
         self.wrapped = shard_with_torch(
             model, optimizer, mesh=mesh, reshard_after_forward=self.strategy != "zero2",
             param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None,
             cpu_offload=self.config.parallel.offload != "none")
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        (loss * self.data_ranks).backward()  # FSDP2 takes the mean over the ranks
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        if self.tensor is not None:
+            gradients: dict[str, Any] = {name: p.grad for name, p in self.model.named_parameters()
+                                         if p.grad is not None}
+            return self.clip_together({name: each.to_local() for name, each in gradients.items()}, max_norm)
+        return self.wrapped.clip_grad_norm_(max_norm)
+
+    def update(self) -> None:
+        self.wrapped.step()
+
+    def zero_grad(self) -> None:
+        self.wrapped.zero_grad()
+
+    def refresh(self) -> None:
+        pass  # the next forward gathers what stands in the pieces
 
     def pieces(self) -> dict[str, Shard]:
         for unit in self.model.modules():
@@ -125,21 +160,23 @@ class AccelerateFSDP(TorchFSDP):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.remember()
         self.remember_order()
         plugin = self.accelerator.state.fsdp_plugin
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model).values()})
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
         self.model, self.optimizer = self.wrapped, self.scaled_optimizer.optimizer
 
-    def step(self, max_norm: float) -> torch.Tensor:
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
-        self.scaled_optimizer.step()
-        self.scaled_optimizer.zero_grad()
-        return norm
-
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return Engine.accumulating(self, last)
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        self.accelerator.backward(loss)
+        self.accelerator.backward(loss * self.data_ranks)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
+
+    def update(self) -> None:
+        self.scaled_optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.scaled_optimizer.zero_grad()

@@ -11,7 +11,6 @@ from course_lib.config import build
 from course_lib.errors import DataError
 from course_lib.launching.launch import launch
 from course_lib.training import run as runs
-from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.monitoring import (
     CommunicationMonitor,
@@ -21,6 +20,7 @@ from course_lib.training.callbacks.monitoring import (
     profile_table,
     summary,
 )
+from course_lib.training.engines.base import Engine
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def train_all(folder: str) -> dict:
     found = {}
 
     def train(name, callbacks=(), **options):
-        with mock.patch.object(AcceleratedTrainer, "close", AcceleratedTrainer.barrier):
+        with mock.patch.object(Engine, "close", Engine.barrier):
             summary = runs.train(build(QUICK | {"output_dir": f"{folder}/{name}"} | options), callbacks)
         return summary["train"]["final_loss"]
 

@@ -12,9 +12,9 @@ from course_lib.launching.launch import launch
 from course_lib.tracking.base import Guarded, Tracker
 from course_lib.tracking.collect import read_json_lines, read_runs
 from course_lib.training import run as runs
-from course_lib.training.accelerated import AcceleratedTrainer
 from course_lib.training.callbacks import Callback, tracking
 from course_lib.training.callbacks.predictions import predict
+from course_lib.training.engines.base import Engine
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ class UsersOwn(Callback):
     """What a user hands to Accelerate has to reach our trackers."""
 
     def on_step_end(self, trainer):
-        trainer.accelerator.log({"mine": 10.0 * trainer.state.step}, step=trainer.state.step)
+        trainer.engine.accelerator.log({"mine": 10.0 * trainer.state.step}, step=trainer.state.step)
 
 
 def train_all(folder: str) -> dict:
@@ -46,7 +46,7 @@ def train_all(folder: str) -> dict:
 
     def train(name, callbacks=(), **options):
         # The end of a run takes the process group with it, which the next one here needs.
-        with mock.patch.object(AcceleratedTrainer, "close", AcceleratedTrainer.barrier):
+        with mock.patch.object(Engine, "close", Engine.barrier):
             return runs.train(build(QUICK | {"output_dir": f"{folder}/{name}"} | options), callbacks)
 
     train("one", [UsersOwn()], training_type="accelerated", log_predictions=100)

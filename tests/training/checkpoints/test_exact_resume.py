@@ -28,14 +28,15 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import (
     async_save,
     checkpoint,
+    formats,
     manifest,
     resuming,
     run_folder,
     safetensors_tree,
     sharded,
 )
-from course_lib.training.run import TRAINERS
 from course_lib.training.state import TrainState
+from course_lib.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +110,7 @@ class Recorder(Callback):
 
 def snapshot(trainer):
     """All that makes up a run, by item, on this rank; tensors as lists of their bits."""
-    tree = {"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine_state(),
+    tree = {"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state(),
             "random": rng_state(trainer.device),
             "state": {k: v for k, v in trainer.state.as_dict().items() if k not in ("seconds", "max_steps")},
             "rates": [group["lr"] for group in trainer.optimizer.param_groups],
@@ -119,7 +120,7 @@ def snapshot(trainer):
     if trainer.config.parallel.strategy == "ddp" and trainer.config.run.training_type != "pipeline":
         tree |= {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()["state"]}
     else:
-        tree["pieces"] = {name: (piece.start, piece.data) for name, piece in trainer.tensors().items()}
+        tree["pieces"] = {name: (piece.start, piece.data) for name, piece in trainer.engine.tensors().items()}
     return dict(leaves(tree, ""))
 
 
@@ -147,10 +148,10 @@ def trainer_of(folder, recorder, **options):
     seed_everything(config.run.seed)
     loaded = load(config.model, config.data, config.run.seed, text)
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    trainer = TRAINERS[config.run.training_type](config, loaded, data, processor, [recorder])
+    trainer = Trainer(config, loaded, data, processor, [recorder])
     if config.run.training_type == "basic":
         # fp16's scaler has no use on a CPU; here it scales fp32, and doubles every second step.
-        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        trainer.engine.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     return trainer
 
 
@@ -378,8 +379,7 @@ def test_a_rank_that_dies_meanwhile_is_no_fault_of_the_checkpoint(tmp_path, nine
     for error, told in ((RuntimeError("Connection closed by peer [127.0.0.1]:9"), RuntimeError),
                         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
                         (KeyError("weight"), CheckpointError)):
-        trainer.read_tensors = mock.Mock(side_effect=error)
-        with pytest.raises(told):
+        with mock.patch.object(formats, "read", side_effect=error), pytest.raises(told):
             resuming.resume(trainer)
 
 
@@ -456,13 +456,13 @@ def best_without_a_shared_disk(folder, options):
     trainer = trainer_of(folder / f"machine {torch.distributed.get_rank()}", Recorder(), **(plain | options))
     tensors = ({name: piece.data for name, piece in trainer.engine.pieces().items()} if trainer.engine.shards_state
                else trainer.model.state_dict())
-    trainer.save_best()
+    trainer.saver.save_best()
     best = dict(leaves(tensors, ""))
     for tensor in tensors.values():
         tensor.zero_()
     lost = differing(dict(leaves(tensors, "")), best)
     trainer.state.best_step, trainer.state.step = 1, 2
-    trainer.load_best()
+    trainer.saver.load_best()
     return len(lost), differing(dict(leaves(tensors, "")), best), trainer.best_file.exists()
 
 

@@ -15,13 +15,13 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 from course_lib.config import Config
 from course_lib.modeling import presets
-from course_lib.training.engines.base import Engine
+from course_lib.training.engines.accelerate_ddp import AccelerateDDP
 from course_lib.training.checkpoints.model_folder import write_model
 
 config, tokenizer = presets.build("tiny-gpt2", ["some words to make a vocabulary of"], 16)
 model = AutoModelForCausalLM.from_config(config)
 folder = Path(sys.argv[1])
-engine = Engine(Config())
+engine = AccelerateDDP(Config())
 engine.accelerator = Accelerator(cpu=True)
 engine.wrapped = engine.accelerator.prepare(model)
 assert engine.bare_model() is model

@@ -1,0 +1,69 @@
+"""Distributed data parallel through Accelerate: every rank holds everything, and DDP averages the gradients."""
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.optim import Optimizer
+
+from course_lib.training.engines.base import Engine
+from course_lib.training.overflow import OverflowWatch
+from course_lib.training.unwrapping import deepspeed_left_alone, take_back_forward
+
+
+class AccelerateDDP(Engine):
+    """``--strategy ddp --engine torch``, also on one process and on one GPU."""
+
+    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
+        # static_graph stays off: it spares the search for unused parameters, which is off as well, its first backward
+        # sends nothing before its end, and a first backward under no_sync it does not survive.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        if self.config.parallel.bucket_mb is not None:
+            ddp.bucket_cap_mb = self.config.parallel.bucket_mb  # type: ignore[assignment]
+        return {"kwargs_handlers": [ddp]}
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
+        self.overflow = OverflowWatch()
+        take_back_forward(model)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        # DDP takes the mean over the ranks; the loss is already a share of their sum.
+        self.accelerator.backward(loss * self.num_processes)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
+
+    def update(self) -> None:
+        with self.overflow.watching(self.accelerator.scaler):
+            self.scaled_optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.scaled_optimizer.zero_grad()
+
+    @property
+    def step_was_skipped(self) -> bool:  # type: ignore[override]
+        return self.overflow.skipped()
+
+    @property
+    def knows_at_once(self) -> bool:  # type: ignore[override]
+        return self.accelerator.scaler is None
+
+    def state(self) -> dict[str, Any]:
+        scaler = self.accelerator.scaler
+        return {"scaler": scaler.state_dict() if scaler else {}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+
+    def bare_model(self) -> nn.Module:
+        with deepspeed_left_alone():
+            return self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)

@@ -1,0 +1,42 @@
+"""How the axes of parallelism are laid around one model: in which order, and why in that one."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from course_lib.training.compiling import compile_blocks
+from course_lib.training.engines.base import Engine
+from course_lib.training.optimization import make_optimizer
+
+
+def compose(engine: Engine, whole: nn.Module, before_wrapping: Callable[[], None]) -> None:
+    """Give a rank its share of a model, ready to train: ``engine.model``, ``engine.wrapped`` and ``engine.optimizer``.
+
+    Each step changes what the next one has to see; an axis of one rank changes nothing. Activation checkpointing has
+    no step of its own: it is a mark on each block since the model was loaded, which its forward asks for. So what
+    later steps hang on a block's call stays outside of what is computed again, and the exchanges of tensor parallelism
+    inside, where all ranks of a group repeat them alike.
+
+    Args:
+        engine: has joined its ranks.
+        whole: the same on all ranks, on the CPU; changed in place.
+        before_wrapping: called when the rank has its share of the parameters, and no collective depends on them yet.
+    Raises:
+        ConfigError: the model cannot be laid out so.
+        ModelError: there is no plan for its layers, or it has no blocks.
+    """
+    config = engine.config
+    # Tensor parallelism replaces the parameters themselves, by pieces. Whoever keeps a list of parameters comes later;
+    # and while the model is still in one, an embedding that is the head too is split once, and stays one weight.
+    engine.split_layers(whole)
+    # A pipeline keeps some blocks of a rank's pieces. From here on nothing needs the whole, and the rest may go.
+    engine.model = engine.take_part(whole).to(engine.device)
+    before_wrapping()
+    # Compiled are the blocks alone, before hooks of data parallelism are around them: a graph would break at each.
+    if config.model.torch_compile:
+        compile_blocks(engine.model, dynamic=None if config.data.has_one_length else True)
+    # The optimizer is made over what is left on this rank, and data parallelism repoints it to its shards of that.
+    optimizer = make_optimizer(engine.model, config.optim)
+    # Data parallelism is outermost: it sums gradients over ranks that hold the same pieces, and hides that behind a
+    # backward whose inner exchanges nothing can hide.
+    engine.wrap(engine.model, optimizer)

@@ -1,0 +1,151 @@
+"""`--tensor_parallel_size` beside every other axis: equal to one process, and its checkpoints go to any layout."""
+
+from unittest import mock
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from course_lib.config import build
+from course_lib.errors import ConfigError
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
+from course_lib.parallel import tensor_parallel
+from course_lib.parallel.sharding import Shard
+from course_lib.parallel.tensor_parallel import ParameterSplit
+from course_lib.training.checkpoints import checkpoint
+from course_lib.training.checkpoints.tensor_shards import places
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS, SAVED = 4, 2
+TWO = {"tensor_parallel_size": 2}
+PIPELINE = {"training_type": "pipeline", "pipeline_parallel_size": 2, "pipeline_chunks": 2}
+CASES = {
+    "ddp": TWO,
+    "zero1": TWO | {"strategy": "zero1"},
+    "zero2": TWO | {"strategy": "zero2"},
+    "zero3": TWO | {"strategy": "zero3"},
+    "fsdp": TWO | {"strategy": "fsdp", "engine": "scratch"},
+    "zero1, torch": TWO | {"strategy": "zero1", "engine": "torch"},
+    "fsdp, torch": TWO | {"strategy": "fsdp", "engine": "torch"},
+    "ddp, sequence": TWO | {"sequence_parallel": True},
+    "zero1, sequence": TWO | {"strategy": "zero1", "sequence_parallel": True},
+    "fsdp, sequence": TWO | {"strategy": "fsdp", "sequence_parallel": True},
+    "pipeline": TWO | PIPELINE,
+    "pipeline, zero1": TWO | PIPELINE | {"strategy": "zero1"},
+    "pipeline, torch": TWO | PIPELINE | {"engine": "torch"},
+    "pipeline, sequence": TWO | PIPELINE | {"sequence_parallel": True},
+    "pipeline, zero bubble": TWO | PIPELINE | {"schedule": "zbv"},
+}
+ONWARDS = {  # what goes on from whose checkpoint, on four ranks
+    "one process to ddp": ("one", "ddp", TWO),
+    "one process to pipeline": ("one", "pipeline", TWO | PIPELINE | {"strategy": "zero1"}),
+    "ddp to plain ddp": ("ddp", "plain", {}),
+    "ddp to fsdp": ("ddp", "fsdp", TWO | {"strategy": "fsdp", "engine": "scratch"}),
+    "fsdp to four": ("fsdp", "zero1", {"tensor_parallel_size": 4, "strategy": "zero1"}),
+    "fsdp, torch to pipeline": ("fsdp, torch", "pipeline", TWO | PIPELINE),
+    "pipeline, zero1 to zero3": ("pipeline, zero1", "zero3", {"strategy": "zero3", "engine": "scratch"}),
+    "zero1, torch to zero2": ("zero1, torch", "zero2", TWO | {"strategy": "zero2"}),
+}
+
+
+def rows(options):
+    """Rows of a batch that make the global batch of one process on four ranks."""
+    copies = 4 // options.get("tensor_parallel_size", 1) // options.get("pipeline_parallel_size", 1)
+    return parity.GLOBAL_ROWS // 2 // copies
+
+
+def runs(folder, cases, **common):
+    """Several runs, one after the other on the same ranks; what each left."""
+    found = {}
+    for name, options in cases.items():
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        found[name] = parity.trace(parity.task(folder / name.replace(" ", "-"), 1, **(
+            {"max_steps": STEPS, "batch_size": rows(options)} | common | options)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return parity.trace(parity.task(folder / "one", 1, training_type="basic", max_steps=STEPS, save_steps=SAVED,
+                                    save_total_limit=None))
+
+
+@pytest.fixture(scope="module")
+def found(folder, one):
+    return launch(runs, folder, CASES, save_steps=SAVED, save_total_limit=None, num_processes=4, timeout=550)[0]
+
+
+def test_every_layout_equals_one_process(found, one):
+    assert len(found) == len(CASES) == 15
+    cells = [parity.compare(trace, one, name, "", 4) for name, trace in found.items()]
+    assert [cell for cell in cells if not cell.agrees] == []
+    assert all(cell.norm < 1e-4 * max(one.norms) for cell in cells)
+
+
+def test_any_layout_goes_on_from_any_other(folder, found, one):
+    def last(name):
+        return str(folder / name.replace(" ", "-") / checkpoint.name(SAVED))
+
+    cases = {name: options | {"resume_from_checkpoint": last(source)}
+             for name, (source, _, options) in ONWARDS.items()}
+    again = launch(runs, folder / "again", cases, num_processes=4, timeout=400)[0]
+    assert len(again) == len(ONWARDS) == 8
+    for name, trace in again.items():
+        assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
+        largest = max((trace.weights[key] - one.weights[key]).abs().max().item() for key in one.weights)
+        assert largest <= parity.WEIGHT_TOLERANCE, name
+    basic = parity.trace(parity.task(folder / "basic", 1, training_type="basic", max_steps=STEPS,
+                                     resume_from_checkpoint=last("fsdp, sequence")))
+    assert basic.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE)
+
+
+def without_the_sum(folder):
+    with mock.patch.object(tensor_parallel, "reduce", lambda hidden, _: hidden):
+        return runs(folder, {"ddp": TWO})
+
+
+def test_without_the_exchange_the_comparison_would_notice(tmp_path, one):
+    cell = parity.compare(launch(without_the_sum, tmp_path, num_processes=4, timeout=200)[0]["ddp"], one, "ddp", "", 4)
+    assert not cell.agrees and cell.loss > 100 * parity.LOSS_TOLERANCE
+
+
+@pytest.mark.parametrize(("shape", "split"), [((6, 4), ParameterSplit(0)), ((4, 6), ParameterSplit(1)),
+                                              ((3, 12), ParameterSplit(1, fused=3)), ((12,), ParameterSplit(0, 3))])
+def test_a_run_of_a_piece_is_found_in_the_whole(shape, split):
+    whole, seen = torch.arange(torch.Size(shape).numel()).view(shape), []
+    for rank in range(2):
+        piece = torch.cat([part.chunk(2, split.dim)[rank] for part in whole.chunk(split.fused, split.dim)],
+                          split.dim).flatten()
+        for start, length in ((0, piece.numel()), (1, piece.numel() - 2), (piece.numel(), 0)):
+            index = places(split, torch.Size(shape), 2, rank, start, length)
+            assert torch.equal(whole.flatten()[index], Shard(whole.shape, start, piece[start : start + length]).data)
+        seen += places(split, torch.Size(shape), 2, rank, 0, piece.numel()).tolist()
+    assert sorted(seen) == list(range(whole.numel()))
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share each layer"),
+    ({"num_processes": 3}, "num_processes 3 is no multiple of tensor_parallel_size 2"),
+    ({"engine": "deepspeed", "strategy": "zero1"}, "engine deepspeed has no zero1 beside tensor_parallel_size"),
+    ({"engine": "torch"}, "engine torch has no ddp beside tensor_parallel_size"),
+    ({"engine": "torch", "strategy": "fsdp", "sequence_parallel": True}, "sequence_parallel sums gradients"),
+    ({"mixed_precision": "fp16"}, "fp16 needs a scaler that knows the ranks of tensor_parallel_size"),
+    ({"torch_compile": True}, "torch_compile does not know the exchanges"),
+    ({"optimizer": "adafactor"}, "adafactor needs whole rows and columns"),
+    ({"offload": "optimizer", "strategy": "fsdp"}, "offload and shard_group_size are not for tensor_parallel_size"),
+    ({"watch": "all"}, "watch all: tensor_parallel_size leaves a rank pieces"),
+    ({"sequence_parallel": True, "task": "causal_lm", "max_length": 33}, "max_length 33 is no multiple"),
+    ({"tensor_parallel_size": 1, "sequence_parallel": True}, "sequence_parallel shares tokens"),
+])
+def test_what_cannot_be_is_refused_in_one_line(options, told):
+    with pytest.raises(ConfigError) as error:
+        build(TWO | options)
+    assert told in str(error.value) and "\n" not in str(error.value)
