@@ -213,7 +213,7 @@ def test_the_allocator_is_read_at_each_moment_of_a_step(gpus, tmp_path):
 def allocated_by(engine, folder):
     small = subjects.choose(replace(HERE, tiny=True))
     made = subjects.trainer(small, Path(folder), 2, 2, [], strategy="fsdp", engine=engine)
-    return torch.cuda.memory_allocated() / (4 * small.known.parameters), made.close()
+    return torch.cuda.memory_allocated() / (4 * small.known.parameters), made.engine.close()
 
 
 def fsdp_allocates(engine, folder):

@@ -14,7 +14,7 @@ from tests.gpu import training as t
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
-             "dualpipev")
+             "dualpipev", "zb_auto", "zbv_auto", "v_half", "v_min")
 ONE = {"training_type": "pipeline", "batch_size": 4, "pipeline_chunks": 4, "eval_batch_size": 2}  # rows of a pipeline
 TWO = ONE | {"batch_size": 2, "pipeline_chunks": 2, "data_parallel_size": 2}
 
@@ -30,7 +30,7 @@ def runs_of(schedules, base, **options):
 
 
 def test_every_schedule_is_here():
-    assert set(SCHEDULES) == set(PipelineConfig.__annotations__["schedule"].__args__) and len(SCHEDULES) == 9
+    assert set(SCHEDULES) == set(PipelineConfig.__annotations__["schedule"].__args__) and len(SCHEDULES) == 13
 
 
 @pytest.mark.parametrize("schedules", [("1f1b", "zbv"), pytest.param(SCHEDULES, marks=pytest.mark.long)], ids=len)

@@ -27,14 +27,15 @@ class WallClock(Callback):
         self.lines, self.left_out = [], 0.0
 
     def on_train_begin(self, trainer):
-        for name in ("validate", "save_checkpoint"):
-            setattr(trainer, name, self.timed(getattr(trainer, name)))
+        for owner, name in ((trainer, "evaluate"), (trainer.saver, "save"), (trainer.saver, "save_best")):
+            setattr(owner, name, self.timed(getattr(owner, name)))
 
     def timed(self, function):
         def timed(*args):
             start = time.perf_counter()
-            function(*args)
+            found = function(*args)
             self.left_out += time.perf_counter() - start
+            return found
         return timed
 
     def on_log(self, trainer, line):

@@ -9,21 +9,27 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.optim import Optimizer
 
+from course_lib.config import Config
 from course_lib.training.engines.base import Engine
 from course_lib.training.overflow import OverflowWatch
 from course_lib.training.unwrapping import deepspeed_left_alone, take_back_forward
+
+
+def ddp_options(config: Config) -> DistributedDataParallelKwargs:
+    """What Accelerate wraps a model in torch's DistributedDataParallel with."""
+    # static_graph stays off: it spares the search for unused parameters, which is off as well, its first backward
+    # sends nothing before its end, and a first backward under no_sync it does not survive.
+    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    if config.parallel.bucket_mb is not None:
+        options.bucket_cap_mb = config.parallel.bucket_mb  # type: ignore[assignment]
+    return options
 
 
 class AccelerateDDP(Engine):
     """``--strategy ddp --engine torch``, also on one process and on one GPU."""
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
-        # static_graph stays off: it spares the search for unused parameters, which is off as well, its first backward
-        # sends nothing before its end, and a first backward under no_sync it does not survive.
-        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        if self.config.parallel.bucket_mb is not None:
-            ddp.bucket_cap_mb = self.config.parallel.bucket_mb  # type: ignore[assignment]
-        return {"kwargs_handlers": [ddp]}
+        return {"kwargs_handlers": [ddp_options(self.config)]}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

@@ -21,6 +21,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
+from course_lib.training.engines.accelerate_ddp import ddp_options
 from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
 
@@ -29,6 +30,9 @@ class TorchZero1(ShardedEngine):
     """DDP, and an optimizer that keeps the state of its share of the parameters (whole tensors, dealt out)."""
 
     optimizer: ZeroRedundancyOptimizer
+
+    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
+        return {"kwargs_handlers": [ddp_options(self.config)]}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer  # type: ignore[assignment]

@@ -361,8 +361,9 @@ def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
     """Machines without a shared disk: one has a damaged copy, or lacks the newest."""
     def trainer(asked, other):
         config = build(BASE | {"output_dir": str(tmp_path / "x"), "resume_from_checkpoint": asked})
-        return SimpleNamespace(config=config, output_dir=nine.parent, is_main=True, barrier=lambda: None,
-                               say=lambda line: None, gather_objects=lambda mine: [mine, other])
+        engine = SimpleNamespace(barrier=lambda: None, gather_objects=lambda mine: [mine, other])
+        return SimpleNamespace(config=config, output_dir=nine.parent, is_main=True, engine=engine,
+                               say=lambda line: None)
 
     for asked in ("latest", "auto", str(nine)):
         with pytest.raises(CheckpointError, match="rank 1: it is damaged: bring the whole checkpoint"):
