@@ -20,6 +20,7 @@ from typing import Any, Literal
 from course_lib.config_sections.fields import Strict
 from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
 from course_lib.config_sections.parallel import ENGINES, ParallelConfig, PipelineConfig
+from course_lib.config_sections.unread import first_unread
 from course_lib.config_sections.watching import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig
 from course_lib.errors import ConfigError, nearest
 
@@ -178,7 +179,16 @@ def _check_together(config: Config) -> Config:
     if out.resume_from_checkpoint and out.overwrite_output_dir:
         raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
     _check_tracking(config)
+    _check_all_is_read(config)
     return config
+
+
+def _check_all_is_read(config: Config) -> None:
+    """Whether the trainer and the engine will read whatever is not as it is by default."""
+    leaves = flatten(config) | {"engine": config.parallel.chosen_engine}
+    if unread := first_unread(leaves, {o.name: o.default for o in options()}):
+        name, reader = unread
+        raise ConfigError(f"{name} {leaves[name]} would not be read: it is for {reader.only}", reader.instead)
 
 
 def _check_tracking(config: Config) -> None:

@@ -45,6 +45,17 @@ ALIASES = {
 TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_strategy")
 
 
+class _UsualSteps:
+    """What `eval_strategy steps` or `save_strategy steps` mean where no number of steps is given beside them."""
+
+    def __init__(self, field: str):
+        self.field = field
+
+    def among(self, leaves: Mapping[str, Any]) -> Any:
+        """The number of steps, as the Hugging Face Trainer has it (TrainingArguments.eval_steps and save_steps)."""
+        return leaves.get("logging_steps", option("logging_steps").default) if self.field == "eval_steps" else 500
+
+
 def canonical(name: str) -> str:
     """This project's name of an option: `-` is read as `_`, and aliases are followed.
 
@@ -64,18 +75,33 @@ def known_names() -> list[str]:
 
 
 def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by canonical name from a flat mapping that may use other libraries' names."""
+    """Leaves by canonical name from a flat mapping that may use other libraries' names.
+
+    Raises:
+        ConfigError: an unknown name, a value that its name does not have, or two that contradict each other.
+    """
     leaves: dict[str, Any] = {}
+    precisions = [f"{name} {value}" for name, value in raw.items() if name.replace("-", "_") in ("bf16", "fp16")
+                  and str(value).lower() == "true"]
+    given = next((str(value) for name, value in raw.items() if name.replace("-", "_") == "mixed_precision"), "auto")
+    if precisions and given not in ("auto", precisions[0].partition(" ")[0]):
+        precisions.append(f"mixed_precision {given}")
     for key, value in raw.items():
         name = key.replace("-", "_")
         if name in ("bf16", "fp16"):
             if str(value).lower() == "true":
+                if precisions[1:]:
+                    raise ConfigError(f"{' and '.join(precisions)} contradict each other", "keep one of them")
                 leaves["mixed_precision"] = name
         elif name in TRANSLATED:
             steps = f"{'save' if name == 'save_strategy' else 'eval'}_steps"
             if str(value) not in ("no", "epoch", "steps"):
                 raise ConfigError(f"`{key}` cannot be {value!r}", "choose from `no`, `epoch`, `steps`")
-            if str(value) != "steps":
+            if str(value) == "steps":
+                leaves.setdefault(steps, _UsualSteps(steps))
+            elif str(raw.get(steps, "none")).lower() not in ("none", "null"):
+                raise ConfigError(f"{name} {value} and {steps} {raw[steps]} contradict each other", "keep one of them")
+            else:
                 leaves[steps] = 0 if str(value) == "no" else None
         elif name == "resume_from_checkpoint" and str(value).lower() in ("true", "false"):
             leaves[name] = "latest" if str(value).lower() == "true" else None
@@ -142,9 +168,18 @@ def load(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None =
     leaves: dict[str, Any] = {}
     where = "config"
     for path in paths:
-        leaves |= read_yaml(path)
+        _lay_over(leaves, read_yaml(path))
         where = str(path)
-    return build(leaves | translate(overrides or {}), where="option" if overrides else where)
+    _lay_over(leaves, translate(overrides or {}))
+    return build({name: value.among(leaves) if isinstance(value, _UsualSteps) else value
+                  for name, value in leaves.items()}, where="option" if overrides else where)
+
+
+def _lay_over(leaves: dict[str, Any], later: Mapping[str, Any]) -> None:
+    """Let later leaves override earlier ones; a number of steps that stands there is kept where none is given."""
+    for name, value in later.items():
+        if not (isinstance(value, _UsualSteps) and leaves.get(name)):
+            leaves[name] = value
 
 
 def to_yaml(config: Config) -> str:

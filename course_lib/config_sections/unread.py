@@ -1,0 +1,73 @@
+"""Options that the chosen trainer or engine would not read: refused, so that nothing that was asked for is ignored."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Leaves = Mapping[str, Any]
+"""Every field of a config by name; ``engine`` is the one that will run."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Which configs read some fields.
+
+    Attributes:
+        fields: by name.
+        reads: whether a config reads them.
+        only: who reads them, to follow "is for".
+        instead: what to do.
+    """
+
+    fields: tuple[str, ...]
+    reads: Callable[[Leaves], bool]
+    only: str
+    instead: str = "leave it out"
+
+
+def _has_buckets(leaves: Leaves) -> bool:
+    """Whether gradients travel in buckets of a size: FSDP2 and both forms of ZeRO-3 here send a block at a time."""
+    strategy, engine = leaves["strategy"], leaves["engine"]
+    by_blocks = strategy == "fsdp" or (strategy == "zero3" and engine != "deepspeed") or (
+        strategy, engine) == ("zero2", "torch")
+    return leaves["training_type"] != "basic" and not by_blocks
+
+
+READERS = (
+    Reader(("schedule", "pipeline_parallel_size", "data_parallel_size", "stages_per_rank", "pipeline_chunks",
+            "split_spec", "split_by"),
+           lambda leaves: leaves["training_type"] == "pipeline", "pipelines",
+           "add --training_type pipeline, or leave it out"),
+    Reader(("bucket_mb",), _has_buckets, "strategies that send gradients in buckets, not blocks"),
+    Reader(("lean_buffers",), lambda leaves: leaves["engine"] == "deepspeed", "engine deepspeed"),
+    Reader(("momentum",), lambda leaves: leaves["optimizer"] == "sgd", "--optimizer sgd"),
+    Reader(("adam_beta1", "adam_beta2", "adam_epsilon"), lambda leaves: leaves["optimizer"] == "adamw",
+           "--optimizer adamw"),
+    Reader(("label_column",), lambda leaves: leaves["task"] == "classification", "--task classification"),
+    Reader(("mlm_probability",), lambda leaves: leaves["task"] == "masked_lm", "--task masked_lm"),
+    Reader(("split_by",), lambda leaves: leaves["split_spec"] is None, "models that split_spec does not cut",
+           "keep one of the two"),
+    Reader(("watch_steps",), lambda leaves: leaves["watch"] != "none", "--watch",
+           "add --watch parameters, or leave it out"),
+    Reader(("watch", "log_predictions", "log_model", "track_every_rank"), lambda leaves: leaves["tracker"] != "none",
+           "tracked runs", "name a --tracker, or leave it out"),
+    Reader(("memory_alert", "imbalance_alert"), lambda leaves: leaves["memory_steps"] > 0, "watched memory",
+           "add --memory_steps, or leave it out"),
+    Reader(("profile_wait", "profile_warmup"), lambda leaves: leaves["profile_steps"] > 0, "profiled steps",
+           "add --profile_steps, or leave it out"),
+    Reader(("desync_steps",), lambda leaves: leaves["desync_check"] != "off", "the desync check",
+           "use --desync_check sampled, or leave it out"),
+    Reader(("hub_private",), lambda leaves: leaves["push_to_hub"] is not None, "pushes to the Hub",
+           "add --push_to_hub, or leave it out"),
+)
+
+
+def first_unread(leaves: Leaves, defaults: Leaves) -> tuple[str, Reader] | None:
+    """The first field that is not at its default although this config does not read it; None where all are read.
+
+    Args:
+        leaves: the config's fields.
+        defaults: what they are where nobody says anything.
+    """
+    return next(((name, reader) for reader in READERS for name in reader.fields
+                 if leaves[name] != defaults[name] and not reader.reads(leaves)), None)
