@@ -16,7 +16,9 @@ for name in list(os.environ):
         del os.environ[name]
 
 os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false",
-                  MPLBACKEND="Agg", COURSE_TRACKER="none")
+                  MPLBACKEND="Agg", COURSE_TRACKER="none",
+                  COURSE_ANSWERS=os.path.join(CACHE, "my_answers.json"),
+                  COURSE_RESULTS=os.path.join(CACHE, "my_results.json"))
 if os.environ.get("GPU_TESTS") != "hardware":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 

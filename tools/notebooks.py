@@ -9,6 +9,7 @@ A notebook that fails is left as it was. Paths of this machine, timings and widg
 import base64
 import io
 import os
+import re
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ def refresh(path: Path) -> None:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         done = Path(folder) / path.name
+        os.environ["COURSE_ANSWERS"] = str(Path(folder) / "nobodys_answers.json")
         papermill.execute_notebook(str(path), str(done), cwd=str(path.parent), progress_bar=False,
                                    kernel_name="python3")
         text = clean(done)
@@ -66,11 +68,26 @@ def clean(path: Path) -> str:
         for output in cell.get("outputs", []):
             if png := output.get("data", {}).get("image/png"):
                 output.data["image/png"] = base64.b64encode(smaller(base64.b64decode(png))).decode() + "\n"
+            without_widgets(output, path.name)
             # What Code(...) shows for LaTeX is a second copy of the highlighted source, for a converter nobody runs.
             if "text/html" in output.get("data", {}):
                 output.data.pop("text/latex", None)
     text = nbformat.writes(notebook) + "\n"
     return text.replace(str(ROOT), "<course>").replace(str(Path.home()), "~")
+
+
+def without_widgets(output: nbformat.NotebookNode, name: str) -> None:
+    """Drop the live view of a widget from an output, so that every page shows what stands beside it.
+
+    Raises:
+        SystemExit: nothing does but Python's text of the widget.
+    """
+    data = output.get("data", {})
+    data.pop("application/vnd.jupyter.widget-view+json", None)
+    written = r"\w+\((children|value|options|description|layout)="
+    if set(data) == {"text/plain"} and re.match(written, data["text/plain"]):
+        raise SystemExit(f"{name} shows a widget without a picture beside it, {data['text/plain'][:40]}…: "
+                         "use course_lib.lessons.notebook.show_widget")
 
 
 def smaller(png: bytes) -> bytes:

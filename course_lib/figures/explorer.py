@@ -1,7 +1,6 @@
 """An interactive pipeline schedule: what ``course schedule`` prints and draws, with sliders."""
 
 import html
-import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from matplotlib.figure import Figure
 
 from course_lib.errors import ConfigError
 from course_lib.figures.pipeline import gantt
+from course_lib.lessons import widget_display
 from course_lib.parallel.pipeline.fitted.search import build, stage_costs, stages_for
 from course_lib.parallel.pipeline.schedules import KINDS
 from course_lib.parallel.pipeline.simulation import Costs, simulate
@@ -43,8 +43,53 @@ def view(name: str, ranks: int, microbatches: int, stages_per_rank: int, forward
     return "\n".join((str(schedule), "", *facts)), gantt({"": timeline}, title)
 
 
-def explorer(**start: Any) -> widgets.VBox:
-    """Sliders above what :func:`view` says; a combination that is not legal shows the rule instead.
+class Explorer(widgets.VBox):
+    """A drawing, a text and controls; a page that shows no widgets shows the drawing as it was at the start.
+
+    No ``Output`` widget shows them, so ``ipywidgets.interact`` is not used either: nbclient answers those over the
+    socket on which it waits for the cell's reply, and now and then waits for ever (jupyter/nbclient, issue 312).
+
+    Args:
+        controls: by the names of ``view``'s arguments; they stand in two columns below the drawing.
+        view: text and figure for the controls' values; a ConfigError is shown in their place.
+
+    Attributes:
+        controls: as given.
+        picture: the drawing.
+        said: the text.
+    """
+
+    def __init__(self, controls: Mapping[str, widgets.Widget], view: Callable[..., tuple[str, Figure]]):
+        for key, control in controls.items():
+            control.description, control.continuous_update = key.replace("_", " "), False
+            control.style = {"description_width": "8em"}
+        self.controls, self.view = controls, view
+        self.picture = widgets.Image(format="png", layout={"max_width": "100%"})
+        self.said = widgets.HTML()
+        for control in controls.values():
+            control.observe(self.refresh, names="value")
+        self.refresh()
+        self.fallback, self.fallback_text = bytes(self.picture.value), self.text
+        columns = widgets.GridBox(list(controls.values()), layout={
+            "grid_template_columns": "repeat(2, max-content)", "grid_gap": "0 1.5em"})
+        super().__init__([self.picture, columns, self.said])
+
+    def refresh(self, _: Mapping[str, Any] | None = None) -> None:
+        """Draw and say what the controls' values give."""
+        try:
+            self.text, figure = self.view(**{key: control.value for key, control in self.controls.items()})
+        except ConfigError as error:
+            self.text, self.picture.layout.display = str(error), "none"
+        else:
+            self.picture.value, self.picture.layout.display = widget_display.png(figure), ""
+        self.said.value = f"<pre style='margin:0;overflow-x:auto'>{html.escape(self.text)}</pre>" if self.text else ""
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return widget_display.bundle(self, self.fallback, self.fallback_text)
+
+
+def explorer(**start: Any) -> Explorer:
+    """A schedule's drawing above sliders; a combination that is not legal shows the rule instead.
 
     Args:
         **start: values to begin with, by the names of :func:`view`'s arguments.
@@ -58,40 +103,8 @@ def explorer(**start: Any) -> widgets.VBox:
         ("forward", 1, 0.1), ("input", 1, 0.1), ("weight", 1, 0.1), ("message", 0, 0))}
     for key, value in start.items():
         controls[key].value = value
-    return with_sliders(controls, view)
+    return Explorer(controls, view)
 
 
-def with_sliders(controls: Mapping[str, widgets.Widget], view: Callable[..., tuple[str, Figure]]) -> widgets.VBox:
-    """Controls above a text and a figure that follow them.
-
-    No ``Output`` widget shows them, so ``ipywidgets.interact`` is not used either: nbclient answers those over the
-    socket on which it waits for the cell's reply, and now and then waits for ever (jupyter/nbclient, issue 312).
-
-    Args:
-        controls: by the names of ``view``'s arguments.
-        view: text and figure for the controls' values; a ConfigError is shown in their place.
-    """
-    for key, control in controls.items():
-        control.description, control.continuous_update = key.replace("_", " "), False
-        control.style = {"description_width": "8em"}
-    text, picture = widgets.HTML(), widgets.Image(format="png")
-
-    def refresh(_: Mapping[str, Any] | None = None) -> None:
-        try:
-            said, figure = view(**{key: control.value for key, control in controls.items()})
-        except ConfigError as error:
-            said, picture.layout.display = str(error), "none"
-        else:
-            picture.value, picture.layout.display = _png(figure), ""
-        text.value = f"<pre>{html.escape(said)}</pre>" if said else ""
-
-    for control in controls.values():
-        control.observe(refresh, names="value")
-    refresh()
-    return widgets.VBox([*controls.values(), text, picture])
-
-
-def _png(figure: Figure) -> bytes:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=figure.dpi, bbox_inches="tight")
-    return image.getvalue()
+with_sliders = Explorer
+"""The same, by the name of what it does."""

@@ -6,7 +6,7 @@ import ipywidgets as widgets
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_lib.figures.explorer import with_sliders
+from course_lib.figures.explorer import Explorer
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
 from course_lib.planning.hardware import Accelerator
 from course_lib.planning.memory import RUNTIME, Memory, estimate
@@ -135,12 +135,12 @@ def memory_view(model: Model, chip: Accelerator, strategy: str, ranks: int, micr
     return text, rank(held, chip, f"{plan.strategy} on {ranks} x {chip.name}: {verdict}")
 
 
-def memory_explorer(model: Model, chip: Accelerator) -> widgets.VBox:
-    """Sliders above :func:`memory_view`."""
+def memory_explorer(model: Model, chip: Accelerator) -> Explorer:
+    """What :func:`memory_view` draws, above its sliders."""
     controls: dict[str, widgets.Widget] = {
         "strategy": widgets.Dropdown(options=list(ENGINES), value="FSDP"),
         "ranks": widgets.SelectionSlider(options=[2**n for n in range(11)], value=8),
         "micro_batch": widgets.SelectionSlider(options=[2**n for n in range(7)], value=4),
         "sequence_length": widgets.SelectionSlider(options=[2**n for n in range(7, 16)], value=2048),
         "recompute": widgets.Checkbox(value=False)}
-    return with_sliders(controls, lambda **chosen: memory_view(model, chip, **chosen))
+    return Explorer(controls, lambda **chosen: memory_view(model, chip, **chosen))

@@ -1,36 +1,57 @@
-"""What the notebooks share: predictions beside measurements, recorded claims, boxes, shown source.
+"""What the notebooks share: questions, predictions beside measurements, recorded claims, boxes, shown source.
 
 A claim is recorded under a name and travels in the notebook's own outputs, so that a test reads
 what a cell measured rather than trusting what the prose says.
 """
 
-import inspect
 import json
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import ipywidgets as widgets
 import nbformat
-from IPython.display import HTML, Code, display
+from IPython.display import HTML, display
+
+from course_lib import learner_files
+from course_lib.lessons import boxes, questions, widget_display
+from course_lib.lessons.listing import Listing
 
 MIME = "application/vnd.course.record+json"
+How: TypeAlias = Literal["measured", "computed", "simulated", "published"]
 
-_predictions: dict[str, float] = {}
+
+@dataclass
+class Prediction:
+    """What the author expects under a name, and the learner's question, where one was asked."""
+
+    value: Any
+    label: str
+    choices: dict[str, Any] = field(default_factory=dict)
+    question: questions.Question | None = None
+    asked: bool = False
 
 
-def record(name: str, value: Any, unit: str = "") -> None:
-    """Keep a measured value under a name, in the outputs of the cell, and show it.
+_predictions: dict[str, Prediction] = {}
+
+
+def record(name: str, value: Any, unit: str = "", *, show: str | None = None) -> None:
+    """Keep a value under a name in the outputs of the cell, for the lesson's test; on the page only where asked.
 
     Args:
         name: what it is, for example ``padding_share``.
         value: anything that JSON can hold.
         unit: shown behind the value.
+        show: a phrase; then the page has a line with the phrase, the value and its unit.
     """
-    shown = f"{value:,.4g}" if isinstance(value, float) else str(value)
-    data = {MIME: {"name": name, "value": json.loads(json.dumps(value))},
-            "text/plain": f"{name} = {shown} {unit}".rstrip()}
+    data: dict[str, Any] = {MIME: {"name": name, "value": json.loads(json.dumps(value))}}
+    if show is None:
+        data |= {"text/html": "", "text/plain": ""}
+    else:
+        shown = f"{value:,.4g}" if isinstance(value, float) else str(value)
+        data["text/plain"] = f"{show}: {shown} {unit}".rstrip()
     display(data, raw=True)
 
 
@@ -51,58 +72,120 @@ def recorded(notebook: str | Path) -> dict[str, Any]:
     return values
 
 
-def predict(name: str, value: float, unit: str = "", because: str = "") -> float:
-    """Write a prediction down before it is measured; :func:`measure` sets the two side by side."""
-    _predictions[name] = value
-    display(HTML(_box("#8f6b00", f"<b>Predicted</b> {escape(name)}: <b>{_number(value)}</b> {escape(unit)}"
-                      + (f" <span style='opacity:.75'>({escape(because)})</span>" if because else ""))))
+def predict(name: str, value: Any, unit: str = "", because: str = "", *, ask: str | None = None,
+            choices: Mapping[str, Any] | Sequence[Any] | None = None, label: str | None = None) -> Any:
+    """Write a prediction down before it is measured; with ``ask``, ask the learner for theirs first.
+
+    :func:`measure` sets the predictions and the measurement side by side. In JupyterLab a question has a field and a
+    button that keeps the learner's answer (:mod:`course_lib.learner_files`). It can be changed until the measurement
+    has been seen. Where nobody sits before the kernel, and in the stored notebook, there is the question alone. The
+    author's prediction is folded below it.
+
+    Args:
+        name: what it is, for example ``ring_bytes``.
+        value: the author's prediction: a number, a truth value or words.
+        unit: of the value.
+        because: the author's reason, as a phrase.
+        ask: a question in words.
+        choices: to choose the answer from: values, or values by what the learner reads. Without it, a number is asked.
+        label: what the boxes say; otherwise the name's words.
+
+    Returns:
+        ``value``.
+    """
+    prediction = _predictions[name] = Prediction(value, boxes.phrase(name, label), boxes.labelled(choices),
+                                                 asked=ask is not None)
+    shown = _shown(value, unit, prediction.choices)
+    reason = f" <span style='{boxes.FAINT}'>({escape(because)})</span>" if because else ""
+    author = boxes.kind_box("predicted", f"{escape(prediction.label)}: <b>{escape(shown)}</b>{reason}")
+    if ask is None:
+        display(HTML(author))
+        return value
+    said = f"Your prediction. {ask}"
+    options = f" <span style='{boxes.FAINT}'>{escape(' · '.join(prediction.choices))}</span>"
+    page = boxes.box(*boxes.LOOKS["predicted"], f"<b>Your prediction.</b> {escape(ask)}"
+                     + (options if prediction.choices else ""))
+    fold = boxes.folded("The author's prediction", author)
+    answers = questions.current()
+    if entry := answers.entry(name):
+        page += f"<div>You: <b>{escape(_shown(entry['value'], unit, prediction.choices))}</b></div>"
+    bundle = {"text/html": page + fold, "text/plain": said}
+    if learner_files.is_live():
+        prediction.question = questions.Question(name, ask, unit, prediction.choices, fold, answers)
+        bundle |= widget_display.view(prediction.question.widget)
+    display(bundle, raw=True)
     return value
 
 
-def measure(name: str, value: float, unit: str = "") -> float:
-    """Record a measurement, and show it beside its prediction with their ratio, or how far it is from a predicted 0.
+def measure(name: str, value: Any, unit: str = "", *, how: How = "measured", label: str | None = None) -> Any:
+    """Record a value, and show it beside the learner's answer and the author's prediction.
 
+    Shown is the ratio to each, or how far it is from a predicted 0.
+
+    Args:
+        name: that it was predicted under.
+        value: a number, a truth value or words.
+        unit: of the value.
+        how: where the value comes from: ``measured`` in a run of this notebook, ``computed`` by a formula,
+            ``simulated``, or ``published`` by others.
+        label: what the box says; otherwise what the prediction's says.
+
+    Returns:
+        ``value``.
     Raises:
         KeyError: nothing was predicted under that name.
+        ValueError: no such ``how``.
     """
-    predicted = _predictions[name]
-    ratio = _compared(value, predicted)
-    display({MIME: {"name": name, "value": value, "predicted": predicted},
-             "text/plain": f"{name}: predicted {_number(predicted)}, measured {_number(value)} {unit} ({ratio})",
-             "text/html": _box("#1f5f99", f"<b>Measured</b> {escape(name)}: <b>{_number(value)}</b> {escape(unit)} "
-                               f"<span style='opacity:.75'>(predicted {_number(predicted)}; {ratio})</span>")},
-            raw=True)
+    prediction = _predictions[name]
+    if how == "predicted" or how not in boxes.LOOKS:
+        raise ValueError(f"how={how!r}: a value is measured, computed, simulated or published")
+    value = value.item() if hasattr(value, "item") else value
+    choices, said = prediction.choices, label or prediction.label
+    ratio = boxes.compared(value, prediction.value)
+    expected, found = _shown(prediction.value, "", choices), _shown(value, unit, choices)
+    plain = f"{said}: predicted {expected}, {how} {found} ({ratio})"
+    detail = f"predicted {expected}; {ratio}"
+    answers = questions.current()
+    if prediction.asked and (entry := answers.entry(name)):
+        yours, of_yours = _shown(entry["value"], "", choices), boxes.compared(value, entry["value"], "your answer")
+        plain = f"{said}: you: {yours}, the author: {expected}, {how}: {found} ({of_yours}; {ratio})"
+        detail = f"you: {yours}, {of_yours}; the author: {expected}, {ratio}"
+        answers.seen(name, value, list(choices.values()))
+    if prediction.question:
+        prediction.question.closed = True
+    display({MIME: {"name": name, "value": value, "predicted": prediction.value, "how": how}, "text/plain": plain,
+             "text/html": boxes.kind_box(how, f"{escape(said)}: <b>{escape(found)}</b> "
+                                         f"<span style='{boxes.FAINT}'>({escape(detail)})</span>")}, raw=True)
     return value
 
 
 def takeaway(text: str) -> None:
     """Box the one line to keep from a section; numbers in it come from the caller's variables."""
-    display(HTML(_box("#2e7d4f", f"<b>Takeaway.</b> {escape(text)}")))
+    display(HTML(boxes.box("#2e7d4f", "solid", f"<b>Takeaway.</b> {escape(text)}")))
 
 
-def source(thing: Callable | type, doc: bool = False) -> Code:
-    """The real source of a function or class of the course, highlighted; without its docstring unless asked."""
-    text = textwrap.dedent(inspect.getsource(thing))
-    if not doc and thing.__doc__:
-        for quotes in ('"""', "'''"):
-            head, quote, rest = text.partition(quotes)
-            if quote and not head.rstrip().endswith("="):
-                text = head.rstrip() + "\n" + rest.partition(quotes)[2].lstrip("\n")
-                break
-    return Code(text, language="python")
+def source(thing: Callable | type, doc: bool = True) -> Listing:
+    """The real source of a function or class of the course, highlighted, below a link to its file and lines.
+
+    Args:
+        thing: function, method, class or module of the course.
+        doc: with its docstring.
+    """
+    return Listing.of(thing, doc)
 
 
-def _compared(value: float, predicted: float) -> str:
-    if predicted:
-        return f"{value / predicted:.2f} of the prediction"
-    return f"{_number(abs(value))} {'above' if value > 0 else 'below'} it" if value else "as predicted"
+def show_widget(widget: widgets.Widget, fallback: Any) -> None:
+    """Show a widget, and wherever none can be shown a static picture of it.
+
+    Args:
+        widget: what a live page shows.
+        fallback: matplotlib figure, PNG as bytes, or SVG or HTML as text.
+    """
+    display(widget_display.bundle(widget, fallback), raw=True)
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
-
-
-def _box(colour: str, inner: str) -> str:
-    """A line with a coloured edge, readable on light and dark pages."""
-    return (f"<div style='border-left:4px solid {colour};padding:.4em .8em;margin:.3em 0;"
-            f"background:{colour}1a'>{inner}</div>")
+def _shown(value: Any, unit: str, choices: dict[str, Any]) -> str:
+    label = questions.label_of(value, choices)
+    if label is value or label == boxes.number(value):
+        return boxes.with_unit(value, unit)
+    return str(label)

@@ -1,5 +1,7 @@
 """What a lesson's cells show and leave for its test."""
 
+from pathlib import Path
+
 import nbformat
 import pytest
 from IPython.display import Code
@@ -21,7 +23,7 @@ def test_a_measurement_stands_beside_its_prediction(shown, predicted, measured, 
     notebook.predict("loss", predicted, "nats", because="so")
     notebook.measure("loss", measured, "nats")
     data = shown[-1]
-    assert data[notebook.MIME] == {"name": "loss", "value": measured, "predicted": predicted}
+    assert data[notebook.MIME] == {"name": "loss", "value": measured, "predicted": predicted, "how": "measured"}
     assert comparison in data["text/plain"] and comparison in data["text/html"]
 
 
@@ -42,7 +44,13 @@ def test_records_are_read_back_by_name(shown, tmp_path):
         notebook.recorded(tmp_path / "twice.ipynb")
 
 
-def test_source_is_the_real_one_without_its_docstring():
+def test_source_is_the_real_one_with_its_docstring_and_a_link():
     code = notebook.source(notebook.takeaway)
-    assert isinstance(code, Code) and code.data.startswith("def takeaway") and '"""' not in code.data
-    assert '"""Box' in notebook.source(notebook.takeaway, doc=True).data
+    assert isinstance(code, Code) and code.data.startswith("def takeaway") and '"""Box' in code.data
+    assert '"""' not in notebook.source(notebook.takeaway, doc=False).data
+    page = code._repr_html_()
+    lines = Path(notebook.__file__).read_text(encoding="utf-8").splitlines()
+    assert lines[code.first - 1].startswith("def takeaway") and "Takeaway" in lines[code.last - 1]
+    assert f"href='../course_lib/lessons/notebook.py#L{code.first}-L{code.last}'" in page
+    assert f"course_lib/lessons/notebook.py, lines {code.first}–{code.last}" in page
+    assert "font-family:ui-monospace" in page and "white-space:pre;overflow-x:auto" in page and "<style" not in page

@@ -80,7 +80,7 @@ def test_the_explorer_says_what_its_sliders_say():
     text, figure = view("zb_h1", 4, 8, 2, 1, 1, 1, 0)
     assert "bubble 11.11% (1/9)" in text and "3F0,3I0" in text and "11.1% idle" in figure.get_suptitle()
     box = explorer(name="dualpipev", ranks=4)
-    *controls, said, picture = box.children
+    controls, said, picture = list(box.controls.values()), box.said, box.picture
     before = bytes(picture.value)
     assert before.startswith(b"\x89PNG") and "parts in flight: 9, 9, 9, 9" in said.value
     controls[2].value = 2
