@@ -1,4 +1,9 @@
-"""Something else in the place of a name or a variable for a while: the way to reach into a library without a hook."""
+"""Something else in the place of a library's name, or of an environment variable, for a while.
+
+This is patching, by whatever name, and the last resort: only where another library acts by itself and has neither an
+argument nor a hook nor a class to derive from. What is ours gets one of those instead. Each user says why beside its
+call, and tests/test_rooms.py has the list.
+"""
 
 import contextlib
 import os

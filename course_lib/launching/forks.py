@@ -244,7 +244,7 @@ def without_main() -> Iterator[None]:
     def prepared(name: str) -> dict[str, Any]:
         return {key: value for key, value in prepare(name).items() if not key.startswith("init_main")}
 
-    with _one_at_a_time, replaced(spawn, "get_preparation_data", prepared):  # it asks nobody
+    with _one_at_a_time, replaced(spawn, "get_preparation_data", prepared):  # it takes what it finds in `__main__`
         yield
 
 

@@ -23,10 +23,9 @@ from course_lib.launching.launch import launch
 from course_lib.launching.netns import in_own_network, not_private
 from course_lib.lessons import lab_gpt2
 from course_lib.metering.meter import Meter
-from course_lib.parallel import collectives, ddp
+from course_lib.parallel import collectives
 from course_lib.parallel.clock import Clock, Stamp
-from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, in_buckets, sum_gradients
-from course_lib.replacing import replaced
+from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, sum_gradients
 
 VOCABULARY, LENGTH = 1024, 32
 TRIES = 3
@@ -177,9 +176,11 @@ def sendings(ways: Mapping[str, Way], layers: int, width: int, rows: int, repeat
     return {name: min(tries, key=lambda sending: sending.end) for name, tries in steps.items()}
 
 
-def _in_forward_order(parameters: Sequence[nn.Parameter], *sizes: int) -> list[list[nn.Parameter]]:
-    """`DataParallel` hands the parameters over in reverse order; this turns it round."""
-    return in_buckets(list(reversed(parameters)), *sizes)
+class _InForwardOrder(DataParallel):
+    """Fills its buckets in the order of the parameters: the first one waits for the last gradient."""
+
+    def bucket_order(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return parameters
 
 
 class _Watched:
@@ -191,9 +192,9 @@ class _Watched:
         self.clock: Clock
         for parameter in model.parameters():  # before DataParallel's own hooks, so that they are called first
             parameter.register_post_accumulate_grad_hook(lambda p: self._note("gradient", p.nbytes))
-        with contextlib.nullcontext() if way.reverse else replaced(ddp, "in_buckets", _in_forward_order):
-            self.engine = DataParallel(model, first_bucket_bytes=way.first_bytes, bucket_bytes=way.bytes_each,
-                                       communication_hook=self._send)
+        wrap = DataParallel if way.reverse else _InForwardOrder
+        self.engine = wrap(model, first_bucket_bytes=way.first_bytes, bucket_bytes=way.bytes_each,
+                           communication_hook=self._send)
 
     def step(self, ids: Tensor) -> Sending:
         self.events.clear()

@@ -18,15 +18,15 @@ from torch.optim import AdamW
 from transformers import GPT2LMHeadModel
 
 from course_lib.lessons.lab_gpt2 import gpt2
-from course_lib.lessons.slow_link import Waits, slow_gathers
+from course_lib.lessons.slow_link import OverSlowLink, Waits
 from course_lib.metering.meter import Meter
 from course_lib.metering.phases import between
+from course_lib.metering.storages import resizes
 from course_lib.parallel import blocks
 from course_lib.parallel.clock import Clock, Stamp
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
-from course_lib.replacing import replaced
 from course_lib.training.checkpoints import sharded
 
 VOCABULARY, LENGTH, HEADS = 256, 32, 4
@@ -139,15 +139,12 @@ def changes(resident: Callable[[], Mapping[str, list[Tensor]]] | None) -> Iterat
     Both engines do that by resizing a storage, so one pair of eyes serves for both.
     """
     seen: list[Any] = []
-    resize = torch.UntypedStorage.resize_
 
-    def note(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
+    def note(storage: torch.UntypedStorage) -> None:
         if resident and (now := held(resident)) != (seen[-1] if seen else None):
             seen.append(now)
-        return result
 
-    with replaced(torch.UntypedStorage, "resize_", note):
+    with resizes(note):
         yield seen
 
 
@@ -183,15 +180,17 @@ def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: 
         tries: steps, of which the one that waited longest counts. Other programs disturb it least: they lengthen what
             lies between a gather and its wait, and so shorten the wait, which is ``link`` at most.
     """
-    engine, clock = _engine("scratch", build, prefetch=prefetch), Clock(Accelerator().device)
+    clock = Clock(Accelerator().device)
+    model = build().to(clock.device)
+    engine = OverSlowLink(model, AdamW(model.parameters()), prefetch=prefetch)
     steps = []
     for step in range(tries):
-        with slow_gathers(link) as spans:
-            dist.barrier()
-            begin = clock.stamp()
-            batch_loss(engine, step, rows * dist.get_world_size()).backward()
-            finish = clock.stamp()
-            clock.settle()
+        spans = engine.slow_down(link)
+        dist.barrier()
+        begin = clock.stamp()
+        batch_loss(engine, step, rows * dist.get_world_size()).backward()
+        finish = clock.stamp()
+        clock.settle()
         start, end = clock.seconds(begin), clock.seconds(finish)
         steps.append(Waits(link, end - start, [(since - start, until - start) for since, until in spans]))
     return max(steps, key=lambda waits: waits.waited)

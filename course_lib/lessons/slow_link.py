@@ -1,12 +1,9 @@
 """A link that is slow, simulated: the ranks' all-gathers take longer, and computation goes on meanwhile."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from course_lib.parallel.fsdp import FlatParamGroup
-from course_lib.replacing import replaced
+from course_lib.parallel.fsdp import FlatParamGroup, FullyShardedDataParallel
 
 
 @dataclass(frozen=True)
@@ -28,24 +25,40 @@ class Waits:
         return sum(end - start for start, end in self.spans)
 
 
-@contextlib.contextmanager
-def slow_gathers(seconds: float) -> Iterator[list[tuple[float, float]]]:
-    """Lets no all-gather end earlier than so many seconds after its beginning; yields when a rank waited for that."""
-    spans: list[tuple[float, float]] = []
-    ready: dict[FlatParamGroup, float] = {}
-    gather, wait = FlatParamGroup.gather, FlatParamGroup.wait
+class _SlowGroup(FlatParamGroup):
+    """Parameters that take ``link`` seconds at least to arrive, counted from where they are asked for."""
 
-    def slow_gather(unit: FlatParamGroup) -> None:
-        gather(unit)
-        if unit.work is not None:
-            ready.setdefault(unit, time.perf_counter() + seconds)
+    link = 0.0
+    ready: float | None = None
+    spans: list[tuple[float, float]]
+    """When this rank stood still for the link; one list for all groups of a model."""
 
-    def slow_wait(unit: FlatParamGroup) -> None:
-        begin, until = time.perf_counter(), ready.pop(unit, 0.0)
-        if until > begin:
+    def gather(self) -> None:
+        super().gather()
+        if self.work is not None and self.ready is None:
+            self.ready = time.perf_counter() + self.link
+
+    def wait(self) -> None:
+        begin, until, self.ready = time.perf_counter(), self.ready, None
+        if until is not None and until > begin:
             time.sleep(until - begin)
-            spans.append((begin, until))
-        wait(unit)
+            self.spans.append((begin, until))
+        super().wait()
 
-    with replaced(FlatParamGroup, "gather", slow_gather), replaced(FlatParamGroup, "wait", slow_wait):
-        yield spans
+
+class OverSlowLink(FullyShardedDataParallel):
+    """FSDP, any of whose all-gathers :meth:`slow_down` can lengthen."""
+
+    unit_type = _SlowGroup
+
+    def slow_down(self, link: float) -> list[tuple[float, float]]:
+        """Let no all-gather from now on end within ``link`` seconds of its beginning.
+
+        Returns:
+            A list that fills with begin and end of each wait for that, in seconds of ``time.perf_counter``.
+        """
+        spans: list[tuple[float, float]] = []
+        for unit in self.units:
+            assert isinstance(unit, _SlowGroup)
+            unit.link, unit.spans = link, spans
+        return spans

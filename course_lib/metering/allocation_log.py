@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from course_lib.metering.collective_log import CollectiveLog, Transfer, ring_bytes
-from course_lib.metering.storages import StorageTable, TrackedStorage
+from course_lib.metering.storages import StorageTable, TrackedStorage, resizes
 from course_lib.parallel.clock import Clock
 from course_lib.replacing import replaced
 
@@ -100,13 +100,6 @@ class AllocationLog(TorchDispatchMode):
         with contextlib.ExitStack() as stack:
             self._traffic.start()
             stack.callback(self._traffic.stop)
-            original = torch.UntypedStorage.resize_
-
-            def resize(storage: torch.UntypedStorage, size: int) -> Any:
-                result = original(storage, size)
-                self._storages.look(storage)
-                return result
-
             derive = ShardingPropagator._propagate_tensor_meta_non_cached
 
             def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
@@ -117,7 +110,7 @@ class AllocationLog(TorchDispatchMode):
                 finally:
                     self._looking = True
 
-            stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize))
+            stack.enter_context(resizes(self._storages.look))
             stack.enter_context(replaced(ShardingPropagator, derive.__name__, unseen))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor))
             super().__enter__()

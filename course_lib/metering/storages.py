@@ -1,15 +1,18 @@
 """Which storages there are, each counted once and while it lives, and what each serves as."""
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from course_lib.replacing import replaced
 
 
 @dataclass(eq=False)
@@ -111,6 +114,20 @@ class StorageTable:
         change, known.bytes = size - known.bytes, size
         if change:
             self._resized(known, change)
+
+
+@contextlib.contextmanager
+def resizes(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """While the block runs, ``tell`` is called after each resize of any storage: FSDP takes and frees memory so."""
+    resize_ = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize_(storage, size)
+        tell(storage)
+        return result
+
+    with replaced(torch.UntypedStorage, "resize_", resize):  # no operator: neither hook nor dispatch mode sees it
+        yield
 
 
 def local_tensors(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

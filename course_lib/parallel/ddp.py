@@ -105,9 +105,8 @@ class DataParallel(nn.Module):
         self._synchronises = True
         self._broadcast([*module.parameters(), *module.buffers()])
 
-        # Backward makes the gradients of the last layers first: with these in the first bucket it can leave early.
         names = names_of(module)
-        trainable = [p for p in reversed(list(names)) if p.requires_grad]
+        trainable = self.bucket_order([p for p in names if p.requires_grad])
         self.buckets = [Bucket({names[p]: p for p in parameters}, group)
                         for parameters in in_buckets(trainable, first_bucket_bytes, bucket_bytes)]
         self._sent = 0  # buckets sent in this backward; all ranks send them in the same order
@@ -116,6 +115,13 @@ class DataParallel(nn.Module):
             for name, parameter in bucket.parameters.items():
                 arrived = functools.partial(self._arrived, bucket, name, bucket.views[name])
                 parameter.register_post_accumulate_grad_hook(arrived)
+
+    def bucket_order(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """The order in which parameters, given in the module's, fill the buckets: the reverse.
+
+        Backward makes the gradients of the last layers first: with these in the first bucket it can leave early.
+        """
+        return parameters[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.

@@ -32,7 +32,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from course_lib.errors import ConfigError, nearest
 from course_lib.metering.allocation_log import KINDS, AllocationLog, CollectiveRecord
 from course_lib.parallel.blocks import blocks
-from course_lib.parallel.torch_engines import tensor_parallel
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 from course_lib.planning import models
@@ -208,14 +207,20 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
             engine = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
             engine.register_comm_hook(setting.world_size, _all_reduce)
         else:
-            with replaced(tensor_parallel, "take_over_first", lambda *_, **__: None):  # alone: nobody to ask
-                engine = TorchTensorParallel(model, mesh)
+            engine = _TensorParallelAlone(model, mesh)
             split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
             whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
             optimizer = torch.optim.AdamW([{"params": split}, {"params": whole}], fused=True)
             _make_states(model, optimizer)
         _run(model, engine, optimizer, setting, ledger)
     return parameters
+
+
+class _TensorParallelAlone(TorchTensorParallel):
+    """One rank of several that are not there: nobody to take weights over from."""
+
+    def start_alike(self) -> None:
+        pass
 
 
 def _all_reduce(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -14,7 +14,7 @@ from course_lib.replacing import replaced
 def deepspeed_left_alone() -> Iterator[None]:
     """Keep Accelerate's ``unwrap_model`` from importing DeepSpeed, which takes seconds, to ask whether it wrapped it.
 
-    Where nobody has imported it, it did not wrap anything.
+    Where nobody has imported it, it did not wrap anything. ``save_pretrained`` unwraps without being asked.
     """
     with replaced(accelerate.utils.other, "is_deepspeed_available", lambda: "deepspeed" in sys.modules):
         yield

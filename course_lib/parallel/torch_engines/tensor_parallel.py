@@ -61,7 +61,7 @@ class TorchTensorParallel(nn.Module):
         self.between: Placement = Shard(SEQUENCE) if sequence else Replicate()
         blocks = self.plan.blocks_of(module)
         check_splittable(self.plan, blocks, config, mesh.size(), sequence)
-        take_over_first(module, mesh.get_group())
+        self.start_alike()
 
         self._fused: dict[str, int] = {}  # names of the layers that were Conv1D: matrices side by side in each
         ties = _ties(module)
@@ -73,6 +73,10 @@ class TorchTensorParallel(nn.Module):
         for names in ties:
             _tie(module, names)
         self._hook(blocks)
+
+    def start_alike(self) -> None:
+        """Let all ranks begin with the weights of the mesh's first; a collective call."""
+        take_over_first(self.module, self.mesh.get_group())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

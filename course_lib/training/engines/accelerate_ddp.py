@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from course_lib.config import Config
 from course_lib.training.engines.base import Engine
 from course_lib.training.overflow import OverflowWatch
-from course_lib.training.unwrapping import deepspeed_left_alone, take_back_forward
+from course_lib.training.unwrapping import take_back_forward
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
@@ -69,7 +69,3 @@ class AccelerateDDP(Engine):
     def load_state(self, state: dict[str, Any]) -> None:
         if self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-
-    def bare_model(self) -> nn.Module:
-        with deepspeed_left_alone():
-            return self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
