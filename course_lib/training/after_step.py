@@ -45,7 +45,7 @@ def do_what_is_due(trainer: Trainer, loss: torch.Tensor, gradient_norm: torch.Te
     if evaluates:
         with trainer.stopwatch.stopped():
             validate(trainer)
-    code = interrupts.exit_code(engine.votes_to_stop(trainer.stop_request.vote, waits))
+    code = interrupts.exit_code(engine.votes_to_stop(trainer.stop_request.vote, trainer.votes, waits))
     if code and not waits:
         check_finite(trainer)
         count_seconds(trainer)

@@ -11,6 +11,8 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.system.machine import native_bf16
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 def pick_device(name: str) -> torch.device:
     """The device that ``auto`` means here, or the one named.
@@ -87,6 +89,4 @@ def use_tf32(choice: str, precision: str, device: torch.device) -> bool:
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Run matrix products in the low precision; does nothing for ``no``."""
-    if precision == "no":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[precision])
+    return contextlib.nullcontext() if precision == "no" else torch.autocast(device.type, DTYPES[precision])

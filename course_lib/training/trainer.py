@@ -111,6 +111,7 @@ class Trainer:
         self.phases = Phases(self.clock)
         self.saver = saving.Saver(self)
         self.pending: list[torch.Tensor] = []
+        self.votes: torch.Tensor
         self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
         self.unsettled = False
 
@@ -235,9 +236,11 @@ class Trainer:
         return own * micro_batches * self.engine.data_ranks
 
     def count_targets(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Targets in the whole global batch, a scalar."""
+        """Targets in the whole global batch, a scalar; the same reduction carries whether anyone was asked to stop."""
         own = torch.stack([count_targets(batch["labels"], self.task) for batch in micro_batches]).sum()
-        return self.engine.sum_targets(own, self.stop_request.vote)
+        own_vote = torch.full_like(own, self.stop_request.vote)  # filled in there: a copy would wait for the device
+        targets, self.votes = self.engine.sum(torch.stack([self.engine.counted_once(own), own_vote]))
+        return targets
 
     def settle(self) -> None:
         """Move the learning rate on for the last step, unless it was skipped.

@@ -170,16 +170,9 @@ class Engine:
 
     # --- one step ---
 
-    def sum_targets(self, own: torch.Tensor, vote: int) -> torch.Tensor:
-        """Targets in the rows of all ranks, from this rank's; both are scalars.
-
-        The same reduction carries whether anyone was asked to stop.
-        """
-        own = own if self.place[1:] == (0, 0) else torch.zeros_like(own)  # rows that several ranks have count once
-        own_vote = torch.full_like(own, vote)  # filled in there: a copy would wait for the device
-        targets, votes = self.sum(torch.stack([own, own_vote]))
-        self.votes.cast(votes)
-        return targets
+    def counted_once(self, own: torch.Tensor) -> torch.Tensor:
+        """A number of this rank's rows, for a sum over all ranks: zero where an earlier rank has the same rows."""
+        return own if self.place[1:] == (0, 0) else torch.zeros_like(own)
 
     def own_part(self, loss: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the sum of all ranks' losses: nothing where another one has the same rows' loss."""
@@ -220,15 +213,17 @@ class Engine:
         """Forget the gradients."""
         raise NotImplementedError
 
-    def votes_to_stop(self, vote: int, waited: bool) -> int:
+    def votes_to_stop(self, own: int, summed: torch.Tensor, waited: bool) -> int:
         """Sum of the ranks' votes to stop, the same on all.
 
         On several GPUs it is known one step later than on CPUs, where it was not worth waiting for.
 
         Args:
-            vote: this rank's own.
+            own: this rank's.
+            summed: over the ranks, with the targets of the step before this call.
             waited: the device has done all that was queued, on every process.
         """
+        self.votes.cast(summed)
         return self.votes.counted(waited)
 
     # --- what the ranks say to each other ---

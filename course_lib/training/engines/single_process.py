@@ -71,11 +71,8 @@ class SingleProcess(Engine):
     def to_device(self, batch: Any) -> Any:
         return moved(batch, self.device)
 
-    def sum_targets(self, own: torch.Tensor, vote: int) -> torch.Tensor:
+    def votes_to_stop(self, own: int, summed: torch.Tensor, waited: bool) -> int:
         return own
-
-    def votes_to_stop(self, vote: int, waited: bool) -> int:
-        return vote
 
     def gather(self, tensors: Any) -> Any:
         return tensors
