@@ -48,6 +48,17 @@ def accelerators() -> int:
     return torch.accelerator.device_count()
 
 
+def unused_accelerator() -> str | None:
+    """The type of accelerator that torch sees and the course does not use, such as Intel's ``xpu``; None for none.
+
+    It uses ``mps`` and ``cuda``, which AMD's GPUs are called, too (ROCm).
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not accelerators() or accelerator.type in ("cuda", "mps"):
+        return None
+    return accelerator.type
+
+
 def default_start_method() -> str:
     """`spawn` on macOS, `fork` where there is no accelerator, else `forkserver`, or `spawn` where that cannot serve."""
     if sys.platform == "darwin":

@@ -87,14 +87,12 @@ def _check(num_processes: int, device: str, start_method: str | None) -> tuple[s
         raise LaunchError(f"num_processes is {num_processes}", "ask for at least 1")
     if "RANK" in os.environ:
         raise LaunchError(f"this process is rank {os.environ['RANK']} of a launch already", "call launch() outside it")
-    accelerator, there = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-    kind = accelerator.type if accelerator and there else "none"
-    gpus = there if kind == "cuda" else 0  # ROCm's are called so too
+    gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus >= num_processes else "cpu"
         if gpus and device == "cpu":
             print(f"{num_processes} ranks on {gpus} GPUs: they run on the CPU")
-        elif kind not in ("none", "cuda", "mps"):
+        elif kind := forks.unused_accelerator():
             print(f"the course does not know devices of type {kind}: the ranks run on the CPU")
     if device not in ("cpu", "cuda"):
         raise LaunchError(f"unknown device {device!r}", "use auto, cpu or cuda")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_lib.errors import ConfigError
-from course_lib.parallel.groups import meet
+from course_lib.parallel.groups import device_of, meet
 
 AXES = ("dp", "pp", "tp")
 """Data, pipeline, tensor parallelism: the grid's dimensions, from the outermost to the innermost."""
@@ -137,6 +137,9 @@ class RankGrid:
         """This rank's group along each axis; a collective call of all ranks, once a run."""
         return AxisGroups(*(self.new_group(axis) for axis in AXES))
 
-    def mesh(self, groups: AxisGroups, device_type: str = "cpu") -> DeviceMesh:
-        """The same grid and the same groups as torch's ``DeviceMesh``, with dimensions named dp, pp and tp."""
-        return DeviceMesh.from_group(list(groups), device_type, mesh=self.ranks, mesh_dim_names=AXES)
+    def mesh(self, groups: AxisGroups) -> DeviceMesh:
+        """The same grid and the same groups as torch's ``DeviceMesh``, with dimensions named dp, pp and tp.
+
+        Its device is the groups' own (:func:`~course_lib.parallel.groups.device_of`): GPUs where they have NCCL.
+        """
+        return DeviceMesh.from_group(list(groups), device_of(groups.dp).type, mesh=self.ranks, mesh_dim_names=AXES)

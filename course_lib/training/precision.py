@@ -9,6 +9,7 @@ from accelerate.utils import parse_flag_from_env
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError
+from course_lib.launching.forks import unused_accelerator
 from course_lib.system.machine import native_bf16
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -54,7 +55,12 @@ def pick_precision(name: str, device: torch.device) -> str:
 
 
 def hint(config: Config, device: torch.device) -> str | None:
-    """One line for a run that ``auto`` lets compute in float32 beside idle tensor cores; None for every other."""
+    """One line for a run that ``auto`` leaves slower than the machine could be; None for every other.
+
+    It computes in float32 beside idle tensor cores, or on the CPU beside an accelerator that the course does not know.
+    """
+    if config.run.device == "auto" and device.type == "cpu" and (kind := unused_accelerator()):
+        return f"the course does not know devices of type {kind}: training on the CPU"
     if config.run.mixed_precision != "auto" or device.type != "cuda" or native_bf16("cuda"):
         return None
     if torch.cuda.get_device_capability(device) < (7, 0):

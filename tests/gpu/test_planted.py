@@ -3,9 +3,12 @@
 import pytest
 
 from tests.gpu.planted import PLANTS
+from tests.gpu.test_no_false_alarms import SEEDS
 
 CALM = [plant for plant in PLANTS if not plant.hangs]
 HANGING = [plant for plant in PLANTS if plant.hangs]
+ORDERS = [pytest.param(name, marks=() if name == "late" else pytest.mark.long) for name in SEEDS]
+"""In which results arrive: a mistake is one also where the result happened to be there in time."""
 
 
 def _run(plants, wrong):
@@ -64,15 +67,17 @@ def test_there_are_at_least_forty():
     assert len(PLANTS) >= 40 and len({plant.name for plant in PLANTS}) == len(PLANTS)
 
 
-def test_every_planted_mistake_is_named_by_its_line(gpus):
-    by_rank = gpus.run(_launch, CALM, True, 2, environment={"GPU_SIM_TIMEOUT": "10"})
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_planted_mistake_is_named_by_its_line(gpus, order):
+    by_rank = gpus.run(_launch, CALM, True, 2, environment={"GPU_SIM_TIMEOUT": "10"} | SEEDS[order])
     missed = {plant.name: [rank[plant.name] for rank in by_rank] for plant in CALM
               if not _names(plant, [rank[plant.name] for rank in by_rank])}
     assert not missed
 
 
-def test_done_right_nothing_is_found(gpus):
-    by_rank = gpus.run(_launch, CALM, False, 2, environment={"GPU_SIM_TIMEOUT": "10"})
+@pytest.mark.parametrize("order", ORDERS)
+def test_done_right_nothing_is_found(gpus, order):
+    by_rank = gpus.run(_launch, CALM, False, 2, environment={"GPU_SIM_TIMEOUT": "10"} | SEEDS[order])
     alarms = {name: seen for rank in by_rank for name, seen in rank.items() if seen != ([], "")}
     assert not alarms
 

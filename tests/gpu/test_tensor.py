@@ -80,3 +80,17 @@ def test_three_axes_are_one_process(gpus):
         for case, step in zip(GRIDS, found, strict=True):
             assert step.apart < 2e-6 and step.loss == pytest.approx(step.whole_loss, rel=1e-6), (case, step)
             assert step.norm == pytest.approx(step.whole_norm, rel=1e-6) and step.norm > 0.1, (case, step)
+
+
+def on_a_mesh():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    device, grid = join(), RankGrid(2, 1, 2)
+    mesh = grid.mesh(grid.groups())
+    rows = distribute_tensor(torch.arange(8.0, device=device), mesh["tp"], [Shard(0)])
+    return mesh.device_type, rows.to_local().device.type, rows.full_tensor().cpu().tolist(), findings()
+
+
+def test_a_grid_of_gpus_is_a_mesh_of_gpus(gpus):
+    for kind, local, whole, alarms in gpus.run(launched, on_a_mesh, 4, gpus=4, timeout=100):
+        assert (kind, local, alarms) == ("cuda", "cuda", []) and whole == list(range(8))

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.launching import forks, rank_process, supervisor
+from course_lib.launching import launch as start
 from course_lib.launching.launch import RankError, RanksHung, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
@@ -404,6 +405,14 @@ def test_where_the_fork_server_cannot_serve_ranks_are_spawned_and_a_line_says_so
     assert forks.default_start_method() == "spawn"
     assert capsys.readouterr().out == ("a process of the fork server cannot train (it died): the ranks are spawned, "
                                        "which takes some seconds each\n")
+
+
+def test_an_accelerator_that_the_course_does_not_use_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for kind, said in (("xpu", "the course does not know devices of type xpu: the ranks run on the CPU\n"), ("mps", "")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda kind=kind: torch.device(kind))
+        assert start._check(2, "auto", "spawn") == ("cpu", "spawn")
+        assert capsys.readouterr().out == said
 
 
 def random_numbers():

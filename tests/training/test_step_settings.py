@@ -16,7 +16,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.training import compiling, loss
 from course_lib.training.engines.with_deepspeed import DEFAULT_BUCKET, zero_settings
-from course_lib.training.precision import use_tf32
+from course_lib.training.precision import hint, use_tf32
 from course_lib.training.unwrapping import take_back_forward
 
 # --- the loss in chunks ---
@@ -106,6 +106,15 @@ def test_tf32_where_products_may_be_rounded(monkeypatch, choice, precision, capa
     monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
     assert use_tf32(choice, precision, torch.device("cuda")) is used
     assert said == ["high" if used else "highest"]
+
+
+@pytest.mark.parametrize(("kind", "count", "device", "said"), [
+    ("xpu", 1, "auto", "the course does not know devices of type xpu: training on the CPU"), ("xpu", 0, "auto", None),
+    ("xpu", 1, "cpu", None), ("cuda", 1, "auto", None)])
+def test_an_accelerator_that_the_course_does_not_use_is_named(monkeypatch, kind, count, device, said):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert hint(build({"device": device}), torch.device("cpu")) == said
 
 
 def test_tf32_is_refused_where_it_is_not():
