@@ -409,7 +409,8 @@ def test_where_the_fork_server_cannot_serve_ranks_are_spawned_and_a_line_says_so
 
 def test_an_accelerator_that_the_course_does_not_use_is_named(monkeypatch, capsys):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    for kind, said in (("xpu", "the course does not know devices of type xpu: the ranks run on the CPU\n"), ("mps", "")):
+    line = "the course does not know devices of type xpu: the ranks run on the CPU\n"
+    for kind, said in (("xpu", line), ("mps", "")):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda kind=kind: torch.device(kind))
         assert start._check(2, "auto", "spawn") == ("cpu", "spawn")
         assert capsys.readouterr().out == said
