@@ -32,7 +32,7 @@ INPUTS = ("pyproject.toml", "constraints.txt", "requirements/minilm.txt")
 OLDEST = (3, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
 
-AT_START = ("torch", "transformers", "sympy", "mpmath", "accelerate", "datasets", "evaluate", "numpy", "pandas",
+AT_START = ("torch", "transformers", "sympy", "mpmath", "accelerate", "datasets", "numpy", "pandas",
             "scipy", "sklearn", "deepspeed", "pyarrow", "huggingface_hub", "boto3", "botocore", "pydantic")
 NOT_AT_START = r"/tests?/|/transformers/models/(?!auto|bert|gpt2|llama)\w+/|/torch/(testing|_inductor)/"
 

@@ -18,6 +18,7 @@ from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.launching.launch import launch
 from course_lib.lessons import wrong_metrics
+from course_lib.training.evaluation import ClassificationCounts
 from course_lib.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -130,6 +131,23 @@ def row_by_row(case):
 def one_process(case):
     """The metrics that the plain loop's trainer finds."""
     return trainer_for(case, "basic").evaluate("validation")
+
+
+@pytest.mark.parametrize("classes, present", [(2, 2), (3, 3), (7, 4), (5, 1)])
+def test_counts_that_are_added_up_give_scikit_learns_scores(classes, present):
+    """Also where the model knows classes that no row has; the mean of the parts' scores is another number."""
+    rows = np.random.default_rng(classes).integers(present, size=(2, 101))
+    metrics, parts = ClassificationCounts(classes), []
+    for part in np.split(rows, [13, 60], axis=1):
+        alone = ClassificationCounts(classes)
+        for each in (metrics, alone):
+            each.add(*torch.from_numpy(part))
+        parts.append(alone.compute())
+    predictions, references = rows
+    wanted = wrong_metrics.scores(predictions, references, classes)
+    assert metrics.compute() == pytest.approx(wanted, rel=1e-12)
+    if present > 1:
+        assert np.mean([part["macro_f1"] for part in parts]) != pytest.approx(wanted["macro_f1"], rel=1e-4)
 
 
 def in_order(rows):
