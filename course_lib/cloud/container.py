@@ -5,7 +5,6 @@ Its drivers start ``cli.py --name value …``, an option a hyperparameter and no
 """
 
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,9 +52,8 @@ class Container:
                 argv += [f"--{name}", str(_content(self.channels[name]))]
         if "output_dir" not in given:
             argv += ["--output_dir", str(self.checkpoints)]
-            resumable = any(re.fullmatch(r"checkpoint-\d+", p.name) for p in self.checkpoints.glob("checkpoint-*"))
-            if resumable and "resume_from_checkpoint" not in given:
-                argv += ["--resume_from_checkpoint", "latest"]
+            if not given & {"resume_from_checkpoint", "overwrite_output_dir"}:
+                argv += ["--resume_from_checkpoint", "auto"]
         return argv
 
     def collect(self, run: Path, model: Path) -> None:

@@ -21,10 +21,8 @@ def options(job: Job) -> str:
     return " ".join(f"--{name} {shlex.quote(value)}" for name, value in job.fields.items())
 
 
-def resume(job: Job) -> str:
-    """Shell lines that set the array ``resume`` where the run's folder holds a checkpoint."""
-    pattern = shlex.quote(f"{job.config.output_dir}/checkpoint-*")
-    return f"resume=()\nif compgen -G {pattern} > /dev/null; then resume=(--resume_from_checkpoint latest); fi"
+RESUME = "--resume_from_checkpoint auto"
+"""The same command starts a run and goes on with it, also where it ended before its first checkpoint."""
 
 
 def torchrun(job: Job) -> str:
@@ -34,9 +32,8 @@ def torchrun(job: Job) -> str:
     return f"""#!/bin/bash
 # {job.instance_count} × {job.processes} ranks. output_dir has to be on a disk that all machines share.
 set -euo pipefail
-{resume(job)}
 exec torchrun --nnodes {job.instance_count} --nproc_per_node {job.processes} {meeting} \\
-    {TRAIN} {options(job)} "${{resume[@]}}"
+    {TRAIN} {options(job)} {RESUME}
 """
 
 
@@ -61,12 +58,11 @@ def slurm(job: Job) -> str:
 #SBATCH --output=%x-%j.log
 # output_dir has to be on a disk that all nodes share.
 set -uo pipefail
-{resume(job)}
 rm -f {note}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc_per_node {job.processes} \\
     --shutdown-timeout 100 --rdzv_backend c10d --rdzv_endpoint "$head:{PORT}" --rdzv_id "$SLURM_JOB_ID" \\
-    {TRAIN} {options(job)} "${{resume[@]}}"
+    {TRAIN} {options(job)} {RESUME}
 code=$?
 # torchrun ends with 1 whatever its ranks end with; this is the trainer's word for "asked to stop, and saved".
 if [ $code -ne 0 ] && [ -e {note} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
@@ -98,11 +94,10 @@ def skypilot(job: Job) -> str:
         resources["cpus"] = "4+"
     if job.spot:
         resources |= {"use_spot": True, "job_recovery": "FAILOVER"}
-    run = f"""{resume(job)}
-head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
+    run = f"""head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc_per_node {job.processes} --node_rank "$SKYPILOT_NODE_RANK" \\
     --master_addr "$head" --master_port {PORT} \\
-    {TRAIN} {options(job)} "${{resume[@]}}"
+    {TRAIN} {options(job)} {RESUME}
 """
     task = {"name": job.name, "num_nodes": job.instance_count, "resources": resources, "workdir": ".",
             "setup": "pip install -c constraints.txt -e .\n", "run": run}

@@ -41,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
     with importing():
         from course_lib.commands.report import print_summary
         from course_lib.training import run as runs
+        from course_lib.training.callbacks.progress import terminal_lines
 
-    summary = runs.train(config, container.metric_lines())
+    # a container's log has lines of its own, which the job's metric definitions read
+    summary = runs.train(config, container.metric_lines() or terminal_lines(config))
     if here.rank == 0:
         print_summary(config, summary)
         if job := container.discover():

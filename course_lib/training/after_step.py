@@ -103,7 +103,7 @@ def log(trainer: Trainer, gradient_norm: torch.Tensor) -> None:
     state.window = []
     trainer.tell("on_log", {
         "step": state.step, "epoch": state.epochs_done, "loss": state.last_loss,
-        "learning_rate": trainer.optimizer.param_groups[0]["lr"], "gradient_norm": float(gradient_norm),
+        "learning_rate": trainer.learning_rate, "gradient_norm": float(gradient_norm),
         **trainer.throughput.rates(state, trainer.num_processes), "seconds": round(state.seconds, 3)})
 
 

@@ -47,6 +47,6 @@ def learning_rate_factor(step: int, *, shape: str, warmup: int, total: int) -> f
 
 def make_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
     """The schedule that the config names, over the run's optimizer steps."""
-    warmup = config.warmup_steps or round(config.warmup_ratio * total_steps)
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)  # as transformers rounds
     return LambdaLR(optimizer, lambda step: learning_rate_factor(
         step, shape=config.lr_scheduler, warmup=warmup, total=total_steps))

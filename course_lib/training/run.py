@@ -1,6 +1,8 @@
 """One run from its config to its summary: data, model, training, evaluation, baselines, files."""
 
+import contextlib
 import dataclasses
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,9 +12,10 @@ from course_lib import modeling
 from course_lib.config import Config
 from course_lib.data import DataConnector, DataProcessor, TextData
 from course_lib.data.cache import progress_bars
-from course_lib.errors import DataError
+from course_lib.errors import DataError, TrainingInterrupted
 from course_lib.launching import launch_environment
 from course_lib.launching.determinism import PROMISE, deterministic
+from course_lib.launching.interrupts import StoppedAtOnce
 from course_lib.system import machine
 from course_lib.system.seeding import seed_everything
 from course_lib.training import baselines, launchfiles
@@ -20,7 +23,7 @@ from course_lib.training.callbacks.base import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.callbacks.monitoring import monitors
 from course_lib.training.callbacks.tracking import TrackingCallback
-from course_lib.training.checkpoints import model_folder, run_folder
+from course_lib.training.checkpoints import checkpoint, model_folder, run_folder
 from course_lib.training.precision import hint
 from course_lib.training.trainer import Trainer
 
@@ -49,10 +52,22 @@ def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
 
 
 def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
-    started = time.perf_counter()
     is_main = launch_environment.discover().rank == 0
     if is_main:
         run_folder.check(config)
+    with run_folder.held(config.output_dir) if is_main else contextlib.nullcontext():
+        try:
+            return _trained(config, callbacks, is_main)
+        except StoppedAtOnce as stopped:
+            kept = checkpoint.in_order(config.output_dir)
+            raise TrainingInterrupted(
+                f"stopped at once by a second {signal.Signals(stopped.number).name}; "
+                + (f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint"),
+                "go on with --resume_from_checkpoint auto", stopped.exit_code) from None
+
+
+def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> dict[str, Any]:
+    started = time.perf_counter()
     tracking = TrackingCallback(config)
     trainer, text = build_trainer(config, [*callbacks, *guards(config), *monitors(config), tracking])
     if is_main:

@@ -112,6 +112,7 @@ class Trainer:
         self.saver = saving.Saver(self)
         self.pending: list[torch.Tensor] = []
         self.votes: torch.Tensor
+        self.learning_rate = 0.0
         self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
         self.unsettled = False
 
@@ -211,6 +212,7 @@ class Trainer:
         with self.phases("optimizer"):
             self.settle()
             norm = engine.clip(self.config.optim.max_grad_norm or float("inf"))
+            self.learning_rate = self.optimizer.param_groups[0]["lr"]  # the schedule moves on before it is logged
             engine.update()
             engine.zero_grad()
             self.unsettled = True

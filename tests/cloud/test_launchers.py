@@ -50,25 +50,14 @@ def test_bash_torchrun_and_the_trainer_read_it(name, job):
     assert checked.returncode == 0 and not checked.stderr
     line = next(line for line in text.replace("\\\n", " ").splitlines() if "torchrun --" in line)
     for variable, value in {"$SLURM_NNODES": "2", "$SKYPILOT_NUM_NODES": "2", "$SKYPILOT_NODE_RANK": "1",
-                            "$SLURM_JOB_ID": "7", "$head": "10.0.0.1", '"${resume[@]}"': ""}.items():
+                            "$SLURM_JOB_ID": "7", "$head": "10.0.0.1"}.items():
         line = line.replace(variable, value)
     words = shlex.split(line)
     parsed = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
     assert parsed.nproc_per_node == str(job.processes) and parsed.training_script == "course_lib/cli.py"
     assert parsed.nnodes == str(job.instance_count if name == "torchrun" else 2)
-    assert config_from(cli.parse(parsed.training_script_args)) == CONFIG
-
-
-def test_a_checkpoint_is_found_whatever_the_folder_is_called(tmp_path):
-    lines = [line for line in written("slurm").splitlines() if "resume=" in line]
-    for there, told in ((False, ""), (True, "--resume_from_checkpoint latest")):
-        if there:
-            for step in (2, 4):
-                (tmp_path / "runs" / "my job" / f"checkpoint-00000{step}").mkdir(parents=True)
-        done = subprocess.run(["bash", "-uc", "\n".join(lines) + '\necho "${resume[@]}"'], cwd=tmp_path, text=True,
-                              capture_output=True)
-        assert done.stdout.strip() == told and not done.stderr
-    assert len(lines) == 2
+    config = config_from(cli.parse(parsed.training_script_args))
+    assert config.output.resume_from_checkpoint == "auto" and config.replace(resume_from_checkpoint=None) == CONFIG
 
 
 def test_the_directives_of_slurm():

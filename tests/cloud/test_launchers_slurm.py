@@ -117,6 +117,6 @@ def test_a_job_that_is_asked_to_stop_goes_on_from_its_checkpoint(there, tmp_path
     # Slurm itself waits two minutes.
     assert said(env, "scontrol", "update", f"JobId={number}", "StartTime=now")[0] == 0
     until(lambda: is_now(JobState="COMPLETED", ExitCode="0:0"), env, number)
-    assert ["--resume_from_checkpoint latest" in line for line in starts()] == [False, False, True, True]
+    assert ["--resume_from_checkpoint auto" in line for line in starts()] == [True] * 4
     given = {"--nnodes 2", "--nproc_per_node 2", "--rdzv_endpoint node1:29500", f"--rdzv_id {number}"}
     assert all(f" {option} " in line for option in given for line in starts())

@@ -152,13 +152,13 @@ def test_the_containers_arguments(tmp_path):
     rows.mkdir()
     (rows / "train.csv").touch()
     inside = container.discover({"SM_MODEL_DIR": str(tmp_path / "model"), "SM_CHANNEL_DATASET": str(rows)})
-    place = ["--output_dir", str(tmp_path / "checkpoints")]
+    place, resume = ["--output_dir", str(tmp_path / "checkpoints")], ["--resume_from_checkpoint", "auto"]
     assert inside.arguments(["--max_steps", "4"]) == [
-        "train", "--max_steps", "4", "--dataset", str(rows / "train.csv"), *place]
+        "train", "--max_steps", "4", "--dataset", str(rows / "train.csv"), *place, *resume]
     (rows / "test.csv").touch()
-    assert inside.arguments([]) == ["train", "--dataset", str(rows), *place]
-    (tmp_path / "checkpoints" / "checkpoint-000002").mkdir(parents=True)
-    assert inside.arguments([])[-2:] == ["--resume_from_checkpoint", "latest"]
+    assert inside.arguments([]) == ["train", "--dataset", str(rows), *place, *resume]
+    for given in ("--resume_from_checkpoint=latest", "--overwrite_output_dir"):
+        assert inside.arguments([given]) == ["train", given, "--dataset", str(rows), *place]
     assert "--resume_from_checkpoint" not in inside.arguments(["--output-dir=elsewhere"])
     assert inside.arguments(["doctor"]) == ["doctor"]
 

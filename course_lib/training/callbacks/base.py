@@ -4,12 +4,15 @@ A callback is called on every rank; ``trainer.is_main`` is True on one. It reads
 and may set ``trainer.state.stop``, on every rank alike.
 """
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from course_lib.config import Config
 from course_lib.training.checkpoints import checkpoint
 from course_lib.writing import JsonLines
 
@@ -52,12 +55,25 @@ class FunctionCallback(Callback):
         self.function(trainer)
 
 
+def evaluated(line: Mapping[str, Any]) -> str:
+    """A logged evaluation as text: ``step 48: validation loss 0.5210, accuracy 0.8021``."""
+    shown = ", ".join(f"{name.removeprefix('eval.')} {value:.4f}" for name, value in line.items()
+                      if name.startswith("eval.") and isinstance(value, float))
+    return f"step {line['step']}: validation {shown}"
+
+
+def shows_bar(config: Config) -> bool:
+    """Whether a progress bar is wanted and there is somebody to see it: a terminal, or a notebook's own process."""
+    in_notebook = "ipykernel" in sys.modules and "RANK" not in os.environ
+    return config.run.progress_bar and (sys.stderr.isatty() or in_notebook)
+
+
 class ProgressBar(Callback):
     """Steps done, loss, learning rate, samples and tokens per second, and MFU where it is known, on the main rank."""
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         self.bar = tqdm(total=trainer.state.max_steps, initial=trainer.state.step, desc="train", unit="step",
-                        disable=not (trainer.is_main and trainer.config.run.progress_bar), mininterval=0.5)
+                        disable=not (trainer.is_main and shows_bar(trainer.config)), mininterval=0.5)
 
     def on_step_end(self, trainer: "Trainer") -> None:
         self.bar.update()
@@ -69,9 +85,7 @@ class ProgressBar(Callback):
                                      f"{line['samples_per_second']:.0f} samples/s, "
                                      f"{line['tokens_per_second']:,.0f} tokens/s{mfu}", refresh=False)
         elif not self.bar.disable:
-            shown = ", ".join(f"{name.removeprefix('eval.')} {value:.4f}" for name, value in line.items()
-                              if name.startswith("eval.") and isinstance(value, float))
-            self.bar.write(f"step {line['step']}: validation {shown}")
+            self.bar.write(evaluated(line))
 
     def on_train_end(self, trainer: "Trainer") -> None:
         self.bar.close()

@@ -1,10 +1,16 @@
 """A run's folder: whose it is and what goes in. Light to import: `course train` looks here before it starts ranks."""
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+import socket
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from course_lib.config import Config
 from course_lib.config_files import to_yaml
@@ -13,6 +19,7 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.writing import write_text
 
 CONFIG, SUMMARY, METRICS, MODEL, BEST = "config.yaml", "summary.json", "metrics.jsonl", "model", "best.safetensors"
+LOCK = ".lock"
 MONITOR = "monitor"  # what the monitors of a run keep
 
 
@@ -30,6 +37,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"output_dir {folder} cannot be written (no permission in {existing})",
                           "choose another --output_dir")
     asked = config.output.resume_from_checkpoint
+    refuse_live(folder)
     # A run that was killed before its config stood has left a hidden file at most.
     if not folder.exists() or not any(folder.glob("[!.]*")) or asked not in (None, "auto"):
         return
@@ -38,7 +46,57 @@ def check(config: Config) -> None:
                           "choose another --output_dir")
     if not config.output.overwrite_output_dir and not asked:
         raise ConfigError(f"output_dir {folder} already holds a run",
-                          "give --overwrite_output_dir, --resume_from_checkpoint latest, or another --output_dir")
+                          "go on with --resume_from_checkpoint auto, replace it with --overwrite_output_dir, "
+                          "or choose another --output_dir")
+
+
+def refuse_live(folder: Path) -> None:
+    """Refuse a folder in which another process trains at this moment.
+
+    Raises:
+        ConfigError: naming the process.
+    """
+    try:
+        with (folder / LOCK).open("r+", encoding="utf-8") as lock:
+            if not _locked(lock):
+                raise ConfigError(f"output_dir {folder} belongs to a run that is alive ({lock.read().strip()})",
+                                  "wait for its end, stop it, or choose another --output_dir")
+    except FileNotFoundError:
+        pass  # nobody has trained there
+    except PermissionError:
+        raise ConfigError(f"output_dir {folder} belongs to another user (no permission for {folder / LOCK})",
+                          "choose another --output_dir") from None
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep a run's folder from other runs while the block runs, or to the end of this process, however it ends.
+
+    The lock is the kernel's (fcntl, POSIX record locks): a process that was killed holds none, and forked workers
+    inherit none.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    with checkpoint.saving(f"the lock of the run in {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+", encoding="utf-8")
+    with lock:
+        if not _locked(lock):
+            refuse_live(folder)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        lock.flush()
+        yield  # the file stays: who deleted it might delete the lock of the next one
+
+
+def _locked(lock: IO[str]) -> bool:
+    """Lock a file that is open for writing; whether nobody else has."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _writable(folder: Path) -> bool:
