@@ -1,0 +1,162 @@
+"""Diagrams of collectives: a ring step by step, and an all-reduce as its two halves."""
+
+from typing import NamedTuple
+
+from course_lib.errors import ConfigError
+from course_lib.figures.diagrams.base import Diagram
+from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
+from course_lib.figures.style import COLOURS
+
+SENT = COLOURS["communication"]
+
+
+class Send(NamedTuple):
+    """One message of a ring: in which step, from whom to whom, which part, and whose shares are summed in it."""
+
+    step: int
+    source: int
+    to: int
+    part: int
+    shares: frozenset[int]
+
+
+def check_ranks(ranks: int, least: int = 2, most: int = 5) -> None:
+    """Refuse a number of ranks that does not fit on the page.
+
+    Raises:
+        ConfigError: with the bounds.
+    """
+    if not least <= ranks <= most:
+        raise ConfigError(f"a diagram for {ranks} ranks", f"take {least} to {most}")
+
+
+def reduced_part(rank: int, ranks: int, step: int) -> int:
+    """The part that a rank sends in step 1, 2, … of the reduce-scatter; see ``collectives.reduce_scatter``."""
+    return (rank - step) % ranks
+
+
+def gathered_part(rank: int, ranks: int, step: int) -> int:
+    """The part that a rank sends in step 1, 2, … of the all-gather; see ``collectives.all_gather``."""
+    return (rank - step + 1) % ranks
+
+
+def ring(ranks: int = 4) -> Diagram:
+    """A ring all-reduce step by step: N - 1 steps of reduce-scatter, then N - 1 of all-gather.
+
+    Args:
+        ranks: N, 2 to 4.
+    Raises:
+        ConfigError: another number of ranks.
+    Source: Patarasuk and Yuan (2009), as in :mod:`course_lib.parallel.collectives`.
+    """
+    check_ranks(ranks, most=4)
+    diagram = Diagram(
+        f"{2 * (ranks - 1)} steps, and in each of them a rank sends one part of {ranks} to its neighbour",
+        f"Two rows of panels. Each panel shows {ranks} ranks side by side, each with a column of {ranks} parts; a "
+        "number says how many ranks' shares are summed in a part, and arrows show what is sent to the next rank. In "
+        f"the upper row, the reduce-scatter, sums grow until each rank has one part with {ranks} shares. In the lower "
+        "row, the all-gather, these parts go round until every rank has all of them.")
+    held = {(rank, part): frozenset({rank}) for rank in range(ranks) for part in range(ranks)}
+    top = diagram.head + 14
+    panel = (WIDTH - 2 * MARGIN) / ranks
+    for phase, part_of, says in (("reduce-scatter", reduced_part, "sums grow"),
+                                 ("all-gather", gathered_part, "finished parts go round")):
+        diagram.text(MARGIN, top, f"{phase}: {says}", anchor="start", bold=True, colour=SENT)
+        top += 16
+        for step in range(1, ranks + 1):
+            left = MARGIN + (step - 1) * panel
+            sends = [Send(step, rank, (rank + 1) % ranks, part, held[rank, part]) for rank in range(ranks)
+                     for part in [part_of(rank, ranks, step)]] if step < ranks else []
+            caption = f"step {step}" if sends else ("one sum per rank" if phase == "reduce-scatter" else "all sums")
+            _panel(diagram, ranks, left, top, panel, caption, phase, held, sends)
+            for send in sends:
+                before = held[send.to, send.part] if phase == "reduce-scatter" else frozenset()
+                held[send.to, send.part] = send.shares | before
+        top += 58 + ranks * 24
+    diagram.text(MARGIN, top - 6, "number in a part: how many ranks' gradients are summed in it;  "
+                 f"solid: the sum of all {ranks}", SMALL, "start", GREY)
+    return diagram
+
+
+def _panel(diagram: Diagram, ranks: int, left: float, top: float, width: float, caption: str, phase: str,
+           held: dict[tuple[int, int], frozenset[int]], sends: list[Send]) -> None:
+    """All ranks' parts before a step, and what is sent in it; the last rank's message leaves and enters at the edge."""
+    pitch = (width - 24) / ranks
+    cell = min(22.0, pitch * 0.56)
+    start = left + 12 + (pitch - cell) / 2
+    diagram.text(left + width / 2, top + 4, caption, SMALL)
+    for rank in range(ranks):
+        x = start + rank * pitch
+        for part in range(ranks):
+            shares = held[rank, part]
+            whole = len(shares) == ranks
+            diagram.box(x, top + 16 + part * 24, cell, 20, str(len(shares)), size=SMALL,
+                        fill=tint(COLOURS["gradients"], 1.0 if whole else 0.12 + 0.4 * (len(shares) - 1) / ranks),
+                        means=(phase, caption, rank, part, shares))
+        diagram.text(x + cell / 2, top + 24 + ranks * 24, str(rank), SMALL, colour=GREY)
+    diagram.text(left + 4, top + 24 + ranks * 24, "rank" if width > 220 else "", SMALL, "start", GREY)
+    for send in sends:
+        y = top + 26 + send.part * 24
+        x = start + send.source * pitch + cell
+        if send.to > send.source:
+            diagram.arrow((x + 1, y), (x + pitch - cell - 1, y), colour=SENT, means=send)
+        else:
+            diagram.arrow((x + 1, y), (x + 11, y), colour=SENT, head=False, means=send)
+            diagram.arrow((start - 12, y), (start - 1, y), colour=SENT)
+
+
+def all_reduce_in_two(ranks: int = 4) -> Diagram:
+    """An all-reduce as a reduce-scatter and an all-gather of a bucket that is cut over the ranks.
+
+    Args:
+        ranks: N, 2 to 5.
+    Raises:
+        ConfigError: another number of ranks.
+    Source: Rajbhandari et al., *ZeRO* (arXiv 1910.02054), section 7.1.
+    """
+    check_ranks(ranks)
+    diagram = Diagram(
+        "An all-reduce is a reduce-scatter and an all-gather; ZeRO puts the optimizer between",
+        f"Three grids of {ranks} ranks by {ranks} parts of a bucket. Left: every rank has its own gradient of every "
+        "part. Middle, after the reduce-scatter: each rank has the sum of one part. Right, after the all-gather: every "
+        f"rank has the sum of every part. Each half sends {ranks - 1}/{ranks} of the bucket per rank.")
+    cell, row, gap = 26.0, 30.0, 170.0
+    grid = ranks * cell
+    left = 70 + (WIDTH - 70 - MARGIN - 3 * grid - 2 * gap) / 2 if ranks < 5 else 70.0
+    gap = min(gap, (WIDTH - MARGIN - left - 3 * grid) / 2)
+    top = diagram.head + 62
+    columns = [left + number * (grid + gap) for number in range(3)]
+    for x, name in zip(columns, ("own gradients", "one sum per rank", "all sums"), strict=True):
+        diagram.text(x + grid / 2, top - 12, name, bold=True)
+    for rank in range(ranks):
+        y = top + rank * row
+        diagram.text(left - 8, y + 12, f"rank {rank}", anchor="end")
+        for part in range(ranks):
+            diagram.box(columns[0] + part * cell, y, cell, 24, "ABCDE"[part].lower(), size=SMALL,
+                        fill=tint(COLOURS["gradients"], 0.25), means=("own", rank, part))
+            whole = COLOURS["gradients"]
+            if part == rank:
+                diagram.box(columns[1] + part * cell, y, cell, 24, "ABCDE"[part], fill=whole, bold=True,
+                            means=("reduced", rank, part))
+            else:
+                diagram.box(columns[1] + part * cell, y, cell, 24, stroke="#BBBBBB", dashed=True)
+            diagram.box(columns[2] + part * cell, y, cell, 24, "ABCDE"[part], fill=whole, bold=True,
+                        means=("gathered", rank, part))
+    middle = top + ranks * row / 2 - 3
+    for x, name in ((columns[0] + grid, "reduce-scatter"), (columns[1] + grid, "all-gather")):
+        diagram.arrow((x + 10, middle), (x + gap - 10, middle), colour=SENT, width=2.4)
+        diagram.text(x + gap / 2, middle - 14, name, bold=True, colour=SENT)
+        diagram.text(x + gap / 2, middle + 15, f"{ranks - 1}/{ranks} of the bucket\nsent per rank"
+                     if gap < 165 else f"{ranks - 1}/{ranks} of the bucket sent\nper rank", SMALL,
+                     colour=GREY)
+    start, end = columns[0] + grid / 2, columns[2] + grid / 2
+    over = diagram.head + 24
+    diagram.arrow((start, top - 24), (start, over), (end, over), (end, top - 24), colour=SENT, width=1.4)
+    diagram.text((start + end) / 2, over, f"all-reduce: 2 · {ranks - 1}/{ranks} of the bucket sent per rank",
+                 colour=SENT, bold=True, ground=True)
+    bottom = top + ranks * row + 20
+    diagram.arrow((columns[1] + grid / 2, bottom - 4), (columns[1] + grid / 2, top + ranks * row - 2),
+                  colour=COLOURS["optimizer states"])
+    diagram.text(columns[1] + grid / 2, bottom + 6, colour=COLOURS["optimizer states"],
+                 text="ZeRO: each rank updates the weights of its own part, and weights are gathered")
+    return diagram

@@ -1,0 +1,181 @@
+"""Diagrams of what is sharded: who holds what from DDP to ZeRO-3, how FSDP cuts a unit, and the grid of HSDP."""
+
+import itertools
+from collections.abc import Mapping
+
+from course_lib.errors import ConfigError
+from course_lib.figures.diagrams.base import Diagram
+from course_lib.figures.diagrams.collectives import SENT, check_ranks
+from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
+from course_lib.figures.style import COLOURS
+from course_lib.parallel.sharding import overlap, padded
+
+NAMES = {"parameters": "weights", "gradients": "gradients", "optimizer states": "optimizer states"}
+PALE = "#BBBBBB"
+
+
+def cut_from(kind: str) -> int:
+    """The ZeRO stage from which a kind is cut over the ranks (arXiv 1910.02054, section 5)."""
+    return {"optimizer states": 1, "gradients": 2, "parameters": 3}[kind]
+
+
+def who_holds_what(ranks: int = 4, optimizer_bytes: int = 12) -> Diagram:
+    """Weights, gradients and optimizer states of each rank under DDP and ZeRO-1 to -3, as high as their bytes.
+
+    Args:
+        ranks: N, 2 to 4.
+        optimizer_bytes: bytes per parameter of the optimizer's states, beside 2 of the weight and 2 of its gradient;
+            12 for Adam in mixed precision.
+    Raises:
+        ConfigError: another number of ranks.
+    Source: Rajbhandari et al., *ZeRO* (arXiv 1910.02054), figure 1.
+    """
+    check_ranks(ranks, most=4)
+    sizes = {"parameters": 2, "gradients": 2, "optimizer states": optimizer_bytes}
+    held = [sum(size / (ranks if stage >= cut_from(kind) else 1) for kind, size in sizes.items())
+            for stage in range(4)]
+    diagram = Diagram(
+        f"Each stage of ZeRO cuts one thing more over {ranks} ranks: from {held[0]:g} bytes per parameter to "
+        f"{held[3]:.3g}",
+        f"Four groups of {ranks} columns, one column per rank: DDP, ZeRO-1, ZeRO-2 and ZeRO-3. A column has boxes for "
+        "weights, gradients and optimizer states, as high as their bytes; of what is cut, a rank fills the piece that "
+        "is its own. DDP fills everything; ZeRO-1 cuts the optimizer states, ZeRO-2 the gradients too, ZeRO-3 the "
+        "weights too.")
+    left, top = 96.0, diagram.head + 34
+    group = (WIDTH - MARGIN - left) / 4
+    column = (group - 18) / ranks
+    unit = 200 / sum(sizes.values())
+    starts = dict(zip(sizes, itertools.accumulate((max(28.0, unit * size) + 8 for size in sizes.values()), initial=top),
+                      strict=False))
+    heights = {kind: max(28.0, unit * size) for kind, size in sizes.items()}
+    for kind, size in sizes.items():
+        name = NAMES[kind].replace(" ", "\n")
+        diagram.text(left - 8, starts[kind] + heights[kind] / 2, f"{name}\n{size} bytes", SMALL, "end", COLOURS[kind],
+                     bold=True)
+    for stage in range(4):
+        x = left + stage * group
+        diagram.text(x + (group - 18) / 2, top - 26, f"ZeRO-{stage}" if stage else "DDP", bold=True)
+        for rank in range(ranks):
+            diagram.text(x + (rank + 0.5) * column, top - 9, f"{rank}", SMALL, colour=GREY)
+            for kind in sizes:
+                parts = ranks if stage >= cut_from(kind) else 1
+                whole = (x + rank * column, starts[kind], column - 4, heights[kind])
+                if parts > 1:
+                    diagram.box(*whole, stroke=PALE, dashed=True)
+                    piece = heights[kind] / parts
+                    whole = (whole[0], starts[kind] + rank * piece, whole[2], piece)
+                diagram.box(*whole, fill=COLOURS[kind], stroke="none", means=(stage, rank, kind, 1 / parts))
+        bottom = max(starts[kind] + heights[kind] for kind in sizes)
+        diagram.text(x + (group - 18) / 2, bottom + 16, f"{held[stage]:.3g} bytes", bold=True)
+    diagram.text(left - 8, top - 9, "rank", SMALL, "end", GREY)
+    diagram.text(left - 8, bottom + 16, "per parameter", SMALL, "end", GREY)
+    return diagram
+
+
+def fsdp_cuts(parameters: Mapping[str, tuple[int, int]] | None = None, ranks: int = 2) -> Diagram:
+    """One unit's parameters as FSDP 1 cuts them, end to end in one flat buffer, and as FSDP 2 does, each by its rows.
+
+    Args:
+        parameters: (rows, columns) of each, by name; three small ones if None.
+        ranks: N, 2 to 4.
+    Raises:
+        ConfigError: another number of ranks, or more than 48 elements.
+    Source: Zhao et al., *PyTorch FSDP* (arXiv 2304.11277), section 3.2.1; the DTensors of ``fully_shard``.
+    """
+    check_ranks(ranks, most=4)
+    shapes = dict(parameters or {"a": (3, 3), "b": (4, 2), "c": (3, 1)})
+    numels = {name: rows * columns for name, (rows, columns) in shapes.items()}
+    if sum(numels.values()) > 48:
+        raise ConfigError(f"a diagram of {sum(numels.values())} elements", "take parameters of 48 elements at most")
+    total = padded(sum(numels.values()), ranks)
+    starts = dict(zip(numels, itertools.accumulate(numels.values(), initial=0), strict=False))
+    cut = [name for name in numels if sum(overlap(starts[name], numels[name], rank * total // ranks, total // ranks)[1]
+                                          > 0 for rank in range(ranks)) > 1]
+    diagram = Diagram(
+        "FSDP 1 cuts where the bytes say, in the middle of a matrix too; FSDP 2 cuts every parameter between rows",
+        f"Above: the parameters {', '.join(shapes)} end to end in one flat buffer of {total} elements, padding "
+        f"included, that is cut into {ranks} equal runs; the cut goes through {', '.join(cut) or 'none'}. Below: each "
+        f"parameter as a matrix whose rows are dealt to {ranks} ranks, padded where they do not divide.")
+    colours = {rank: tint(COLOURS["parameters"], (0.95, 0.2, 0.55, 0.1)[rank]) for rank in range(ranks)}
+    left, top = float(MARGIN), diagram.head + 12
+    diagram.text(left, top, "FSDP 1: one flat buffer", anchor="start", bold=True)
+    cell = min(26.0, (WIDTH - 2 * MARGIN) / total)
+    owners = [(name, row, column) for name, (rows, columns) in shapes.items()
+              for row in range(rows) for column in range(columns)] + [("", 0, 0)] * (total - sum(numels.values()))
+    for place, (name, _, _) in enumerate(owners):
+        rank = place * ranks // total
+        diagram.box(left + place * cell, top + 42, cell, 26, name or "–", fill=colours[rank], size=SMALL,
+                    dashed=not name, means=("flat", rank, name, place - starts.get(name, 0) if name else place))
+    for rank in range(ranks):
+        x = left + rank * total // ranks * cell
+        diagram.text(x + total / ranks * cell / 2, top + 26, f"rank {rank}", bold=True, colour=COLOURS["parameters"])
+        if rank:
+            diagram.arrow((x, top + 18), (x, top + 78), head=False, width=3)
+    top += 108
+    diagram.text(left, top, "FSDP 2: each parameter by its rows", anchor="start", bold=True)
+    x, deepest = left + 8, top
+    wide = max(padded(rows, ranks) // ranks for rows, _ in shapes.values())
+    for name, (rows, columns) in shapes.items():
+        share = padded(rows, ranks) // ranks
+        diagram.text(x + max(columns * 26, 34) / 2, top + 24, f"{name}: {rows} x {columns}", SMALL, colour=GREY)
+        for row in range(share * ranks):
+            rank, place = divmod(row, share)
+            y = top + 38 + rank * (wide * 24 + 10) + place * 24
+            for column in range(columns):
+                inside = row < rows
+                diagram.box(x + column * 26, y, 26, 24, name if inside else "–", fill=colours[rank], size=SMALL,
+                            dashed=not inside,
+                            means=("rows", rank, name if inside else "", row * columns + column))
+            deepest = max(deepest, y + 24)
+        x += max(columns * 26, 34) + 44
+    for rank in range(ranks):
+        y = top + 38 + rank * (wide * 24 + 10)
+        diagram.text(x - 12, y + wide * 12, f"rank {rank}", anchor="start", bold=True, colour=COLOURS["parameters"])
+    if any(box.dashed for box in diagram.boxes):
+        diagram.text(x + 60, top + 60, "–  padding, so that all ranks send equally much", SMALL, "start", GREY)
+    return diagram
+
+
+def hybrid(replicas: int = 2, shards: int = 4) -> Diagram:
+    """Hybrid sharding: the model is cut over the ranks of a machine, and copied from machine to machine.
+
+    Args:
+        replicas: machines, 2 to 3.
+        shards: ranks per machine, 2 to 8.
+    Raises:
+        ConfigError: other sizes.
+    Source: Zhao et al., *PyTorch FSDP* (arXiv 2304.11277), section 3.2.2.
+    """
+    check_ranks(replicas, most=3)
+    check_ranks(shards, most=8)
+    diagram = Diagram(
+        "Hybrid sharding gathers weights inside a machine; between machines only 1/"
+        f"{shards} of the gradients travels",
+        f"{replicas} machines, drawn as rows of {shards} ranks. Along a row each rank holds another shard of the "
+        "weights, and all-gathers and reduce-scatters stay in the row. In a column all ranks hold the same shard; "
+        "they all-reduce its gradient.")
+    left, top = 156.0, diagram.head + 40
+    pitch = (WIDTH - MARGIN - left) / shards
+    width = min(84.0, pitch - 14)
+    height = 92.0
+    diagram.text(left + (shards * pitch) / 2, top - 24, "inside a machine: all-gather of weights, reduce-scatter of "
+                 "gradients (fast links)", colour=SENT, bold=True)
+    for machine in range(replicas):
+        y = top + machine * height
+        diagram.box(left - 8, y - 10, shards * pitch + 6, 62, fill="#F6F6F6", stroke=PALE, radius=6)
+        diagram.text(left - 18, y + 21, f"machine {machine}", anchor="end", bold=True)
+        for shard in range(shards):
+            x = left + shard * pitch + (pitch - width) / 2 - 5
+            rank = machine * shards + shard
+            drawn = diagram.box(x, y, width, 42, f"rank {rank}\nshard {shard}" if width > 52 else f"{rank}\n{shard}",
+                                fill=tint(COLOURS["parameters"], 0.15 + 0.45 * shard / (shards - 1)), size=SMALL,
+                                means=(rank, shard))
+            if shard:
+                diagram.arrow((x - pitch + width, y + 21), (x, y + 21), colour=SENT, head=False, width=3,
+                              means=(rank - 1, rank))
+            if machine:
+                diagram.arrow((drawn.centre[0], y - height + 42), (drawn.centre[0], y), colour=COLOURS["gradients"],
+                              head=False, means=(rank - shards, rank))
+    diagram.text(left - 18, top + height - 24, "between machines:\nall-reduce of a\nshard's gradient", SMALL, "end",
+                 COLOURS["gradients"], bold=True)
+    return diagram

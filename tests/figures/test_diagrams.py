@@ -1,0 +1,215 @@
+"""Drawn diagrams: whole, small, readable SVG; and what they show is what the library does."""
+
+import itertools
+import threading
+from queue import Queue
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from course_lib.errors import ConfigError
+from course_lib.figures.diagrams import collectives, data_parallel, sharding
+from course_lib.figures.diagrams.base import Diagram
+from course_lib.figures.diagrams.marks import contrast
+from course_lib.parallel import collectives as real_collectives
+from course_lib.planning.memory import zero_model_states
+
+DRAWN = {
+    "ring": [lambda n=n: collectives.ring(n) for n in (2, 3, 4)],
+    "all_reduce_in_two": [lambda n=n: collectives.all_reduce_in_two(n) for n in (2, 3, 4, 5)],
+    "buckets": [data_parallel.buckets, lambda: data_parallel.buckets(bucket_size=4, send_per_unit=0.5),
+                lambda: data_parallel.buckets({"a": 2, "b": 2, "c": 2})],
+    "who_holds_what": [lambda n=n: sharding.who_holds_what(n) for n in (2, 3, 4)],
+    "fsdp_cuts": [lambda n=n: sharding.fsdp_cuts(ranks=n) for n in (2, 3, 4)],
+    "hybrid": [sharding.hybrid, lambda: sharding.hybrid(3, 2), lambda: sharding.hybrid(2, 8)],
+}
+EACH = [pytest.param(draw, id=f"{name}-{number}") for name, draws in DRAWN.items() for number, draw in enumerate(draws)]
+
+
+def meet(one, other, least=0.0):
+    """Whether two rectangles (left, top, right, bottom) share more than an edge."""
+    return (min(one[2], other[2]) - max(one[0], other[0]) > least
+            and min(one[3], other[3]) - max(one[1], other[1]) > least)
+
+
+def around(box):
+    return box.x, box.y, box.right, box.bottom
+
+
+def flaws(diagram: Diagram) -> list[str]:
+    """What cannot be read: labels on labels, off the page, across the edge of a box, under a line, or too pale."""
+    found = []
+    extents = [(label, label.extent) for label in diagram.labels]
+    for (one, a), (other, b) in itertools.combinations(extents, 2):
+        if meet(a, b):
+            found.append(f"`{one.text}` lies on `{other.text}`")
+    for label, extent in extents:
+        if label.size < 11:
+            found.append(f"`{label.text}` is {label.size} px")
+        if extent[0] < 2 or extent[2] > diagram.width - 2 or extent[1] < 2 or extent[3] > diagram.height - 2:
+            found.append(f"`{label.text}` is cut off")
+        ground = "#FFFFFF"
+        for box in diagram.boxes:
+            if meet(extent, around(box), 1.0) and not label.ground:
+                inside = (box.x <= extent[0] and box.y <= extent[1] + 2
+                          and box.right >= extent[2] and box.bottom >= extent[3] - 2)
+                if not inside and (box.stroke != "none" or box.fill != "#FFFFFF"):
+                    found.append(f"`{label.text}` crosses the edge of a box")
+                ground = box.fill
+        if contrast(label.colour, ground) < 4.4:
+            found.append(f"`{label.text}` is pale: {contrast(label.colour, ground):.1f}")
+        for arrow in diagram.arrows:
+            if not label.ground and not arrow.bend and any(crosses(extent, *pair)
+                                                           for pair in itertools.pairwise(arrow.points)):
+                found.append(f"`{label.text}` lies under a line")
+    return found
+
+
+def crosses(extent, start, end):
+    """Whether a line goes through the inside of a rectangle, by walking along it."""
+    left, top, right, bottom = extent
+    points = ((start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1]))
+              for share in (step / 200 for step in range(201)))
+    return any(left + 1 < x < right - 1 and top + 1 < y < bottom - 1 for x, y in points)
+
+
+@pytest.mark.parametrize("draw", EACH)
+def test_a_diagram_is_small_whole_and_readable(draw):
+    diagram = draw()
+    text = diagram._repr_svg_()
+    assert len(text.encode()) < 25_000
+    root = ElementTree.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.get("viewBox") == f"0 0 720 {diagram.height:g}" and root.get("role") == "img"
+    assert root.find(f"{space}title").text == diagram.title == root.get("aria-label")
+    assert root.find(f"{space}desc").text == diagram.description and len(diagram.description) > 80
+    assert len(list(root.iter(f"{space}text"))) == len(diagram.labels)
+    assert repr(diagram) == f"{diagram.title}. {diagram.description}"
+    assert flaws(diagram) == []
+
+
+@pytest.mark.parametrize("draw", [pytest.param(draws[0], id=name) for name, draws in DRAWN.items()])
+def test_a_diagram_can_be_looked_at(draw):
+    assert draw().png()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_flaws_are_found():
+    diagram = Diagram("A title", "A description")
+    assert flaws(diagram) == []
+    diagram.text(100, 100, "one")
+    diagram.text(110, 102, "other")
+    diagram.text(719, 200, "off the page")
+    diagram.box(290, 190, 20, 20)
+    diagram.text(300, 200, "wider than its box")
+    diagram.text(300, 300, "crossed", size=9)
+    diagram.arrow((200, 300), (400, 300))
+    assert flaws(diagram) == ["`one` lies on `other`", "`off the page` is cut off",
+                              "`wider than its box` crosses the edge of a box", "`crossed` is 9 px",
+                              "`crossed` lies under a line"]
+
+
+# --- What is shown is what the library does ---------------------------------------------------------------------------
+
+def real_sends(ranks, monkeypatch):
+    """What the library's ring sends, on threads in the place of ranks: (phase, step, source, to, part, shares).
+
+    Part p has p + 1 elements, and of rank r the value 2 to the r: so a message tells which part it is, and whose sum.
+    """
+    log, here = [], threading.local()
+    lines = {pair: Queue() for pair in itertools.product(range(ranks), repeat=2)}
+
+    def exchange(sent, to, received, source, group):
+        here.step += 1
+        shares = frozenset(rank for rank in range(ranks) if int(sent[0]) >> rank & 1)
+        log.append((here.phase, here.step, here.rank, to, sent.numel() - 1, shares))
+        lines[here.rank, to].put(sent.clone())
+        received.copy_(lines[source, here.rank].get(timeout=20))
+
+    def run(rank):
+        here.rank = rank
+        parts = [torch.full((part + 1,), 2**rank) for part in range(ranks)]
+        for here.phase in ("reduce-scatter", "all-gather"):
+            here.step = 0
+            if here.phase == "reduce-scatter":
+                real_collectives.reduce_scatter(parts[rank], parts)
+            else:
+                real_collectives.all_gather(parts, parts[rank])
+
+    monkeypatch.setattr(real_collectives, "_exchange", exchange)
+    monkeypatch.setattr(real_collectives, "_position", lambda group: (here.rank, ranks))
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads)
+    return log
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_rings_arrows_are_what_the_library_sends(ranks, monkeypatch):
+    diagram = collectives.ring(ranks)
+    arrows = [arrow.means for arrow in diagram.arrows if arrow.means]
+    middle = len(arrows) // 2
+    drawn = [(phase, *send) for phase, sends in (("reduce-scatter", arrows[:middle]), ("all-gather", arrows[middle:]))
+             for send in sends]
+    sent = real_sends(ranks, monkeypatch)
+    assert len(sent) == 2 * (ranks - 1) * ranks
+    assert sorted(drawn, key=str) == sorted(sent, key=str)
+    last = [box.means for box in diagram.boxes if box.means[:2] == ("all-gather", "all sums")]
+    assert len(last) == ranks**2 and {shares for *_, shares in last} == {frozenset(range(ranks))}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_who_holds_what_is_the_byte_formula(ranks):
+    diagram = sharding.who_holds_what(ranks)
+    boxes = [box for box in diagram.boxes if box.means]
+    assert len(boxes) == 4 * ranks * 3
+    bytes_of = {"parameters": 2, "gradients": 2, "optimizer states": 12}
+    for stage, rank in itertools.product(range(4), range(ranks)):
+        own = [box.means for box in boxes if box.means[:2] == (stage, rank)]
+        assert sum(bytes_of[kind] * share for *_, kind, share in own) == pytest.approx(
+            zero_model_states(1, ranks, stage))
+    whole = {box.means[2]: box.height for box in boxes if box.means[0] == 0}
+    for box in boxes:
+        assert box.height == pytest.approx(whole[box.means[2]] * box.means[3])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fsdps_cuts_are_the_flat_parameters_and_dtensors_own(ranks):
+    shapes = {"a": (3, 3), "b": (4, 2), "c": (3, 1)}
+    diagram = sharding.fsdp_cuts(shapes, ranks)
+    flat = torch.arange(-(-20 // ranks) * ranks).chunk(ranks)
+    names = "a" * 9 + "b" * 8 + "c" * 3
+    for rank in range(ranks):
+        drawn = "".join(box.means[2] for box in diagram.boxes if box.means[:2] == ("flat", rank))
+        assert drawn == "".join(names[place] for place in flat[rank] if place < 20)
+        for name, (rows, columns) in shapes.items():
+            pieces = torch.arange(rows * columns).view(rows, columns).chunk(ranks)  # as DTensor's Shard(0) does
+            held = pieces[rank].flatten().tolist() if rank < len(pieces) else []
+            assert held == [box.means[3] for box in diagram.boxes if box.means[:3] == ("rows", rank, name)]
+
+
+def test_buckets_leave_in_the_librarys_order_when_their_last_gradient_is_there():
+    diagram = data_parallel.buckets({"a": 3, "b": 2, "c": 2, "d": 1}, bucket_size=3, first_bucket=1, send_per_unit=2)
+    order = [box.means[1:] for box in diagram.boxes if box.means[0] == "backward"]
+    assert order == [("d", 0), ("c", 1), ("b", 1), ("a", 2)]
+    assert [box.means[1:] for box in diagram.boxes if box.means[0] == "all-reduce"] == [
+        (0, 1, 3), (1, 5, 13), (2, 13, 19)]
+
+
+def test_hybrid_links_a_row_for_shards_and_a_column_for_copies():
+    diagram = sharding.hybrid(2, 3)
+    shard_of = dict(box.means for box in diagram.boxes if box.means)
+    assert shard_of == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
+    links = {arrow.means for arrow in diagram.arrows}
+    assert links == {(0, 1), (1, 2), (3, 4), (4, 5), (0, 3), (1, 4), (2, 5)}
+
+
+@pytest.mark.parametrize("draw", [lambda: collectives.ring(1), lambda: collectives.ring(9),
+                                  lambda: sharding.who_holds_what(8), lambda: sharding.fsdp_cuts({"a": (9, 9)}),
+                                  lambda: data_parallel.buckets({"a": 1})])
+def test_what_does_not_fit_on_the_page_is_refused(draw):
+    with pytest.raises(ConfigError, match="a diagram"):
+        draw()
