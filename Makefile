@@ -19,21 +19,15 @@ setup:  ## create .venv and install the pinned packages
 train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options in ARGS="--num_epochs 1"
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
-# Tests and lessons that measure moments have the machine to themselves; three files of the others, which wait a lot, at a time.
-ALONE := tests/metering/test_meter.py tests/lessons/test_pipeline_lab.py \
-    $(addprefix tests/notebooks/test_,01_basic_loop.py 02_data_parallel.py 07_pipeline_schedules.py)
+# No test demands how a measured time comes out (tests/test_counted.py), so three files, which wait a lot, run at a time.
 # The folders with the longest files first, so that at the end nobody waits for one of them.
 FIRST := $(patsubst %,tests/%/,commands gpu cloud notebooks training)
 REST := $(filter-out $(FIRST),$(sort $(dir $(wildcard tests/*/test_*.py)))) $(wildcard tests/test_*.py)
 
-# Both groups run, whatever the first one finds.
 test: check  ## everything that needs no GPU: linters, types, all tests
 	$(BIN)/python tests/gpu_sim/build.py
-	@failed=0; set -x; \
 	OMP_WAIT_POLICY=passive $(BIN)/pytest $(FIRST) $(REST) \
-	    $(ALONE:%=--ignore=%) -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25 || failed=$$?; \
-	$(BIN)/pytest $(ALONE) --durations 15 || failed=$$?; \
-	{ set +x; } 2>/dev/null; exit $$failed
+	    -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
 gpu: setup  ## what runs on the GPUs here: a report to attach to an issue; everything with ARGS=--full
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,23 +77,24 @@ def anonymous_bytes() -> int:
 
 
 class Holdings(Callback):
-    """Notes every so many steps what the process holds."""
+    """Notes every so many steps what the process holds, as a function tells it."""
 
-    def __init__(self, every: int):
-        self.every, self.seen = every, list[tuple[int, ...]]()
+    def __init__(self, every: int, look: Callable[[], tuple[int, ...]]):
+        self.every, self.look, self.seen = every, look, list[tuple[int, ...]]()
 
     def on_step_end(self, trainer: Any) -> None:
         if trainer.state.step % self.every == 0:
-            self.seen.append((trainer.state.step, *held()))
+            self.seen.append((trainer.state.step, *self.look()))
 
 
-def train(folder: str, steps: int, every: int, options: dict[str, Any]) -> list[tuple[int, ...]]:
+def train(folder: str, steps: int, every: int, options: dict[str, Any],
+          look: Callable[[], tuple[int, ...]] = held, more: Sequence[Callback] = ()) -> list[tuple[int, ...]]:
     """Many steps of a tiny model on this rank, evaluations and checkpoints among them; what was held when."""
     torch.set_num_threads(1)
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = build(TINY | {"output_dir": folder, "max_steps": steps} | options)
-    notes = Holdings(every)
-    trainer = build_trainer(config, [*guards(config), notes])[0]
+    notes = Holdings(every, look)
+    trainer = build_trainer(config, [*guards(config), *more, notes])[0]
     trainer.train()
     trainer.engine.close()
     return notes.seen

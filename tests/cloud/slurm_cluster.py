@@ -117,7 +117,7 @@ def cluster(folder: Path):
             return done.stdout.strip()
 
         def wait_for(wanted: str, *command: str) -> None:
-            end = time.monotonic() + 30
+            end = time.monotonic() + 100
             while (answer := said(*command)) != wanted:
                 logs = [f"{name}.log:\n{(folder / f'{name}.log').read_text()}" for name in commands]
                 assert time.monotonic() < end, "\n".join((answer, *logs))

@@ -52,6 +52,7 @@ def load(tmp_path_factory):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long  # SkyPilot's packages are downloaded
 def test_skypilot_loads_both_tasks_and_refuses_wrong_ones(load):
     texts = [skypilot(JOB), skypilot(ALONE)]
     wrong = {"num_nodes: 2": ("num_node: 2", "Instead of 'num_node', did you mean 'num_nodes'?"),

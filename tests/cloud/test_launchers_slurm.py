@@ -20,7 +20,7 @@ from course_lib.launching.interrupts import NOTE
 from .slurm_cluster import cluster
 from .test_launchers import JOB
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long]  # Slurm's packages are downloaded
 CONFIG = build({"model": "tiny-bert", "output_dir": "out"})
 JOB_OF_CPUS = Job(CONFIG, "ml.m5.xlarge", 2, 2, max_hours=2.5, name="stops")
 TORCHRUN = f"""#!/bin/bash

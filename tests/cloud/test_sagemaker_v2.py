@@ -40,6 +40,7 @@ def version_2(tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long  # version 2's packages are downloaded
 def test_the_estimator_asks_for_the_same_job(version_2, tmp_path):
     config = build({"model": "tiny-bert", "max_steps": 4, "resume_from_checkpoint": "s3://mine/kept"})
     job = Job(config, "ml.p4d.24xlarge", 2, 8, max_hours=3, spot=True, max_wait_hours=5, name="tweets")

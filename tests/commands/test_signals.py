@@ -20,7 +20,7 @@ from course_lib.commands.relaunch import relaunch
 from course_lib.config import build
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, TrainingInterrupted
 from course_lib.launching.forks import end_openmp_threads
-from course_lib.launching.interrupts import NOTE, SAME_WISH, StopRequest, end_with_launcher, exit_code, leave_note
+from course_lib.launching.interrupts import NOTE, StopRequest, end_with_launcher, exit_code, leave_note
 from course_lib.launching.launch import launch
 from course_lib.launching.launch_environment import free_port
 from course_lib.training.callbacks import Callback
@@ -86,7 +86,7 @@ RANK = """
 import ctypes, os, time
 os.environ["RANK"] = "0"
 from course_lib.launching import interrupts
-interrupts.PATIENCE = 0.2
+interrupts.PATIENCE, interrupts.SAME_WISH = 0.2, {same}
 
 def hang():
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
@@ -104,17 +104,18 @@ print("granted", int(request.signal), flush=True)
 """
 
 
-TWICE = {  # what the rank does, seconds to the second signal, that signal, exit code
-    "forwarded twice": ("work(1.5)", 0.05, signal.SIGUSR1, 0),
-    "forwarded as another": ("work(1.5)", 0.05, signal.SIGTERM, 0),
-    "a second wish": ("work(60)", SAME_WISH + 0.3, signal.SIGINT, -signal.SIGINT),
-    "a second wish in a collective": ("hang()", SAME_WISH + 0.3, signal.SIGTERM, 128 + signal.SIGTERM),
+TWICE = {  # what the rank does, seconds within which it is the same wish and to the second signal, that signal, code
+    "forwarded twice": ("work(5)", 60, 0.05, signal.SIGUSR1, 0),
+    "forwarded as another": ("work(5)", 60, 0.05, signal.SIGTERM, 0),
+    "a second wish": ("work(60)", 0.05, 2, signal.SIGINT, -signal.SIGINT),
+    "a second wish in a collective": ("hang()", 0.05, 2, signal.SIGTERM, 128 + signal.SIGTERM),
 }
+"""Seconds far apart, so that a machine that is busy for a second or two turns none of them into another."""
 
 
-def twice(does, apart, second):
+def twice(does, same, apart, second):
     """What a rank prints and ends with."""
-    process = subprocess.Popen([sys.executable, "-c", RANK.format(does=does)], stdout=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-c", RANK.format(does=does, same=same)], stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
@@ -126,7 +127,7 @@ def twice(does, apart, second):
 
 def test_twice_means_now():
     with ThreadPoolExecutor(len(TWICE)) as side_by_side:
-        outcomes = dict(zip(TWICE, side_by_side.map(lambda case: twice(*case[:3]), TWICE.values()), strict=True))
+        outcomes = dict(zip(TWICE, side_by_side.map(lambda case: twice(*case[:4]), TWICE.values()), strict=True))
     granted = f"granted {signal.SIGUSR1:d}\n"
     assert outcomes == {name: ("" if code else granted, code) for name, (*_, code) in TWICE.items()}
 

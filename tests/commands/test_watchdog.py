@@ -32,9 +32,9 @@ def is_alive(process):
         return False
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("fault", "what", "seconds"), [
-    (signal.SIGSTOP, "is stopped", 2), pytest.param(signal.SIGKILL, "is gone", 60, marks=pytest.mark.long)])
+    (signal.SIGSTOP, "is stopped", 2), pytest.param(signal.SIGKILL, "is gone", 3600, marks=pytest.mark.long)])
 def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what, seconds):
     options = command("train", *QUICK, "--max_steps", 100_000, "--save_steps", 0, "--eval_steps", 0, "--num_processes",
                       2, "--watchdog", seconds, "--num_workers", 1, "--desync_check", "off", "--output_dir", tmp_path)
@@ -45,15 +45,15 @@ def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what, seconds):
         time.sleep(0.1)
     ranks, below = ranks_of(process), psutil.Process(process.pid).children(recursive=True)
     ranks[1].send_signal(fault)
-    end = time.monotonic() + 30
-    _, left = psutil.wait_procs(ranks.values(), timeout=30)
-    assert not left, "a stopped rank is ended, and a death is seen long before the watchdog's 60 seconds are over"
+    _, left = psutil.wait_procs(ranks.values(), timeout=150)
+    assert not left, "a stopped rank is ended, and a death is seen before the watchdog's hour is over"
     _, err = process.communicate()
     line, = [line for line in err.splitlines() if line.startswith("watchdog: ")]
     assert f"rank 1 {what}" in line and " #" in line and str(tmp_path / "hang") in line, err
     assert process.returncode == EXIT_HUNG and "Traceback" not in err
+    end = time.monotonic() + 100  # a dead rank's worker looks for its parent every 5 seconds
     while left := [child for child in below if is_alive(child)]:
-        assert time.monotonic() < end + 15, left  # a dead rank's worker looks for its parent every 5 seconds
+        assert time.monotonic() < end, left
         time.sleep(0.1)
     theirs = {str(child.pid) for child in below}  # other tests use that folder, too
     assert not [name for name in set(os.listdir("/dev/shm")) - shared if theirs & set(name.split("_"))]

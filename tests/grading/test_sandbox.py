@@ -58,8 +58,8 @@ def test_what_works_outside_is_refused_inside(name, sandbox, limits, monkeypatch
     personality = seccomp.DENIED[platform.machine()]["personality"]
     source = PROBE.format(personality=personality, home=str(tmp_path), probe=PROBES[name])
     open_door = Sandbox(isolated=False, tasks=sandbox.tasks, folders=sandbox.folders)
-    tight = Limits(seconds=5.0, disk=32 << 20)
-    loose = Limits(seconds=5.0, file_size=1 << 30)
+    tight = Limits(seconds=50.0, disk=32 << 20)
+    loose = Limits(seconds=50.0, file_size=1 << 30)
     with mock.patch.object(sandbox_module, "_environment", lambda home: dict(os.environ)):
         outside = grade_source(toy_tasks.TOTAL, source, hidden=None, limits=loose, sandbox=open_door)
     within = grade_source(toy_tasks.TOTAL, source, hidden=None, limits=tight, sandbox=sandbox)

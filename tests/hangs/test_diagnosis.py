@@ -301,7 +301,7 @@ def test_who_left_or_was_ended_by_its_watchdog_did_not_die_in_training(state, de
     assert (seen.life, seen.declared, seen.reported) == (shown, declared, False)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("machine", ["one", "two"])
 def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
     store, own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), Identity.own
@@ -320,7 +320,7 @@ def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
     boards[1].open()
     opening.join()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while boards[0].sightings()[1].step != 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert boards[0].sightings()[1].step == 3 and boards[0].is_local(1) == (machine == "one")
@@ -357,21 +357,35 @@ def test_a_stopped_process_is_told_from_a_dead_one():
     assert process_state(child.pid, started) == "dead"
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_work_is_told_from_waiting():
+    """Sooner or later: how much of a core a process gets within a given time is the system's affair."""
     activity = Activity([threading.current_thread()])
-    time.sleep(0.4)
-    assert not activity.is_busy(spins=False)
+
+    def until_it_is(busy, spins):
+        while activity.is_busy(spins) != busy:
+            time.sleep(0.4)
+
+    until_it_is(busy=False, spins=False)
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # as a compiler would
     try:
-        time.sleep(0.4)
-        assert activity.is_busy(spins=True)
+        until_it_is(busy=True, spins=True)
     finally:
         child.kill()
         child.wait()
-    activity.is_busy(spins=False)
-    time.sleep(0.4)
-    assert not activity.is_busy(spins=False)
+    until_it_is(busy=False, spins=False)
+
+
+@pytest.mark.parametrize(("own", "child", "moved", "busy", "spinning_busy"), [
+    ((0.4, 0.0), 0.0, 0, False, False), ((0.6, 0.0), 0.0, 0, True, False), ((0.1, 0.5), 0.0, 0, True, False),
+    ((0.01, 9.0), 0.0, 0, False, False), ((0.0, 0.0), 0.4, 0, False, False), ((0.0, 0.0), 0.6, 0, True, True),
+    ((0.0, 0.0), 0.0, 9 << 20, False, False), ((0.0, 0.0), 0.0, 11 << 20, True, True)])
+def test_a_twentieth_of_the_time_or_a_mebibyte_a_second_is_work(monkeypatch, own, child, moved, busy, spinning_busy):
+    """Of ten seconds: on a core, in the queue for one (ten times its time on it at most), bytes read and written."""
+    for spins, wanted in ((False, busy), (True, spinning_busy)):
+        figures = iter([(0.0, {1: (0.0, 0.0)}, {}, 0), (10.0, {1: own}, {2: (child, 0.0)}, moved)])
+        monkeypatch.setattr(Activity, "_measure", lambda self, figures=figures: next(figures))
+        assert Activity().is_busy(spins) == wanted
 
 
 @pytest.mark.parametrize(("shown", "seconds"), [

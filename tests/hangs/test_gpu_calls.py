@@ -116,17 +116,17 @@ def test_in_a_circle_the_rank_whose_host_does_not_wait_for_its_gpu_is_the_one(sp
     assert [(verdict.rank, verdict.what) for verdict in diagnose(stages)] == culprits
 
 
+@pytest.mark.timeout(60)
 def test_who_stands_still_and_keeps_a_core_busy_spins():
     activity = Activity()
     torch.ones(2)
-    end = time.monotonic() + 0.4
-    while time.monotonic() < end:
-        sum(range(1000))
-    activity.is_busy(spins=False)
-    assert activity.main_spins
-    time.sleep(0.3)
-    activity.is_busy(spins=False)
-    assert not activity.main_spins
+    while not activity.main_spins:
+        for _ in range(2000):
+            sum(range(1000))
+        activity.is_busy(spins=False)
+    while activity.main_spins:
+        time.sleep(0.3)
+        activity.is_busy(spins=False)
 
 
 # --- what a page keeps ------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Models cut into stages: chained, the stages compute what the model does, and each holds only its own."""
 
 import gc
-import time
+import itertools
 import weakref
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import AlbertConfig, AlbertForSequenceClassification, BertConf
 
 from course_lib.errors import ConfigError
 from course_lib.metering.meter import Meter
-from course_lib.modeling.balance import deal_out
+from course_lib.modeling.balance import Clock, deal_out
 from course_lib.modeling.stages import EMBEDDINGS, HEAD, cut, shared_weights, split_at, split_evenly
 from tests.modeling.stage_cases import LENGTH, MODELS, SIZES, batch, build, loss_sum
 
@@ -147,8 +147,12 @@ def test_parameters_count_a_tied_weight_where_it_is_held():
     assert sum(costs) == sum(parameter.numel() for parameter in model.parameters()) + model.lm_head.weight.numel()
 
 
-def test_seconds_are_measured_where_they_pass():
+def test_seconds_are_measured_where_they_pass(monkeypatch):
+    """On a clock that goes on by a second each time that it is read, and by as many more as the third block takes."""
+    ticks, passed = itertools.count(1.0), itertools.count(1)
+    extra = [0.0]
+    monkeypatch.setattr(Clock, "stamp", lambda self, device=None: next(ticks) + extra[0])
     model = build("gpt2 causal")
-    model.transformer.h[2].mlp.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    model.transformer.h[2].mlp.register_forward_pre_hook(lambda *_: extra.__setitem__(0, 100.0 * next(passed)))
     split = split_evenly(model, 2, by="seconds", length=LENGTH)
-    assert max(split.costs) == split.costs[2 + 1] > 0.04
+    assert split.costs[2 + 1] == 101 and {*split.costs[:3], *split.costs[4:]} == {1}

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
+
 from course_lib.launching.netns import in_own_network
 from course_lib.lessons.notebook import recorded
 from course_lib.lessons.tracking_lab import without_a_route
-from tests.notebooks.conftest import NOTEBOOKS
+from tests.notebooks.conftest import NOTEBOOKS, takeaways
 
 
 def run_alone(name: str, folder: Path, timeout: float = 280, **parameters) -> tuple[dict, int]:
@@ -24,4 +26,5 @@ def _run(name: str, folder: Path, timeout: float, parameters: dict) -> tuple[dic
                             "--cwd", str(folder), "--no-progress-bar", "-k", "python3"],
                            capture_output=True, text=True, timeout=timeout, env=os.environ | {"HOME": str(folder)})
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return recorded(done), without_a_route() - before
+    after = without_a_route()
+    return recorded(done) | {"takeaways": takeaways(nbformat.read(done, as_version=4))}, after - before

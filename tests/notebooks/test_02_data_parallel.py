@@ -56,7 +56,8 @@ def test_buckets_leave_early_in_reverse_order_only(lesson):
     assert lesson["early_share_reverse_order"] > 0.5 and lesson["early_share_one_per_parameter"] > 0.5
     assert lesson["early_share_forward_order"] == lesson["early_share_one_bucket"] == 0
     hidden = lesson["hidden_share_of_time"]
-    assert hidden["forward order"] == hidden["one bucket"] == 0 < hidden["reverse order"] <= 1
+    assert hidden["forward order"] == hidden["one bucket"] == 0 < hidden["reverse order"] <= 1, \
+        "not how much: what is begun before the backward ends has a part within it"
 
 
 def test_saying_less(lesson):

@@ -78,7 +78,7 @@ def skips_a_step(name):
     engine = ENGINES[name](model, sgd(model))
     engine(torch.ones(1, 4)).sum().backward()
     if dist.get_rank() == 1:
-        time.sleep(60)  # does something else, where the others update
+        time.sleep(300)  # does something else, where the others update
     engine.clip_grad_norm_(1.0)
 
 
@@ -86,7 +86,7 @@ def skips_a_step(name):
 @pytest.mark.parametrize("name", ["zero2", "fsdp"])
 def test_a_rank_that_skips_a_collective_ends_with_both_stacks(name):
     with pytest.raises(RanksHung) as hung:
-        launch(skips_a_step, name, num_processes=2, timeout=4)
+        launch(skips_a_step, name, num_processes=2, timeout=12)  # in which both have got there
     waiting, busy = hung.value.stacks[0], hung.value.stacks[1]
     assert "clip_grad_norm_" in waiting and "in skips_a_step" in waiting
     assert "in skips_a_step" in busy and "clip_grad_norm_" not in busy, "and this one never got there"

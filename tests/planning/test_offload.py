@@ -1,6 +1,5 @@
 """Offload in the plans: who has it, what it holds in host memory, and what PCIe and the host's memory cost."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -121,7 +120,10 @@ def test_too_little_host_memory_is_what_the_explanation_names():
     assert strategy.remedy(models.load("gpt2"), none, plan).endswith("GiB of host memory for each GPU")
 
 
-def test_a_thousand_gpus_are_searched_in_under_two_seconds():
-    start = time.process_time()
+def test_a_thousand_gpus_are_searched_with_few_estimates(monkeypatch):
+    """Each takes some 20 microseconds; the time of a search is theirs."""
+    asked, estimate = [], cost.estimate
+    monkeypatch.setattr(cost, "estimate", lambda *args: asked.append(args) or estimate(*args))
     result = strategy.search(models.load("llama-70b"), hardware.cluster("H100", 1024), 2048)
-    assert time.process_time() - start < 2 and any(candidate.plan.offload != "none" for candidate in result.candidates)
+    assert len(result.candidates) <= len(asked) < 20_000
+    assert any(candidate.plan.offload != "none" for candidate in result.candidates)

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import huggingface_hub.constants
 import numpy as np
@@ -60,25 +59,28 @@ def test_a_refused_connection_is_named(endpoint):
         assert "refused" in hub_reachable.problem()
 
 
+@pytest.mark.timeout(60)
 def test_a_silent_hub_costs_no_more_than_the_timeout(endpoint):
+    """It never answers: without a limit the call would not return, and pytest would end it."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        start = time.perf_counter()
         assert hub_reachable.problem(timeout=0.3)
-        assert 0.25 < time.perf_counter() - start < 10
 
 
+@pytest.mark.timeout(60)
 def test_a_name_server_that_hangs_costs_no_more_than_the_timeout(endpoint, monkeypatch):
     endpoint("http://hub.invalid")
+    told = threading.Event()
 
     def hangs(*_, **__):
-        time.sleep(1)
+        told.wait()  # it hangs until the answer has been given without it
         raise socket.gaierror("no answer")
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
-    start = time.perf_counter()
-    assert "within 0.2 s" in hub_reachable.problem(timeout=0.2)
-    assert time.perf_counter() - start < 10
+    try:
+        assert "within 0.2 s" in hub_reachable.problem(timeout=0.2)
+    finally:
+        told.set()
 
 
 def test_offline_mode_asks_nobody(endpoint, monkeypatch):

@@ -90,8 +90,8 @@ def asked(port, path, host=None, **data):
 
 
 def until(look, wanted):
-    """What a look gives, once it is as wanted; the last look after half a minute."""
-    end = time.monotonic() + 30
+    """What a look gives, once it is as wanted; the last look after two minutes."""
+    end = time.monotonic() + 120
     while not wanted(value := look()) and time.monotonic() < end:
         time.sleep(0.2)
     return value
@@ -107,7 +107,7 @@ def served(runs_folder):
         assert line.startswith("dashboard: http://127.0.0.1:") and "(trackio;" in line
         yield int(line.split(":")[3].partition("/")[0])
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(100) == 0
     finally:
         process.kill()
         process.wait()

@@ -176,15 +176,14 @@ def round_trip(three):
 
 
 def test_packets_are_delayed_or_the_kernel_is_named_as_the_reason(three):
-    at_once = round_trip(three)
     try:
         three[0].disturb(delay_ms=300, loss=0.01)
     except LaunchError as error:
         assert "this kernel cannot delay or drop packets (tc netem:" in str(error) and "sch_netem" in str(error)
         return
-    assert round_trip(three) > 300 > at_once
+    assert min(round_trip(three) for _ in range(5)) > 300, "none comes earlier than the kernel lets it"
     three[0].disturb()
-    assert round_trip(three) < 300
+    assert min(round_trip(three) for _ in range(20)) < 300, "the least: a process may wait for a core, not twenty times"
 
 
 def test_accelerate_launch_trains_across_hosts_until_one_machine_is_asked_to_stop(three, tmp_path):
@@ -203,7 +202,7 @@ def test_accelerate_launch_trains_across_hosts_until_one_machine_is_asked_to_sto
         assert time.monotonic() < end and not any(process.poll() for process in pair), told(tmp_path)
         time.sleep(0.1)
     pair[1].terminate()
-    assert all(process.wait(60) for process in pair)
+    assert all(process.wait(150) for process in pair)
     step = json.loads((tmp_path / "run" / NOTE).read_text())["step"]
     assert checkpoint.latest(tmp_path / "run").name == checkpoint.name(step)
     assert all(f"interrupted at step {step};" in (tmp_path / f"host{i}.log").read_text() for i in range(2))

@@ -1,5 +1,6 @@
 """Tokens, FLOPs and MFU against numbers made by hand; stopwatch, phases and votes."""
 
+import itertools
 import time
 
 import numpy as np
@@ -95,15 +96,18 @@ def test_a_stopwatch_leaves_out_what_it_was_stopped_for(monkeypatch):
     assert watch.lap() == 17.0 - 4.0 and watch.lap() == 1.5
 
 
-def test_phases_add_up_as_they_end():
+def test_phases_add_up_as_they_end(monkeypatch):
+    """Each is a second longer than the last; the clock is read at the beginning and the end of each."""
+    now = itertools.accumulate(itertools.chain((0, 1, 0, 2), (0, 1, 4, 1)))
     phases = Phases(Clock(CPU))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
     for _ in range(2):
         with phases("one"):
             pass
-    one = phases.seconds["one"]
+    assert phases.seconds == {"one": 1 + 2}
     with phases("other"), phases("one"):
         pass
-    assert phases.seconds["one"] > one > 0 and phases.seconds["other"] > 0
+    assert phases.seconds == {"one": 1 + 2 + 4, "other": 1 + 4 + 1}
 
 
 def test_votes_of_a_cpu_are_read_at_once():

@@ -123,16 +123,20 @@ def test_a_run_goes_on_with_another_strategy_and_engine(tmp_path, one_process):
 
 
 def slow_saves(folder, async_save):
-    """Train with saves that take their time; gives the steps at which a checkpoint stood, as training saw it."""
-    import time
+    """Train; a save in the background waits until training has taken the next step, which no save in the step could.
+
+    Gives the steps at which a checkpoint stood, as training saw it.
+    """
+    import threading
 
     from course_lib.training.callbacks import Callback
 
-    real = sharded.save
+    real, went_on = sharded.save, threading.Event()
 
-    def slow(*args, **kwargs):
-        time.sleep(0.4)
-        real(*args, **kwargs)
+    def slow(pieces, where, *args, **kwargs):
+        if async_save and "000004" in str(where):
+            assert went_on.wait(80), "training waits for the save"
+        real(pieces, where, *args, **kwargs)
 
     sharded.save = slow
     seen = []
@@ -140,6 +144,8 @@ def slow_saves(folder, async_save):
     class Look(Callback):
         def on_step_end(self, trainer):
             seen.append([int(path.name[-6:]) for path in checkpoint.in_order(folder)])
+            if trainer.state.step == 5:
+                went_on.set()
 
     parity._Keep.on_step_end = Look.on_step_end
     config = parity.task(folder, 2, strategy="fsdp", engine="torch", save_steps=4, async_save=async_save)

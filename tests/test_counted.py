@@ -1,0 +1,157 @@
+"""No test that `make test` runs demands how a measured time, or the memory that the system gives, comes out.
+
+A machine that is busy turns any of these round. What is allowed: a bound so generous that only a hang reaches it, and
+what ALLOWED names, each with its reason. benchmarks/ measures, and `make long` may.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+LEFT_OUT = ("gpu", "gpu_sim")  # measure on GPUs; tests/gpu/test_time.py plants its times
+CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "thread_time", "cpu_percent",
+          "cpu_times", "getrusage", "memory_info", "memory_full_info", "anonymous_bytes", "peak_memory_bytes"}
+"""Functions whose results are noisy; ``time.time`` too."""
+SAMPLED = {"rss", "uss", "pss", "st_mtime", "ru_maxrss", "elapsed"}
+"""Attributes that are."""
+HANG_SECONDS = 60
+"""A bound of so many seconds from now is one that only a hang reaches."""
+ALLOWED = {
+    "system/test_machine.py::test_peak_memory_grows_with_what_is_held":
+        "the subject is the system's own figure; pages that the test writes to are resident, 200 MB of them",
+    "system/test_machine.py::test_peak_memory_is_the_process_own_and_not_its_launcher_s":
+        "the same: an interpreter with two modules against a test that holds 600 MB more than it",
+}
+
+
+def of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_long(node):
+    """Whether a module or a function is marked, not only one of a function's cases."""
+    marks = node.decorator_list if isinstance(node, ast.FunctionDef) else [
+        each.value for each in node.body if isinstance(each, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in each.targets)]
+    each = [part for mark in marks for part in (mark.elts if isinstance(mark, ast.List) else [mark])]
+    return any(ast.unparse(mark) == "pytest.mark.long" for mark in each)
+
+
+def names_of(node):
+    """Names and attributes in an expression."""
+    return {part.id if isinstance(part, ast.Name) else part.attr for part in ast.walk(node)
+            if isinstance(part, ast.Name | ast.Attribute)}
+
+
+def is_noisy(node, noisy):
+    text = ast.unparse(node)
+    return bool(names_of(node) & (CLOCKS | SAMPLED | noisy)) or "time.time()" in text
+
+
+def hang_bounds(function):
+    """Names that are set to a moment a minute or more from now."""
+    found = set()
+    for each in ast.walk(function):
+        if isinstance(each, ast.Assign):
+            targets, values = each.targets[0], each.value
+            pairs = zip(targets.elts, values.elts, strict=True) if isinstance(targets, ast.Tuple) and isinstance(
+                values, ast.Tuple) else [(targets, values)]
+            for target, value in pairs:
+                if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and ast.unparse(value.left) == \
+                        "time.monotonic()" and isinstance(value.right, ast.Constant) and \
+                        value.right.value >= HANG_SECONDS:
+                    found.add(ast.unparse(target))
+    return found
+
+
+def noisy_comparisons(function):
+    """Comparisons by size, in a function's assertions, of what is measured."""
+    noisy, bounds = set(), hang_bounds(function)
+    for _ in range(3):  # through names that are set from names
+        for each in ast.walk(function):
+            if isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign) and each.value is not None \
+                    and is_noisy(each.value, noisy):
+                targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+                noisy |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+    for each in ast.walk(function):
+        if not isinstance(each, ast.Assert):
+            continue
+        for compared in ast.walk(each.test):
+            if isinstance(compared, ast.Compare) and is_noisy(compared, noisy) and any(
+                    isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in compared.ops):
+                is_bound = ast.unparse(compared.left) == "time.monotonic()" and len(compared.ops) == 1 \
+                    and isinstance(compared.ops[0], ast.Lt) and ast.unparse(compared.comparators[0]) in bounds
+                if not is_bound:
+                    yield ast.unparse(compared)
+
+
+def files():
+    return [path for path in sorted(TESTS.rglob("*.py"))
+            if path.relative_to(TESTS).parts[0] not in LEFT_OUT and path != Path(__file__)]
+
+
+def test_no_assertion_is_on_a_clock_or_on_the_systems_memory():
+    looked, found = 0, {}
+    for path in files():
+        tree = of(path)
+        looked += 1
+        if is_long(tree):
+            continue
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef) and not is_long(function) \
+                    and (comparisons := list(noisy_comparisons(function))):
+                found[f"{path.relative_to(TESTS)}::{function.name}"] = comparisons
+    assert looked > 160
+    assert {name: seen for name, seen in found.items() if name not in ALLOWED} == {}
+    assert found.keys() == ALLOWED.keys(), "what is no longer there is no longer allowed"
+
+
+@pytest.mark.parametrize(("body", "seen"), [
+    ("start = time.perf_counter()\n assert time.perf_counter() - start < 15", 1),
+    ("took = time.monotonic() - begin\n assert all(ok) and 0.2 < took", 1),
+    ("both = {'a': time.process_time()}\n assert both['a'] < 2", 1),
+    ("assert psutil.Process().memory_info().rss < 10", 1), ("assert time.time() - began > 3", 1),
+    ("end = time.monotonic() + 30\n assert time.monotonic() < end", 1),
+    ("end = time.monotonic() + 60\n assert time.monotonic() < end and alive", 0),
+    ("lines, end = path, time.monotonic() + 120\n assert time.monotonic() < end", 0),
+    ("start = time.perf_counter()\n assert start == 3", 0), ("count = len(calls)\n assert count < 3", 0)])
+def test_planted_assertions_are_found(body, seen):
+    (function,) = ast.parse(f"def test():\n {body}").body
+    assert len(list(noisy_comparisons(function))) == seen
+
+
+TIMES = re.compile(r"(^|_)(seconds|ms|speed)($|_)|_per_s(econd)?$|speed_?up$|gflops$|faster|slower")
+
+
+def test_what_a_lesson_measured_in_time_is_compared_with_nothing_but_zero():
+    """Other times that a test compares are planned by formula or planted."""
+    looked, found = 0, []
+    for path in sorted((TESTS / "notebooks").glob("test_*.py")):
+        for each in ast.walk(of(path)):
+            if isinstance(each, ast.Compare) and any(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+                                                     for op in each.ops):
+                looked += 1
+                sides = [each.left, *each.comparators]
+                timed = [side for side in sides if isinstance(side, ast.Subscript)
+                         and isinstance(side.slice, ast.Constant) and TIMES.search(str(side.slice.value))]
+                others = [ast.unparse(side) for side in sides if side not in timed]
+                if timed and "0" not in others[-1:]:
+                    found.append(f"{path.name}: {ast.unparse(each)}")
+    assert looked > 60 and found == []
+
+
+def test_nothing_is_downloaded_by_a_test_that_is_not_long():
+    """What installs or downloads is in fixtures of these files; who asks for one is marked."""
+    looked = 0
+    for path in files():
+        text = path.read_text(encoding="utf-8")
+        if path.name == "test_bootstrap.py" or not re.search(r"uv_command\(|import cluster\b|\"apt-get\", \*", text):
+            continue  # the first runs a stand-in for each installer
+        looked += 1
+        tree = of(path)
+        tests = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
+        assert is_long(tree) or all(is_long(test) for test in tests if test.args.args), path
+    assert looked == 4
