@@ -5,9 +5,13 @@ GPU_TESTS=hardware leaves the GPUs in sight: `make gpu` runs tests/gpu so.
 
 import os
 import shutil
+import signal
 import tempfile
 
 CACHE = tempfile.mkdtemp(prefix="course-tests-")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's `make test &`: all that a test starts would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shell inside a training job, or a developer's own caches, must not change what a test sees.
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -6,6 +6,9 @@ what ALLOWED names, each with its reason. benchmarks/ measures, and `make long` 
 
 import ast
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,3 +158,15 @@ def test_nothing_is_downloaded_by_a_test_that_is_not_long():
         tests = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
         assert is_long(tree) or all(is_long(test) for test in tests if test.args.args), path
     assert looked == 4
+
+
+def test_ctrl_c_reaches_what_a_test_starts_also_where_the_suite_runs_in_the_background():
+    """A shell has its background commands ignore SIGINT, and what they start inherits that."""
+    code = ("import signal, subprocess, sys\n{}"
+            "ask = 'import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)'\n"
+            "subprocess.run([sys.executable, '-c', ask], check=True)")
+    for load, ignored in (("", "True"), ("import tests.conftest\n", "False")):
+        done = subprocess.run([sys.executable, "-c", code.format(load)], cwd=TESTS.parent, timeout=60, check=True,
+                              capture_output=True, text=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        assert done.stdout.strip() == ignored
