@@ -99,9 +99,9 @@ def files():
 def test_no_assertion_is_on_a_clock_or_on_the_systems_memory():
     looked, found = 0, {}
     for path in files():
-        tree = of(path)
         looked += 1
-        if is_long(tree):
+        text = path.read_text(encoding="utf-8")
+        if not any(name in text for name in (*CLOCKS, *SAMPLED, "time.time()")) or is_long(tree := ast.parse(text)):
             continue
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef) and not is_long(function) \

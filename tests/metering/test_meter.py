@@ -361,6 +361,9 @@ def through_deepspeed():
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
+    from course_lib.training.engines.with_deepspeed import leave_shared_memory_operator_out
+
+    leave_shared_memory_operator_out()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ.pop("ACCELERATE_USE_CPU", None)
     found = {}

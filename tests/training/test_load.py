@@ -37,7 +37,7 @@ kept: list[object] = []
 
 
 def leak_an_object():
-    kept.append(object())
+    kept.append([])  # one that Python's collector tracks, as it does whatever can hold others
 
 
 def leak_memory():
@@ -73,16 +73,17 @@ class Given(ctypes.Structure):
 
 
 def live():
-    """Counted, not sampled: Python's blocks, bytes of the C library and of tensors, files, threads, processes."""
+    """Counted, not sampled: Python's objects, bytes of the C library and of tensors, files, threads, processes."""
     gc.collect()
+    objects = gc.get_objects()
     count = getattr(ctypes.CDLL(None), "mallinfo2", None)  # only glibc has it
     if count is not None:
         count.restype = Given
     given = count() if count else Given()
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter)}
+                for tensor in objects if type(tensor) in (torch.Tensor, torch.nn.Parameter)}
     process = psutil.Process()
-    return (sys.getallocatedblocks(), given.uordblks + given.hblkhd, sum(storages.values()), process.num_fds(),
+    return (len(objects), given.uordblks + given.hblkhd, sum(storages.values()), process.num_fds(),
             process.num_threads(), len(process.children(recursive=True)))
 
 
@@ -170,18 +171,18 @@ def peak_of(folder, by_hand=False):
     return (tracemalloc.get_traced_memory()[1] + pa.default_memory_pool().max_memory()) / load.MIB
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_four_times_the_rows_take_no_more_memory(tmp_path):
     few, many = 20_000, 80_000
     peaks = {}
     for rows in (few, many):
         load.write_rows(tmp_path / str(rows), rows)
         for by_hand in (False, True):  # a process that is forked would begin with this one's peak of Arrow's
-            peaks[rows, by_hand] = launch(peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=130,
+            peaks[rows, by_hand] = launch(peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=220,
                                           start_method="spawn", stream=False)[0]
     listed = peaks[many, True] - peaks[few, True]
-    assert listed > 30, "MiB more for lists of the texts and their words"
-    assert peaks[many, False] - peaks[few, False] < 5, peaks
+    assert listed > 40, "MiB more for lists of the texts and their words"
+    assert peaks[many, False] - peaks[few, False] < 10, peaks
 
 
 ALL, LITTLE = 80 * load.MIB, 60 * load.MIB
