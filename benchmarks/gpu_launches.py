@@ -102,17 +102,15 @@ def table(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str
     return "\n".join(rows)
 
 
-def report(now: dict[str, list[int]], before: dict[str, list[int]] | None, revision: str | None) -> str:
+def report(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str:
     """Write gpu-launches.md; gives its table."""
     from course_lib.system import machine
     from course_lib.writing import write_text
 
     numbers = table(now, before)
-    command = "python benchmarks/gpu_launches.py" + (f" --before {revision}" if revision else "")
     write_text(ROOT / "benchmarks" / "gpu-launches.md", f"""# What a step launches on a GPU
 
 {machine.measured_on("torch", "accelerate", "deepspeed")}
-`{command}`
 
 Counted on the simulated device of tests/gpu_sim, on 2 of its GPUs; no GPU was there. A call is one operator that
 reached the device; of the operators on lists of tensors the simulation may count one per tensor, where a GPU takes one
@@ -139,7 +137,7 @@ def main() -> None:
             with tarfile.open(archive) as packed:
                 packed.extractall(folder, filter="data")
             before = measured(options.strategies, Path(folder))
-    print(report(measured(options.strategies, ROOT), before, options.before))
+    print(report(measured(options.strategies, ROOT), before))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,17 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from course_lib import cli
 from course_lib.commands.options import config_from, given_fields
 from course_lib.config_sections.parallel import PipelineConfig
+from course_lib.launching.launch import launch
 from course_lib.lessons import parity
+from course_lib.parallel.pipeline import tied
+from course_lib.parallel.topology import RankGrid
+from course_lib.training.engines import process_group
 from tests.gpu import training as t
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,6 +50,27 @@ def test_the_ends_of_three_stages_share_a_weight(gpus, plain, tmp_path, strategy
     runs = runs_of(("1f1b", "zb_h1"), ONE, strategy=strategy)
     found = gpus.run(t.launched, tmp_path, 3, runs, gpus=3, timeout=300, environment={"GPU_SIM_TIMEOUT": "20"})
     t.agree(found, plain)
+
+
+def sums_a_shared_weight():
+    """The gradient of a weight that the outer two of three stages hold; nothing else uses their group."""
+    process_group.use_own_gpu()
+    dist.init_process_group(process_group.GPU_BACKENDS)
+    rank, group = dist.get_rank(), RankGrid(1, 3, 1).groups().pp
+    stage = torch.nn.Linear(4, 1, bias=False, device="cuda")
+    stage.weight.grad = torch.full_like(stage.weight, rank + 1.0)
+    tied.sum_shared_gradients([{0: "weight", 2: "weight"}], {rank: stage}, [0, 1, 2], group)
+    return stage.weight.grad.flatten().tolist()
+
+
+def of_three_ranks():
+    return launch(sums_a_shared_weight, num_processes=3, device="cuda", start_method="fork", timeout=60, stream=False)
+
+
+def test_two_of_three_ranks_use_a_group_whose_communicator_stands(gpus):
+    """As NCCL wants it: a group's first call is one of all its ranks."""
+    found = gpus.run(of_three_ranks, gpus=3, timeout=90, environment={"GPU_SIM_TIMEOUT": "10"})
+    assert found == [[4.0] * 4, [2.0] * 4, [4.0] * 4]
 
 
 @pytest.mark.long
