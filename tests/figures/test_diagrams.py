@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from course_lib.errors import ConfigError
-from course_lib.figures.diagrams import collectives, data_parallel, sharding
+from course_lib.figures.diagrams import collectives, data_parallel, pipelines, sharding, states
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.marks import contrast
 from course_lib.parallel import collectives as real_collectives
+from course_lib.parallel.pipeline.actions import v_shape
+from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.simulation import simulate
 from course_lib.planning.memory import zero_model_states
 
 DRAWN = {
@@ -23,6 +26,13 @@ DRAWN = {
     "who_holds_what": [lambda n=n: sharding.who_holds_what(n) for n in (2, 3, 4)],
     "fsdp_cuts": [lambda n=n: sharding.fsdp_cuts(ranks=n) for n in (2, 3, 4)],
     "hybrid": [sharding.hybrid, lambda: sharding.hybrid(3, 2), lambda: sharding.hybrid(2, 8)],
+    "who_waits": [lambda n=n, k=k: pipelines.who_waits(n, k) for n in ("gpipe", "1f1b") for k in (2, 3)],
+    "the_v": [lambda n=n: pipelines.the_v(n) for n in (2, 4)],
+    "who_needs_what": [pipelines.who_needs_what],
+    "unit_life": [states.unit_life],
+    "checkpoint_states": [states.checkpoint_states],
+    "job_life": [states.job_life],
+    "hang": [lambda n=n: states.hang(n) for n in (2, 3, 4)],
 }
 EACH = [pytest.param(draw, id=f"{name}-{number}") for name, draws in DRAWN.items() for number, draw in enumerate(draws)]
 
@@ -205,6 +215,18 @@ def test_hybrid_links_a_row_for_shards_and_a_column_for_copies():
     assert shard_of == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
     links = {arrow.means for arrow in diagram.arrows}
     assert links == {(0, 1), (1, 2), (3, 4), (4, 5), (0, 3), (1, 4), (2, 5)}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_schedules_cells_are_its_table(name):
+    diagram = pipelines.who_waits(name, 3, 4)
+    spans = [box.means for box in diagram.boxes if box.means[0] != "lane"]
+    timeline = simulate(make(name, 3, 4))
+    assert spans == [span for row in timeline.rows for span in row] and len(spans) == 24
+
+
+def test_the_v_is_the_librarys_placement():
+    assert tuple(box.means for box in pipelines.the_v(3).boxes) == tuple(enumerate(v_shape(3)))
 
 
 @pytest.mark.parametrize("draw", [lambda: collectives.ring(1), lambda: collectives.ring(9),
