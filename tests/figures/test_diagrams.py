@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from course_lib.errors import ConfigError
-from course_lib.figures.diagrams import collectives, data_parallel, pipelines, sharding, states
+from course_lib.figures.diagrams import collectives, data_parallel, pipelines, sharding, states, tensors
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.marks import contrast
 from course_lib.parallel import collectives as real_collectives
@@ -29,6 +29,7 @@ DRAWN = {
     "who_waits": [lambda n=n, k=k: pipelines.who_waits(n, k) for n in ("gpipe", "1f1b") for k in (2, 3)],
     "the_v": [lambda n=n: pipelines.the_v(n) for n in (2, 4)],
     "who_needs_what": [pipelines.who_needs_what],
+    "columns_then_rows": [lambda n=n: tensors.columns_then_rows(n) for n in (2, 3, 4)],
     "unit_life": [states.unit_life],
     "checkpoint_states": [states.checkpoint_states],
     "job_life": [states.job_life],
