@@ -25,7 +25,7 @@ from course_lib.lessons import lab_gpt2
 from course_lib.metering.meter import Meter
 from course_lib.parallel import collectives
 from course_lib.parallel.clock import Clock, Stamp
-from course_lib.parallel.ddp import Bucket, DataParallel, Pending, bf16_compression, sum_gradients
+from course_lib.parallel.ddp import Bucket, DataParallel, ReductionHandle, bf16_compression, sum_gradients
 
 VOCABULARY, LENGTH = 1024, 32
 TRIES = 3
@@ -224,7 +224,7 @@ class _Watched:
     def _note(self, kind: str, size: int) -> None:
         self.events.append((kind, size, self.clock.stamp()))
 
-    def _send(self, bucket: Bucket) -> Pending:
+    def _send(self, bucket: Bucket) -> ReductionHandle:
         self._note("bucket", bucket.flat.nbytes)
         return sum_gradients(bucket)
 

@@ -175,7 +175,7 @@ def cross_entropies(vocabulary: int, tokens: int) -> dict[str, Crossed]:
         return F.cross_entropy(gather(mine).flatten(0, 1), targets.flatten())
 
     def parallel(mine: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(mine, targets).mean()
+        return vocab_parallel_cross_entropy(mine, targets, dist.group.WORLD).mean()
 
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     wanted = logits.grad

@@ -21,15 +21,15 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ConfigError: the model has no such list.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in found)
+    members: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # parents before their children: the outermost list comes first
+        inside = any(name.startswith(f"{block}.") for block in members)
         if isinstance(module, nn.ModuleList) and not inside and len({type(member) for member in module}) == 1:
-            found |= {f"{name}.{i}" if name else str(i): member for i, member in enumerate(module)}
-    if not found:
+            members |= {f"{name}.{i}" if name else str(i): member for i, member in enumerate(module)}
+    if not members:
         raise ConfigError(f"{type(model).__name__} has no nn.ModuleList of like blocks",
                           "name the modules to shard by themselves with units=")
-    return found
+    return members
 
 
 def check_disjoint(units: Collection[nn.Module]) -> None:
@@ -51,6 +51,7 @@ def owners(model: nn.Module, units: Collection[nn.Module]) -> dict[nn.Parameter,
     A parameter that is tied across units (GPT-2's token embedding is its output head too) belongs to the model: it is
     needed from the first use to the last.
     """
+    # --- phase 1: who uses each parameter: units, or the model itself for modules outside of them ---
     users: dict[nn.Parameter, set[nn.Module]] = {parameter: set() for parameter in model.parameters()}
     inside = {module for unit in units for module in unit.modules()}
     for unit in units:
@@ -60,6 +61,7 @@ def owners(model: nn.Module, units: Collection[nn.Module]) -> dict[nn.Parameter,
         if module not in inside:
             for parameter in module.parameters(recurse=False):
                 users[parameter].add(model)
+    # --- phase 2: one user owns it; what has several is the model's ---
     return {parameter: using.pop() if len(using) == 1 else model for parameter, using in users.items()}
 
 

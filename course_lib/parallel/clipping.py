@@ -14,13 +14,15 @@ def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     ``nn.utils.get_total_norm`` would round each tensor's norm to the gradients' own dtype. On a CPU torch's norm keeps
     running sums, which in float32 are off by 4e-4 for a bucket of ten million elements: there they are float64.
     """
-    if not gradients:
+    if not gradients:  # a rank may hold none, and takes part in the all-reduce all the same
         return torch.zeros((), device=device)
     dtype = torch.float64 if device.type == "cpu" else torch.float32
+    # M tensors of any shapes -> M norms, 0-D -> (M,) -> 0-D
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square().sum().float()
 
 
 def scale_down_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiply gradients of that global norm so that it becomes at most ``max_norm``; in place, without a sync."""
     if gradients:
+        # The factor stays a tensor: `if norm > max_norm` would make the host wait for the GPU. 1e-6: as in torch.
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -55,10 +55,14 @@ def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: dis
         ConfigError: an operation that the dtype does not have, or a rank outside the group.
     """
     rank, ranks = _position(group)
-    whole = tensor.contiguous()
-    parts = whole.view(-1).tensor_split(ranks)  # N views of S / N
-    reduce_scatter(parts[rank], parts, op, group)  # now part r is finished, on rank r alone
-    all_gather(parts, parts[rank], group)  # and now everywhere
+    whole = tensor.contiguous()  # the tensor itself, or a copy that can be viewed as 1-D
+    parts = whole.view(-1).tensor_split(ranks)  # (E,) -> N views of (E / N,), in place
+
+    # --- phase 1: reduce-scatter. Part r is finished, on rank r alone ---
+    reduce_scatter(parts[rank], parts, op, group)
+    # --- phase 2: all-gather. Each part was added up on one rank only, so all ranks end with the same bits ---
+    all_gather(parts, parts[rank], group)
+
     _copy_back(whole, tensor)
 
 
@@ -80,16 +84,20 @@ def reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: ReduceOp.Re
     _check_fit("reduce_scatter", rank, input_list[rank], output)
     if op not in COMBINE or (op == ReduceOp.AVG and not output.is_floating_point()):
         raise ConfigError(f"reduce_scatter has no {op} of {output.dtype}", "use SUM, MAX or MIN")
-    # Around the ring. A part starts at the rank after its owner, grows by one rank's share at each step, and ends with
-    # its owner: in step s this rank receives the part that is s + 1 before its own, with s ranks' shares in it.
-    partial = input_list[(rank - 1) % ranks]
+    # --- around the ring, N - 1 steps ---
+    # A part starts at the rank after its owner, grows by one rank's share at each step, and ends with its owner: in
+    # step s this rank receives the part that is s + 1 before its own, with s ranks' shares in it. For N = 3, part 0:
+    #     rank 1: x1  ->  rank 2: x1 + x2  ->  rank 0: x1 + x2 + x0
+    partial = input_list[(rank - 1) % ranks]  # (E / N,), only read: the list stays as it was
     for step in range(1, ranks):
         own_share = input_list[(rank - 1 - step) % ranks]
         received = torch.empty_like(own_share, memory_format=torch.contiguous_format)
         _exchange(partial, (rank + 1) % ranks, received, (rank - 1) % ranks, group)
-        partial = COMBINE[op](received, own_share, out=received)
+        partial = COMBINE[op](received, own_share, out=received)  # the buffer is ours, so that no other is needed
+
+    # Only now: `output` may be input_list[rank] itself, whose share was read in the last step.
     output.copy_(partial)
-    if op == ReduceOp.AVG:
+    if op == ReduceOp.AVG:  # once, at the end: dividing each share would round N times
         output.div_(ranks)
 
 
@@ -106,7 +114,8 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: dist.Proces
     _check_lists("all_gather", ranks, tensor_list)
     _check_fit("all_gather", rank, tensor_list[rank], tensor)
     tensor_list[rank].copy_(tensor)
-    # Around the ring. Each rank passes on what it received last, so step s brings the tensor of the rank s before it.
+    # --- around the ring, N - 1 steps ---
+    # Each rank passes on what it received last, so step s brings the tensor of the rank s before it. Nothing is added.
     for step in range(1, ranks):
         _exchange(tensor_list[(rank - step + 1) % ranks], (rank + 1) % ranks,
                   tensor_list[(rank - step) % ranks], (rank - 1) % ranks, group)
@@ -125,8 +134,10 @@ def all_to_all(output_list: Sequence[Tensor], input_list: Sequence[Tensor],
     rank, ranks = _position(group)
     _check_lists("all_to_all", ranks, input_list, output_list)
     _check_fit("all_to_all", rank, input_list[rank], output_list[rank])
-    output_list[rank].copy_(input_list[rank])
-    # In round d everybody sends to the rank d after it: no rank has two messages to take at once.
+    output_list[rank].copy_(input_list[rank])  # what stays here is not sent
+    # --- N - 1 rounds of pairs ---
+    # In round d everybody sends to the rank d after it: no rank has two messages to take at once. No ring here: what
+    # rank r sends to rank i nobody else needs, so that passing it on would only multiply the bytes.
     for distance in range(1, ranks):
         to, source = (rank + distance) % ranks, (rank - distance) % ranks
         _exchange(input_list[to], to, output_list[source], source, group)
@@ -145,9 +156,11 @@ def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = No
     root = src if group is None else dist.get_group_rank(group, src)
     from_root = (rank - root) % ranks  # the root counts as rank 0
     whole = tensor.contiguous()
+    # --- ceil(log2 N) rounds: 1, 2, 4, … ranks have it ---
     holders = 1
     while holders < ranks:
-        # Ranks 0 to holders - 1 have it; each sends it to the rank that many after it.
+        # Ranks 0 to holders - 1 have it; each sends it to the rank that many after it. In the last round some have
+        # nobody to send to, where N is no power of two.
         if from_root < holders and from_root + holders < ranks:
             _wait(dist.isend(whole, group=group, group_dst=(rank + holders) % ranks))
         elif holders <= from_root < 2 * holders:
@@ -165,6 +178,7 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     rank, ranks = _position(group)
     device = device_of(group)
     token = torch.ones(1, dtype=torch.uint8, device=device)  # what it says does not matter, only that it came
+    # --- ceil(log2 N) rounds: word from the ranks 1, 2, 4, … before, who pass on what they have heard ---
     distance = 1
     while distance < ranks:
         _exchange(token, (rank + distance) % ranks, torch.empty_like(token), (rank - distance) % ranks, group)
@@ -202,13 +216,14 @@ def _exchange(sent: Tensor, to: int, received: Tensor, source: int, group: dist.
     Nothing travels for an empty tensor: both ends know its shape. But on GPUs a byte does, since a batch may be the
     group's first call, which all its ranks have to make (torch.distributed.batch_isend_irecv).
     """
-    receive_buffer = received.contiguous()
+    receive_buffer = received.contiguous()  # the tensor itself, or room beside it
     buffers = [sent.contiguous(), receive_buffer]
     if sent.is_cuda:
         buffers = [buffer if buffer.numel() else buffer.new_empty(1, dtype=torch.uint8) for buffer in buffers]
     messages = [dist.P2POp(dist.isend, buffers[0], group=group, group_peer=to),
                 dist.P2POp(dist.irecv, buffers[1], group=group, group_peer=source)]
     messages = [message for message in messages if message.tensor.numel()]
+    # Both at once: were all ranks to send first, each would wait for a receiver that is sending, too.
     for work in dist.batch_isend_irecv(messages) if messages else []:
         work.wait()
     _copy_back(receive_buffer, received)

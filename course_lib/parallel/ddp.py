@@ -1,6 +1,15 @@
 """Data parallelism: every rank holds the whole model and sees other rows, and gradients are averaged while they arise.
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.
+One step, from left to right; buckets are sent in the same order on every rank::
+
+    backward     layer 4   layer 3   layer 2   layer 1   wait
+    bucket 0               [==== all-reduce ====]          |
+    bucket 1                         [==== all-reduce ====]|
+    bucket 2                                     [=========| all-reduce: of the first layers, hidden by nothing
+
+Sources: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020): section 3.2.2
+(buckets), 3.2.3 (overlap), 3.2.4 (``no_sync``), 4.1 (broadcast of buffers), 6.2.3 (compression). The shortest
+form is :mod:`course_lib.parallel.minimal.bucketed_data_parallel`.
 """
 
 import contextlib
@@ -20,8 +29,8 @@ from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
-class Pending(Protocol):
-    """A reduction under way: a ``Work`` of torch.distributed, or a ``torch.futures.Future``."""
+class ReductionHandle(Protocol):
+    """What waits for a reduction under way: a ``Work`` of torch.distributed, or a ``torch.futures.Future``."""
 
     def wait(self) -> Any: ...
 
@@ -39,30 +48,33 @@ class Bucket:
     def __init__(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None):
         self.parameters, self.group = parameters, group
         tensors = list(parameters.values())
+        # (E,), E the number of elements of all the parameters: one message instead of one per parameter.
         self.flat = torch.zeros(sum(p.numel() for p in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
         self.views: dict[str, Tensor] = {}
         start = 0
         for name, parameter in parameters.items():
-            # With the parameter's own strides, which fused optimizers take for granted: channels-last weights are
-            # contiguous in another order of dimensions.
+            # (numel,) -> the parameter's shape. With the parameter's own strides, which fused optimizers take for
+            # granted: channels-last weights are contiguous in another order of dimensions.
             strides = torch.empty_like(parameter, device="meta").stride()
             self.views[name] = self.flat.as_strided(parameter.shape, strides, start)
             start += parameter.numel()
         self.missing = set(parameters)
-        self.work: Pending | None = None
+        self.work: ReductionHandle | None = None
 
 
-def sum_gradients(bucket: Bucket) -> Pending:
+def sum_gradients(bucket: Bucket) -> ReductionHandle:
     """The default communication hook: all-reduce in the gradients' own dtype."""
     return dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
 
-def bf16_compression(bucket: Bucket) -> Pending:
+def bf16_compression(bucket: Bucket) -> ReductionHandle:
     """Communication hook that halves the bytes of fp32 gradients: cast to bf16, all-reduce, cast back.
 
     Each gradient is rounded to 8 significant bits, and so is every partial sum.
     """
+    # (E,) fp32, 4 E bytes -> (E,) bf16, 2 E bytes. It holds sums of gradients that were divided before, see below.
     work = dist.all_reduce(bucket.flat.to(torch.bfloat16), group=bucket.group, async_op=True)
+    # Cast back as soon as it has come, so that whoever waits finds fp32 in the place that the gradients are views of.
     return work.get_future().then(lambda reduced: bucket.flat.copy_(reduced.value()[0]))
 
 
@@ -94,7 +106,7 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20,
                  first_bucket_bytes: int = 2**20, find_unused_parameters: bool = False,
-                 communication_hook: Callable[[Bucket], Pending] = sum_gradients):
+                 communication_hook: Callable[[Bucket], ReductionHandle] = sum_gradients):
         super().__init__()
         check_ranks_agree(module, group)
         self.module, self.group = module, group
@@ -103,14 +115,20 @@ class DataParallel(nn.Module):
         self._unchanged = UnchangedModule(module, "DataParallel")
         self._scale = 1 / dist.get_world_size(group)
         self._synchronises = True
+
+        # --- all ranks begin alike: from then on the same gradients keep the weights alike, and none is sent again ---
         self._broadcast([*module.parameters(), *module.buffers()])
 
+        # --- buckets: they are sent in this order; a gradient that backward makes early leaves early ---
         names = names_of(module)
         trainable = self.bucket_order([p for p in names if p.requires_grad])
         self.buckets = [Bucket({names[p]: p for p in parameters}, group)
                         for parameters in in_buckets(trainable, first_bucket_bytes, bucket_bytes)]
         self._sent = 0  # buckets sent in this backward; all ranks send them in the same order
         self._backward_runs = False
+
+        # --- hooks: on the gradient's accumulation, not on the tensor. A weight that is used twice has two gradients in
+        # one backward, and this hook is called once, when they have been added up. ---
         for bucket in self.buckets:
             for name, parameter in bucket.parameters.items():
                 arrived = functools.partial(self._arrived, bucket, name, bucket.views[name])
@@ -130,6 +148,8 @@ class DataParallel(nn.Module):
             ModelError: a parameter was added, replaced, frozen or the like since the module was wrapped.
         """
         self._unchanged.check()
+        # A rank's BatchNorm has seen its own rows alone; those of the first rank count, as in DistributedDataParallel.
+        # Not in evaluation: there ranks may take different numbers of batches, and a collective would hang.
         if self._synchronises and self.module.training and torch.is_grad_enabled():
             self._broadcast(list(self.module.buffers()))
         return self.module(*args, **kwargs)
@@ -148,16 +168,18 @@ class DataParallel(nn.Module):
 
     def _arrived(self, bucket: Bucket, name: str, view: Tensor, parameter: nn.Parameter) -> None:
         """Called by autograd when a parameter's gradient of this backward is complete, all its uses added up."""
-        if not self._synchronises:
+        if not self._synchronises:  # accumulate: the sum of all backwards is divided once, in the last
             self._into_view(parameter, view)
             return
-        # The first gradient of a backward asks to be told of its end.
+        # --- phase 1: the first gradient of a backward asks autograd to be told of its end. In the forward nobody knows
+        # whether a backward will follow, and after the last gradient no hook is called. ---
         if not self._backward_runs:
             self._backward_runs = True
             Variable._execution_engine.queue_callback(self._finish)
         if name not in bucket.missing:
             raise CourseError(f"the gradient of `{name}` came twice in one backward, or an earlier backward raised",
                               "checkpoint with use_reentrant=False; wrap the model anew after an error")
+        # --- phase 2: into the bucket, divided by N; when it is full it leaves, and backward goes on ---
         # Divided before the sum, not after it: in low precision the sum of N gradients may overflow.
         bucket.missing.remove(name)
         self._into_view(parameter, view, self._scale)
@@ -185,7 +207,8 @@ class DataParallel(nn.Module):
 
     def _finish(self) -> None:
         """Called by autograd at the end of backward: send what is left, wait for all, and hand out the averages."""
-        # Send what is left. A parameter that the loss did not use takes part with zeros: other ranks wait for its sum.
+        # --- phase 3: send what is left. A parameter that the loss did not use takes part with zeros: other ranks wait
+        # for its sum. ---
         unused: dict[str, Bucket] = {}
         for bucket in self.buckets:
             for name in bucket.missing:
@@ -197,7 +220,7 @@ class DataParallel(nn.Module):
             bucket.missing.clear()
         self._send_complete()
 
-        # Wait, and hand out.
+        # --- phase 4: wait, and hand out. Used parameters have their views already; those of the unused are set now ---
         used_somewhere = self._used_somewhere(unused) if self.find_unused_parameters else unused
         for bucket in self.buckets:
             self._wait(bucket)
@@ -209,6 +232,7 @@ class DataParallel(nn.Module):
     def _used_somewhere(self, unused: Collection[str]) -> list[str]:
         """Those of the parameters that this rank did not use which another rank did; a collective call."""
         names = [name for bucket in self.buckets for name in bucket.views]
+        # (P,) of bytes, P parameters: 1 where this rank used one. The largest is 1 if any rank did.
         used = torch.tensor([name not in unused for name in names], dtype=torch.uint8,
                             device=self.buckets[0].flat.device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
@@ -230,7 +254,7 @@ class DataParallel(nn.Module):
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Take over the first rank's values, in place; one message for many small tensors."""
         for bucket in in_buckets(tensors, self.bucket_bytes, self.bucket_bytes):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])  # shapes -> (sum of numel,)
             dist.broadcast(flat, group=self.group, group_src=0)
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
@@ -245,10 +269,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     which schedules would need an action of its own. A collective call: all ranks lack the same gradients.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # --- phase 1: begin them all. The links work on the first while the next is put together ---
     under_way = []
     for bucket in in_buckets(reversed(gradients), bucket_bytes, bucket_bytes):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])  # shapes -> (sum of numel,)
         under_way.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
+    # --- phase 2: wait in the same order, divide, and copy back to the gradients' own places ---
     for work, flat, bucket in under_way:
         work.wait()
         flat /= dist.get_world_size(group)
@@ -265,7 +291,7 @@ def in_buckets(tensors: Iterable[AnyTensor], first_bytes: int, bytes_each: int) 
     closed: list[list[AnyTensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
     for tensor in tensors:
-        kind = (tensor.dtype, tensor.device)
+        kind = (tensor.dtype, tensor.device)  # one flat tensor has one of each
         filling.setdefault(kind, []).append(tensor)
         if sum(tensor.nbytes for tensor in filling[kind]) >= (bytes_each if closed else first_bytes):
             closed.append(filling.pop(kind))

@@ -29,20 +29,23 @@ class FlatParamGroup(ShardedUnit):
     """The parameters of one block end to end, padded to a multiple of N; a rank's shard is the r-th N-th of them."""
 
     def lay_out(self, parameters: list[nn.Parameter]) -> tuple[int, list[int]]:
+        # 0 and where each ends, which is where the next begins: sizes 7, 5, 2 are [0, 7, 12, 14].
         ends = list(itertools.accumulate((parameter.numel() for parameter in parameters), initial=0))
         return padded(ends[-1], self.world), ends[:-1]
 
     def local_part(self, whole: Tensor) -> Tensor:
+        # (E,) -> (N, E / N) -> (E / N,). A copy, or the view would keep the whole storage alive.
         return whole.view(self.world, -1)[self.rank].clone()
 
     def locate(self, parameter: nn.Parameter, index: int) -> tuple[slice, int]:
-        length, start = self.total // self.world, self.starts[parameter]
+        # This rank's run of the unit is elements r L to (r + 1) L; what of the parameter lies in it is one run, too.
+        length, start = self.total // self.world, self.starts[parameter]  # L = E / N
         first, numel = overlap(start, parameter.numel(), self.rank * length, length)
-        begin = start + first - self.rank * length if numel else 0
+        begin = start + first - self.rank * length if numel else 0  # from the unit's elements to the shard's
         return slice(begin, begin + numel), first
 
     def receive_buffer(self) -> Tensor:
-        return self.flat
+        return self.flat  # rank 0's shard, then rank 1's, …: that is how the parameters lie end to end
 
     def unpack(self) -> None:
         """Nothing: what arrived is in order."""

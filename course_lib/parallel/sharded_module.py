@@ -1,8 +1,21 @@
 """What ZeRO-3 and FSDP share: gather a block's parameters before it computes, free them after, forward and backward.
 
 Each rank keeps 1/N of every parameter, of its gradient and of its optimizer state. Hooks around each block move its
-:class:`~course_lib.parallel.sharded_unit.ShardedUnit` from state to state. :mod:`course_lib.parallel.zero3` and
-:mod:`course_lib.parallel.fsdp` stand beside each other upon this file, and differ in how a unit lies in memory.
+:class:`~course_lib.parallel.sharded_unit.ShardedUnit` from state to state; the diagram is there. ZeRO-3 and FSDP stand
+beside each other upon this file, and differ in how a unit lies in memory. N is the number of ranks::
+
+    method of the unit   zero3.PerParamUnit                         fsdp.FlatParamGroup
+    lay_out              each parameter padded to N chunks          all end to end, padded once
+    local_part           a chunk of each parameter                  the r-th N-th of the whole
+    locate               every rank has a part of every parameter   a rank may have nothing of one
+    receive_buffer       a second buffer, (N, E / N)                `flat` itself
+    unpack               copies each parameter's chunks together    nothing: they arrive in order
+    pack                 copies the gradient, rank by rank          nothing
+    padding              up to N - 1 elements per parameter         up to N - 1 elements per unit
+    peak                 two buffers of (E,) while it unpacks       one
+
+The two kinds of bytes are equal, but for the padding: an all-gather of E elements per unit in the forward, one in the
+backward, and a reduce-scatter. :mod:`course_lib.parallel.minimal.fsdp` is the shortest form.
 
 Sources: Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), section 5.3; Zhao et al. 2023, *PyTorch FSDP* (arXiv
 2304.11277), sections 3 and 4.
@@ -29,12 +42,16 @@ from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Hands its inputs on, and calls a function when the gradients of all of them are there."""
+    """Hands its inputs on, and calls a function when the gradients of all of them are there.
+
+    Then the weights' gradients are there, too: autograd takes the node that was made last first, this one was made
+    before the block's own, and gradients of leaves are accumulated at once.
+    """
 
     @staticmethod
     def forward(ctx: Any, then: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.then = then
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an input that was not used has no gradient, and zeros would cost memory
         return inputs
 
     @staticmethod
@@ -75,6 +92,7 @@ class ShardedModule(nn.Module):
         super().__init__()
         check_elementwise(optimizer, self.strategy)
         check_ranks_agree(module, group)
+        # --- phase 1: the units, and buffers as the first rank has them ---
         chosen = list(partition.blocks(module).values() if units is None else units)
         partition.check_disjoint(chosen)
         self.module, self.optimizer, self.group, self.prefetch = module, optimizer, group, prefetch
@@ -84,7 +102,8 @@ class ShardedModule(nn.Module):
         for buffer in module.buffers():
             dist.broadcast(buffer, group=group, group_src=0)
 
-        # Shard: the root first, as its forward begins first. A unit is of one dtype, all trainable or all frozen.
+        # --- phase 2: shard. The root first, as its forward begins first. A unit is of one dtype, all trainable or all
+        # frozen. The root is kept: its forward ends with the whole model's, and its backward begins right after it. ---
         owner = partition.owners(module, chosen)
         self.units = [self.unit_type(member, parameters, group, param_dtype, reduce_dtype,
                                      keep_after_forward=member is module or not reshard_after_forward)
@@ -93,12 +112,15 @@ class ShardedModule(nn.Module):
         self._pieces = {parameter: piece for unit in self.units for parameter, piece in unit.pieces.items()}
         repoint(optimizer, {parameter: piece.data for parameter, piece in self._pieces.items()})
 
+        # --- phase 3: hooks around the forward of each unit; those of the backward are set anew in each forward, on the
+        # tensors that go into the unit and come out of it ---
         self._reduction: Reduction | None = None
         self._backward_runs = False
         for index, unit in enumerate(self.units):
             unit.module.register_forward_pre_hook(functools.partial(self._pre_forward, index), with_kwargs=True)
             unit.module.register_forward_hook(functools.partial(self._post_forward, index))
         self._unchanged = UnchangedModule(module, type(self).__name__)
+        # Whole weights would be NaN in a state_dict, and go nowhere if loaded.
         module.register_state_dict_pre_hook(_refuse)
         module.register_load_state_dict_pre_hook(_refuse)
 
@@ -111,13 +133,17 @@ class ShardedModule(nn.Module):
     def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather this unit, begin to gather the next, and ask to be told when its backward is over."""
         unit = self.units[index]
+        # --- SHARDED or GATHERING -> WHOLE ---
         unit.gather()
         unit.wait()
+        # Prefetch, after the wait: what is needed now has had the link for itself. In a backward, where activation
+        # checkpointing runs the forward again, the unit after this one has been done already.
         if self.prefetch and not unit.in_backward and index + 1 < len(self.units):
             self.units[index + 1].gather()
         if self.param_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-        # Backward is over when the gradients of all inputs are there. Inputs may lie in tuples, lists and dicts.
+        # Backward is over when the gradients of all inputs are there. Inputs may lie in tuples, lists and dicts. Where
+        # none needs a gradient (the root's are token ids), `_end_backward` does what is left.
         leaves, structure = tree_flatten((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if positions:
@@ -131,22 +157,26 @@ class ShardedModule(nn.Module):
         unit = self.units[index]
         if unit.in_backward:  # activation checkpointing runs the forward again, and the backward follows at once
             return
+        # A hook on each output's gradient, since any of them may come first; the others find the unit WHOLE.
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for leaf in leaves:
             leaf.register_hook(functools.partial(self._pre_backward, index))
         unit.awaits_backward |= bool(leaves)
+        # --- WHOLE -> SHARDED. In an evaluation also what is kept otherwise: no backward will come and free it ---
         if not (unit.keep_after_forward and torch.is_grad_enabled()):
             unit.free()
 
     def _pre_backward(self, index: int, gradient: Tensor) -> None:
         """Gather this unit again, and begin to gather the one whose backward comes next."""
         unit = self.units[index]
-        if not self._backward_runs:
+        if not self._backward_runs:  # the first hook of a backward asks autograd to be told of its end
             self._backward_runs = True
             Variable._execution_engine.queue_callback(self._end_backward)
         unit.awaits_backward, unit.in_backward, unit.owes_gradient = False, True, unit.trainable
+        # --- SHARDED or GATHERING -> WHOLE ---
         unit.gather()
         unit.wait()
+        # Prefetch, in reverse. Only what had a forward in this step: a block that was left out has no backward.
         if self.prefetch and index > 0 and self.units[index - 1].awaits_backward:
             self.units[index - 1].gather()
 
@@ -154,13 +184,14 @@ class ShardedModule(nn.Module):
         """Free the unit and send its gradient on its way."""
         unit = self.units[index]
         unit.in_backward = False
+        # --- WHOLE -> SHARDED, and the gradient leaves: (E,) -> (E / N,) ---
         unit.free()
         if unit.has_gradients():
             self._reduce(unit)
 
     def _end_backward(self) -> None:
         """What is left: the root unit, and units whose inputs needed no gradient, so that no hook was called."""
-        for unit in reversed(self.units):
+        for unit in reversed(self.units):  # the same order on all ranks: collectives are matched by it
             if unit.owes_gradient or unit.has_gradients():
                 self._reduce(unit)
             unit.free()
@@ -173,7 +204,7 @@ class ShardedModule(nn.Module):
         than two whole gradients are there at once."""
         unit.owes_gradient = False
         unit.collect()
-        if self.synchronise:
+        if self.synchronise:  # within no_sync the sum stays here, whole
             self._finish_reduction()
             self._reduction = unit.reduce_scatter()
 
@@ -203,6 +234,7 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
         gradients = [piece.data.grad for piece in self._pieces.values() if piece.data.grad is not None]
+        # Each element is on one rank: the ranks' sums of squares add up to that of the whole gradient. 0-D, fp32.
         square = sum_of_squares(gradients, self.device)
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
@@ -212,12 +244,12 @@ class ShardedModule(nn.Module):
     def step(self) -> None:
         """Update this rank's pieces; the next gather brings the new weights."""
         self.optimizer.step()
-        self.refresh()
+        self.refresh()  # a unit that was kept, or prefetched in vain, has the old weights
 
     def zero_grad(self) -> None:  # type: ignore[override]
         """Forget all gradients, of pieces and of what ``no_sync`` keeps."""
         for unit in self.units:
-            unit.gradient = None
+            unit.gradient = None  # of `no_sync`
         for piece in self._pieces.values():
             piece.data.grad = None
 

@@ -2,6 +2,40 @@
 
 What a unit does, and its states. When it does it is the affair of :mod:`course_lib.parallel.sharded_module`; how its
 parameters lie in memory that of :mod:`course_lib.parallel.zero3` and :mod:`course_lib.parallel.fsdp`, each in its way.
+
+A unit's parameters go round this circle once for the block's forward and once for its backward::
+
+                  gather()                             wait()
+    SHARDED ----------------------> GATHERING ----------------------> WHOLE
+    `flat` has no storage,          `flat` has storage, the           the parameters are views of `flat`,
+    parameters read as NaN          all-gather writes into it         and the block computes
+       ^                                                                |
+       '---------------------------- free() ----------------------------'
+
+The hooks that move it::
+
+    arrow               in forward                              in backward
+    gather(), early     `_pre_forward` of the unit before       `_pre_backward` of the unit after     (prefetch)
+    gather(), wait()    `_pre_forward`, the block begins        `_pre_backward`, an output's gradient is there
+    free()              `_post_forward`, the block has ended    `_post_backward`, the inputs' gradients are there
+                        (not with `keep_after_forward`)         `_end_backward`, for units that had no such input
+
+The gradient goes this way, once in each backward, or within ``no_sync`` only as far as the second place::
+
+              collect()               reduce_scatter()                 finish()
+    parameters' -----> `gradient` (E,) ---------------> Reduction under -------> the shard's own
+    own `.grad`        sum over backwards               way, (E,) -> (E / N,)    `.grad`, the mean
+
+One step of a root unit (embedding and head) and two blocks, with prefetch: . sharded, g gathering, W whole, r its
+gradient is being reduced::
+
+    computes    embed   block 1   block 2   head  |  head   block 2   block 1   embed   end
+    root        W       W         W         W     |  W      W         W         W       r
+    block 1     g       W         .         .     |  .      g         W         r       .
+    block 2     .       g         W         .     |  .      W         r         .       .
+
+Sources: Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), section 5.3; Zhao et al. 2023, *PyTorch FSDP* (arXiv
+2304.11277), sections 3.2 (sharding), 3.3 (communication) and 4.3 (the hooks).
 """
 
 import torch
@@ -14,22 +48,8 @@ from course_lib.parallel.sharding import Shard
 class ShardedUnit:
     """The parameters of one block, that are gathered and freed together. E is their number of elements, padded.
 
-    Parameters go through these states, once for the block's forward and once for its backward::
-
-                   gather()                 wait()
-        SHARDED -------------> GATHERING -----------> WHOLE   the block computes
-           ^    the all-gather            `flat` has             |
-           |    has begun                 arrived                |
-           '------------------------- free() --------------------'
-
     A unit that is kept after its forward skips the way back and the second gather. Prefetching moves ``gather`` up, to
     before the block that computes ahead of this one: GATHERING then lasts as long as that block computes.
-
-    The gradient goes through these, once in each backward, or within ``no_sync`` only as far as the second::
-
-                  collect()               reduce_scatter()                 finish()
-        parameters' -----> `gradient` (E,) ---------------> Reduction under -------> the shard's own
-        own `.grad`        sum over backwards               way, (E,) -> (E / N,)    `.grad`, the mean
 
     Attributes:
         shard: (E / N,), this rank's part in the parameters' own dtype; the only lasting copy.
@@ -45,11 +65,11 @@ class ShardedUnit:
         self.trainable = parameters[0].requires_grad
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
-        # The whole parameters end to end, as the group's first rank has them.
+        # --- phase 1: the whole parameters end to end, as the group's first rank has them ---
         self.total, starts = self.lay_out(parameters)
         self.has_padding = self.total > sum(parameter.numel() for parameter in parameters)
         whole = parameters[0].new_zeros(self.total, requires_grad=False)  # (E,)
-        self.flat = whole.to(param_dtype or whole.dtype)
+        self.flat = whole.to(param_dtype or whole.dtype)  # (E,) in the dtype of the computation; filled by gathers
         self.reduce_dtype = reduce_dtype or self.flat.dtype
         self.starts: dict[nn.Parameter, int] = dict(zip(parameters, starts, strict=True))
         self.views: dict[nn.Parameter, Tensor] = {}
@@ -59,7 +79,7 @@ class ShardedUnit:
             self.views[parameter] = self.flat[run].view(parameter.shape)
         dist.broadcast(whole, group=group, group_src=0)
 
-        # This rank's part of them, and of each parameter.
+        # --- phase 2: this rank's part of them, and of each parameter, for the optimizer ---
         self.shard = self.local_part(whole)  # (E,) -> (E / N,)
         self.pieces: dict[nn.Parameter, Shard] = {}
         self.shard_slices: dict[nn.Parameter, slice] = {}
@@ -67,12 +87,16 @@ class ShardedUnit:
             self.shard_slices[parameter], first = self.locate(parameter, index)
             self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(
                 self.shard[self.shard_slices[parameter]], requires_grad=self.trainable))
+        # What a parameter is while it is SHARDED: one NaN in the parameter's shape, so that whoever reads a weight that
+        # nobody gathered gets NaN, and no old value.
         self.absent = self.flat.new_full((1,), float("nan"))
         self.work: dist.Work | None = None
         self.gradient: Tensor | None = None
         self.awaits_backward = False  # its forward has run, its backward has not begun
         self.in_backward = False
         self.owes_gradient = False  # its backward has begun, its gradient has not been taken
+
+        # --- phase 3: from here on the whole parameters are gone ---
         self.free()
 
     # --- how the parameters lie in memory: what ZeRO-3 and FSDP answer differently -----------------------------------
@@ -105,25 +129,30 @@ class ShardedUnit:
 
     def gather(self) -> None:
         """Begin to bring the whole parameters here; nothing to do where they are."""
+        # SHARDED -> GATHERING. The tensor stays and its storage comes and goes: what autograd saved in the forward are
+        # views of this tensor, and of no other.
         storage = self.flat.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.total * self.flat.itemsize)
-            sent = self.shard.to(self.flat.dtype)  # in low precision half the bytes travel
+            sent = self.shard.to(self.flat.dtype)  # (E / N,), in low precision half the bytes travel
+            # (E / N,) -> (E,)
             self.work = dist.all_gather_single(self.receive_buffer(), sent, self.group, async_op=True)
 
     def wait(self) -> None:
         """Until the parameters are here."""
+        # GATHERING -> WHOLE
         if self.work is not None:
             self.work.wait()
             self.work = None
-            self.unpack()
+            self.unpack()  # a copy in ZeRO-3, nothing in FSDP
             for parameter, view in self.views.items():
                 parameter.data = view
 
     def free(self) -> None:
         """Give the memory of the whole parameters back, and keep the tensor: autograd has saved views of it, which are
         right again after the next gather."""
-        self.wait()
+        # WHOLE -> SHARDED
+        self.wait()  # one may have been prefetched in vain; freed under it, the all-gather would write anywhere
         for parameter in self.views:
             parameter.data = self.absent.expand(parameter.shape)
         self.flat.untyped_storage().resize_(0)
@@ -138,18 +167,19 @@ class ShardedUnit:
         if self.gradient is None:
             # Zeros in the padding, and where no gradient has come.
             make = torch.empty if len(arrived) == len(self.starts) and not self.has_padding else torch.zeros
-            self.gradient = make(self.total, dtype=self.reduce_dtype, device=self.shard.device)
+            self.gradient = make(self.total, dtype=self.reduce_dtype, device=self.shard.device)  # (E,)
         if arrived:
+            # Shapes -> runs of (E,), from the parameters' dtype to ``reduce_dtype``: added up in that, not before it.
             runs = [self.gradient[self.starts[p] : self.starts[p] + p.numel()].view(p.shape) for p in arrived]
             move = torch._foreach_copy_ if is_first else torch._foreach_add_
             move(runs, list(arrived.values()))
         for parameter in arrived:
-            parameter.grad = None
+            parameter.grad = None  # a whole gradient is held once
 
     def reduce_scatter(self) -> "Reduction":
         """Begin to sum the flat gradient over the ranks; each receives its own part."""
         assert self.gradient is not None
-        whole, self.gradient = self.pack(self.gradient), None
+        whole, self.gradient = self.pack(self.gradient), None  # (E,), rank r's part is the r-th N-th of it
         local = whole.new_empty(self.shard.numel())  # (E,) -> (E / N,)
         return Reduction(self, whole, local, dist.reduce_scatter_single(local, whole, group=self.group, async_op=True))
 
@@ -167,11 +197,14 @@ class Reduction:
     def finish(self) -> None:
         """Wait for it, average, and add to the gradients of the unit's pieces."""
         self.work.wait()
+        # (E / N,) in reduce_dtype -> in the shard's. Cast first, then divided: the mean of a sum in bf16 is not rounded
+        # to bf16 once more.
         mean = self.local.to(self.unit.shard.dtype).div_(self.unit.world)
         parts = [(piece.data, mean[self.unit.shard_slices[p]]) for p, piece in self.unit.pieces.items()]
         before = [(own.grad, part) for own, part in parts if own.grad is not None]
         if before:
             torch._foreach_add_(*map(list, zip(*before, strict=True)))
+        # The first gradient of a piece is a view of `mean`: nothing is copied.
         for own, part in parts:
             if own.grad is None:
                 own.grad = part

@@ -23,6 +23,10 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim
 """Optimizers whose update of an element looks at that element alone, so that a piece is updated as the whole is."""
 
 
+ROOM = 2**26
+"""Bytes that the first rank gathers at once, the chunks of all ranks together, see :func:`gather_whole`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """What one rank holds of a tensor that is split over a group.
@@ -58,7 +62,7 @@ def overlap(start: int, numel: int, first: int, length: int) -> tuple[int, int]:
     Returns:
         The first element within the parameter, and how many; ``(0, 0)`` where they don't meet.
     """
-    low, high = max(start, first), min(start + numel, first + length)
+    low, high = max(start, first), min(start + numel, first + length)  # both are runs: so is what they share
     return (low - start, high - low) if high > low else (0, 0)
 
 
@@ -82,6 +86,8 @@ def repoint(optimizer: Optimizer, replacement: Mapping[torch.Tensor, torch.Tenso
         optimizer: has made no step yet.
         replacement: for each of its parameters the tensor to update in its place; None to drop it.
     """
+    # In place, group by group: a scheduler holds this optimizer and the order of its groups. States are made in the
+    # first step, for the tensors that are there then.
     assert not optimizer.state, "repoint an optimizer before its first step"
     for group in optimizer.param_groups:
         chosen = [replacement[parameter] for parameter in group["params"]]
@@ -93,6 +99,8 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
+# --- a whole tensor from all ranks' pieces, in a bounded amount of memory ---
+
 class _Place(NamedTuple):
     """What a rank holds of a tensor, without the data."""
 
@@ -101,8 +109,8 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
-class _Run(NamedTuple):
-    """A piece in the stream of bytes that a rank sends."""
+class _StreamPart(NamedTuple):
+    """Where a piece lies in the stream of bytes that a rank sends."""
 
     name: str
     at: int
@@ -112,70 +120,83 @@ class _Run(NamedTuple):
     length: int
 
 
-def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = None, *,
-                 room: int = 2**26) -> dict[str, torch.Tensor]:
+def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
     """Whole tensors from the pieces of all ranks; a collective call.
 
     The pieces of a rank are one stream of bytes, and the first rank gathers the streams chunk by chunk. So it needs
-    ``room`` beside the result, however large the model is and whether its pieces are on GPUs or on the host, and only
+    ``ROOM`` beside the result, however large the model is and whether its pieces are on GPUs or on the host, and only
     the group's own communicator: for messages from rank to rank NCCL would open one more for each pair, and keep it.
 
     Args:
         pieces: this rank's, the same names in the same order on every rank.
-        room: bytes that the first rank gathers at once, the chunks of all ranks together.
     Returns:
         On the group's first rank, tensors on the CPU by name; elsewhere nothing.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
+
+    # --- phase 1: everybody learns what everybody holds. Numbers only: from these each rank knows all streams ---
     places: list[list[_Place]] = [[] for _ in range(world)]
     dist.all_gather_object(places, [_Place(piece.start, piece.data.numel(), piece.data.dtype)
                                     for piece in pieces.values()], group=group)
+
+    # --- phase 2: the first rank makes room, and copies what it has itself ---
     whole: dict[str, torch.Tensor] = {}
     if rank == 0:
         for (name, piece), held in zip(pieces.items(), zip(*places, strict=True), strict=True):
+            # Of a rank that holds some of it: the dtype of an empty piece need not be right.
             dtype = next((place.dtype for place in held if place.numel), piece.data.dtype)
             whole[name] = torch.empty(piece.shape, dtype=dtype)
             piece.of(whole[name]).copy_(piece.data.detach())
+
+    # --- phase 3: the streams of all other ranks, a chunk of each at a time. All ranks take part in all gathers, until
+    # the longest stream is through. ---
     streams = _streams(list(pieces), places)
-    chunk = max(1, room // world)
+    chunk = max(1, ROOM // world)  # bytes
     sent = torch.empty(chunk, dtype=torch.uint8, device=device_of(group))
     received = [torch.empty_like(sent) for _ in range(world)] if rank == 0 else None
-    for start in range(0, max(sum(run.length for run in stream) for stream in streams), chunk):
-        for run, skipped, at, length in _parts(streams[rank], start, chunk):
-            piece_bytes = pieces[run.name].data.detach().contiguous().view(torch.uint8)
+    for start in range(0, max(sum(part.length for part in stream) for stream in streams), chunk):
+        for part, skipped, at, length in _parts_within(streams[rank], start, chunk):
+            # As bytes, whatever the dtypes: (numel,) -> (numel * itemsize,) uint8. So one message takes all dtypes.
+            piece_bytes = pieces[part.name].data.detach().contiguous().view(torch.uint8)
             sent[at : at + length].copy_(piece_bytes[skipped : skipped + length])
-        dist.gather(sent, received, group=group, group_dst=0)
+        dist.gather(sent, received, group=group, group_dst=0)  # (chunk,) on each -> N of (chunk,) on the first
         for source, gathered in enumerate(received or ()):
             arrived = gathered.cpu() if streams[source] else gathered
-            for run, skipped, at, length in _parts(streams[source], start, chunk):
-                target = whole[run.name].view(-1).view(torch.uint8)[run.first + skipped :]
+            for part, skipped, at, length in _parts_within(streams[source], start, chunk):
+                target = whole[part.name].view(-1).view(torch.uint8)[part.first + skipped :]
                 target[:length].copy_(arrived[at : at + length])
     return whole
 
 
-def _streams(names: Sequence[str], places: Sequence[Sequence[_Place]]) -> list[list[_Run]]:
+def _streams(names: Sequence[str], places: Sequence[Sequence[_Place]]) -> list[list[_StreamPart]]:
     """What each rank has to send: of its pieces those that no rank before it has, the first rank's included."""
-    streams: list[list[_Run]] = [[] for _ in places]
+    streams: list[list[_StreamPart]] = [[] for _ in places]
     ends = [0] * len(places)
     for name, held in zip(names, zip(*places, strict=True), strict=True):
         for rank, place in enumerate(held):
+            # What is whole on every rank (a frozen parameter) is sent by none: the first rank has it.
             if rank and place.numel and place not in held[:rank]:
                 size = place.dtype.itemsize
-                streams[rank].append(_Run(name, ends[rank], place.start * size, place.numel * size))
+                streams[rank].append(_StreamPart(name, ends[rank], place.start * size, place.numel * size))
                 ends[rank] += place.numel * size
     return streams
 
 
-def _parts(stream: Sequence[_Run], start: int, length: int) -> Iterator[tuple[_Run, int, int, int]]:
-    """The runs within ``length`` bytes of a stream from ``start``: run, bytes of it before, place from start, bytes."""
-    first = bisect.bisect_right(stream, start, key=lambda run: run.at) - 1
-    for run in stream[max(0, first) :]:
-        skipped = max(0, start - run.at)
-        at = run.at + skipped - start
+def _parts_within(stream: Sequence[_StreamPart], start: int, length: int,
+                  ) -> Iterator[tuple[_StreamPart, int, int, int]]:
+    """What of a stream lies in the ``length`` bytes from ``start``.
+
+    Yields:
+        A part; how many of its bytes come before; where in the window the others begin; how many of them are in it.
+    """
+    first = bisect.bisect_right(stream, start, key=lambda part: part.at) - 1  # the part that ``start`` is in
+    for part in stream[max(0, first) :]:
+        skipped = max(0, start - part.at)
+        at = part.at + skipped - start
         if at >= length:
             return
-        if skipped < run.length:
-            yield run, skipped, at, min(run.length - skipped, length - at)
+        if skipped < part.length:
+            yield part, skipped, at, min(part.length - skipped, length - at)
 
 
 def scatter_whole(whole: Mapping[str, torch.Tensor], pieces: Mapping[str, Shard]) -> None:

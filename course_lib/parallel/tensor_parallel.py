@@ -2,7 +2,13 @@
 
 A column-parallel layer, what lies between, and a row-parallel layer make a region of split work, with an exchange at
 each end; see :mod:`course_lib.parallel.tp_collectives`. Each layer is built from a whole one, of which it keeps its
-piece.
+piece. For N ranks, rows of tokens, and an MLP from width D to H and back::
+
+    tensor parallelism     X (rows, tokens, D) -copy-> X A_r (…, H / N) -> Y_r B_r (…, D) -reduce-> Z (rows, tokens, D)
+    sequence parallelism   X (rows, tokens / N, D) -all_gather-> the same -reduce_scatter-> Z (rows, tokens / N, D)
+
+The second moves the same bytes, since an all-reduce is a reduce-scatter and an all-gather, and holds 1/N of what lies
+between the regions.
 
 Outside the regions every rank does the same, on the same numbers (tensor parallelism), or on its own slice of the
 sequence (sequence parallelism). So the ranks of a group take the same rows and seed torch's generator alike: dropout
@@ -35,6 +41,8 @@ from course_lib.parallel.tp_collectives import (
 )
 
 ANOTHER_SIZE = "choose a tensor-parallel size that divides it"
+IGNORED = -100
+"""Target that counts for nothing: of padding, and of tokens that are not asked for."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class ParameterSplit:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         check_divides(f"dimension {self.dim} of a {tuple(whole.shape)} parameter", whole.shape[self.dim] // self.fused,
                       ranks, ANOTHER_SIZE)
+        # Fused: this rank's part of each matrix, not of all of them together, which would give the first ranks the
+        # queries and the last ones the values. [q q | k k | v v] -> rank 0: [q k v]
         return torch.cat([part.chunk(ranks, self.dim)[rank] for part in whole.chunk(self.fused, self.dim)], self.dim)
 
     def whole(self, piece: Tensor, group: Group = None) -> Tensor:
@@ -95,6 +105,7 @@ class ColumnParallelLinear(nn.Module):
                  entered: bool = False, gather_output: bool = False):
         super().__init__()
         self.group, self.sequence, self.entered, self.gather_output = group, sequence, entered, gather_output
+        # nn.Linear keeps (out, in), so that A's columns are its rows; Conv1D keeps (in, out).
         self.transposed = not isinstance(linear, nn.Linear)
         self.splits = {"weight": ParameterSplit(dim=1 if self.transposed else 0, fused=fused),
                        "bias": ParameterSplit(dim=0, fused=fused)}
@@ -105,7 +116,8 @@ class ColumnParallelLinear(nn.Module):
         """(…, in), or (rows, tokens / N, in) with ``sequence``, to (…, out / N), or (…, out) if gathered."""
         if not self.entered:  # forward nothing, or (rows, tokens / N, in) -> (rows, tokens, in)
             hidden = all_gather(hidden, self.group) if self.sequence else copy(hidden, self.group)
-        columns = F.linear(hidden, self.weight.t() if self.transposed else self.weight, self.bias)  # (…, out / N)
+        # (…, in) -> (…, out / N). Each rank adds its own part of the bias: the columns are finished here.
+        columns = F.linear(hidden, self.weight.t() if self.transposed else self.weight, self.bias)
         return gather(columns, self.group) if self.gather_output else columns
 
 
@@ -133,8 +145,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(…, in / N) to (…, out), or to (rows, tokens / N, out) with ``sequence``."""
-        partial = F.linear(hidden, self.weight.t() if self.transposed else self.weight)  # (…, out), one summand of N
-        # The bias comes after the sum, or it would be added N times.
+        # (…, in / N) -> (…, out), one summand of N: X A = X_0 A_0 + X_1 A_1 + …, over the ranks
+        partial = F.linear(hidden, self.weight.t() if self.transposed else self.weight)
+        # The bias comes after the sum, or it would be added N times. (…, out) -> the same, or (rows, tokens / N, out)
         whole = reduce_scatter(partial, self.group) if self.sequence else reduce(partial, self.group)
         return whole if self.bias is None else whole + self.bias
 
@@ -160,14 +173,17 @@ class VocabParallelEmbedding(nn.Module):
         check_vocabulary(embedding, dist.get_world_size(group))
         self.group, self.splits = group, {"weight": ParameterSplit(dim=0)}
         self.weight = self.splits["weight"].parameter(embedding.weight, group)
+        # The padding's embedding gets no gradient: on the rank that has its row, under that row's number there.
         padding, elsewhere = _own_rows(torch.tensor(embedding.padding_idx or 0), len(self.weight), group)
         self.padding_idx = None if embedding.padding_idx is None or elsewhere else int(padding)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids (…) to embeddings (…, width), the same on every rank."""
         own, elsewhere = _own_rows(tokens, len(self.weight), self.group)
-        embedded = F.embedding(own, self.weight, self.padding_idx)  # (…) -> (…, width); row 0 where it lies elsewhere
-        return reduce(embedded.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)  # one rank has it, the others add 0
+        # --- phase 1: look up what this rank has; (…) -> (…, width), of row 0 where it lies elsewhere ---
+        embedded = F.embedding(own, self.weight, self.padding_idx)
+        # --- phase 2: the sum over the ranks. One has the row, the others add 0, and 0 is the gradient there ---
+        return reduce(embedded.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
 
 def _own_rows(ids: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
@@ -181,8 +197,7 @@ def _own_rows(ids: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
     return own.masked_fill(elsewhere, 0), elsewhere
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group = None,
-                                 ignore_index: int = -100) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
     """Cross-entropy of logits whose vocabulary is over the ranks, without gathering them.
 
     What travels are three numbers per token: its largest logit, its target's, and the sum of the exponentials.
@@ -191,17 +206,19 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
         logits: (…, vocabulary / ranks), this rank's columns.
         targets: (…), int64 ids of the whole vocabulary, the same on every rank.
     Returns:
-        (…), each token's loss, the same on every rank; 0 where the target is ``ignore_index``.
+        (…), each token's loss, the same on every rank; 0 where the target is -100, as in ``F.cross_entropy``.
     """
-    # The largest logit, so that no exponential overflows. The loss does not depend on it: no gradient is needed.
+    # --- phase 1: the largest logit, so that no exponential overflows. The loss does not depend on it: no gradient is
+    # needed, and a plain all-reduce does, which autograd does not see. ---
     largest = logits.detach().amax(-1)  # (…, V / N) -> (…)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    shifted = logits - largest.unsqueeze(-1)
-    # The target's logit, which one of the ranks has.
-    ignored = targets == ignore_index
+    shifted = logits - largest.unsqueeze(-1)  # (…, V / N)
+    # --- phase 2: the target's logit, which one of the ranks has ---
+    ignored = targets == IGNORED
     own, elsewhere = _own_rows(targets.masked_fill(ignored, 0), logits.shape[-1], group)
     target = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)  # (…)
-    # Both sums in one message: -log softmax(logits)[target] = log(sum of exponentials) - target's logit.
+    # --- phase 3: both sums in one message, (2, …): -log softmax(logits)[target] = log(sum of exponentials) - target's
+    # logit. Backward nothing travels: each rank makes the softmax of its own columns. ---
     exponentials, target = reduce(torch.stack([shifted.exp().sum(-1), target]), group)
     return (exponentials.log() - target).masked_fill(ignored, 0)
 

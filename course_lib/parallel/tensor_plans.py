@@ -59,13 +59,14 @@ class TensorPlan:
 
     def blocks_of(self, module: nn.Module) -> dict[str, nn.Module]:
         """A model's, or a pipeline stage's, blocks in order, by their full names."""
-        return {name: each for name, each in module.named_modules()
+        return {name: block for name, block in module.named_modules()
                 if re.fullmatch(rf"(.+\.)?{re.escape(self.blocks)}\.\d+", name)}
 
     def divide(self, block: nn.Module, ranks: int) -> None:
         """Set a block's counts to a rank's share."""
-        for each, attributes in self.divided.items():
-            owner = block.get_submodule(each)
+        # Attention views (rows, tokens, width / N) as its heads, and has to know how many these are now.
+        for name, attributes in self.divided.items():
+            owner = block.get_submodule(name)
             for attribute in attributes:
                 setattr(owner, attribute, getattr(owner, attribute) // ranks)
 
@@ -124,10 +125,12 @@ class TensorParallel(nn.Module):
         self.plan, config = plan_of(module, plan)
         self.module, self.group, self.sequence = module, group, sequence
         self.ranks = dist.get_world_size(group)
+        # --- phase 1: refuse what cannot be split, while nothing is changed; begin alike ---
         blocks = self.plan.blocks_of(module)
         check_splittable(self.plan, blocks, config, self.ranks, sequence)
         take_over_first(module, group)
 
+        # --- phase 2: split the blocks, what runs between them, embedding and head; ties last, they need the pieces ---
         self._pieces: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter: what this rank keeps of it
         self._splits: dict[nn.Parameter, ParameterSplit] = {}
         for name, block in blocks.items():
@@ -137,6 +140,7 @@ class TensorParallel(nn.Module):
         if split_vocabulary:
             self._split_vocabulary()
         self._tie()
+        # --- phase 3: what is split, by name, for checkpoints, clipping and whoever wants the whole ---
         self.splits = {name: self._splits[parameter]
                        for name, parameter in module.named_parameters(remove_duplicate=False)
                        if parameter in self._splits}
@@ -165,6 +169,7 @@ class TensorParallel(nn.Module):
         Squares of split gradients are added up over the ranks, those of replicated ones counted once.
         """
         parameters = dict(self.module.named_parameters())
+        # Each element of a split gradient is on one rank; a replicated one is the same on all, and would count N times.
         split = nn.utils.get_total_norm([p.grad for name, p in parameters.items()
                                          if p.grad is not None and name in self.splits]).square()
         dist.all_reduce(split, group=self.group)
@@ -176,9 +181,11 @@ class TensorParallel(nn.Module):
 
     def _split_block(self, name: str, block: nn.Module) -> None:
         """Give each named module of a block its role."""
-        entered = tuple(f"{each}." for each, role in self.plan.roles.items() if role is Role.ENTER)
-        for each, role in self.plan.roles.items():
-            whole, full = block.get_submodule(each), f"{name}.{each}"
+        # Query, key and value take the same hidden states. One exchange before all three: each of its own would gather
+        # (or sum the gradient of) the same tensor three times.
+        entered = tuple(f"{part}." for part, role in self.plan.roles.items() if role is Role.ENTER)
+        for part, role in self.plan.roles.items():
+            whole, full = block.get_submodule(part), f"{name}.{part}"
             if role is Role.ENTER:
                 enter = all_gather if self.sequence else copy
                 whole.register_forward_pre_hook(functools.partial(exchange_hidden, enter, self.group),
@@ -186,7 +193,7 @@ class TensorParallel(nn.Module):
             elif role in (Role.COLUMN, Role.QKV):
                 self._replace(full, ColumnParallelLinear(
                     whole, self.group, fused=3 if role is Role.QKV else 1, sequence=self.sequence,
-                    entered=each.startswith(entered)))
+                    entered=part.startswith(entered)))
             elif role is Role.ROW:
                 self._replace(full, RowParallelLinear(whole, self.group, sequence=self.sequence))
             elif self.sequence:
@@ -195,9 +202,10 @@ class TensorParallel(nn.Module):
 
     def _slice_between(self, blocks: list[nn.Module]) -> None:
         """Give the first block slices of the sequence, and put them together after the last, or the final norm."""
-        to_slices = functools.partial(scatter, dim=SEQUENCE)
-        blocks[0].register_forward_pre_hook(functools.partial(exchange_hidden, to_slices, self.group),
+        # --- in: (rows, tokens, width) -> (rows, tokens / N, width) ---
+        blocks[0].register_forward_pre_hook(functools.partial(exchange_hidden, _own_tokens, self.group),
                                             with_kwargs=True)
+        # --- out: (rows, tokens / N, width) -> (rows, tokens, width), after the final norm, which takes slices too ---
         last = blocks[-1]
         if (name := named(self.module, self.plan.final_norm)) is not None:
             last = sequence_parallel_norm(self.module.get_submodule(name), self.group)
@@ -215,15 +223,18 @@ class TensorParallel(nn.Module):
 
     def _replace(self, name: str, split: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) -> None:
         """Put a split layer in a whole one's place, and note what became of its parameters."""
-        for each, parameter in self.module.get_submodule(name).named_parameters(recurse=False):
-            piece = self._pieces.setdefault(parameter, split.get_parameter(each))
-            setattr(split, each, piece)
-            if each in split.splits:
-                self._splits[piece] = split.splits[each]
+        for attribute, parameter in self.module.get_submodule(name).named_parameters(recurse=False):
+            # The second layer of a tied pair (embedding and head) takes the piece that the first one made: both cut the
+            # vocabulary, the rows of one matrix, at the same places.
+            piece = self._pieces.setdefault(parameter, split.get_parameter(attribute))
+            setattr(split, attribute, piece)
+            if attribute in split.splits:
+                self._splits[piece] = split.splits[attribute]
         self.module.set_submodule(name, split)
 
     def _tie(self) -> None:
         """Where a parameter that was split had another name, the piece has it now."""
+        # For a name in a module that is not split itself: BERT's `predictions.bias`, beside that of its decoder.
         for module in self.module.modules():
             for name, parameter in module._parameters.items():
                 if parameter in self._pieces:
@@ -236,7 +247,7 @@ def plan_of(module: nn.Module, plan: TensorPlan | None = None) -> tuple[TensorPl
     Raises:
         ModelError: no module has a config, or its type has no plan.
     """
-    config = next((each.config for each in module.modules() if hasattr(each, "config")), None)
+    config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
     kind = getattr(config, "model_type", type(module).__name__)
     if plan is None and kind not in PLANS:
         raise ModelError(f"there is no tensor-parallel plan for {kind}",
@@ -246,8 +257,9 @@ def plan_of(module: nn.Module, plan: TensorPlan | None = None) -> tuple[TensorPl
 
 def named(module: nn.Module, name: str) -> str | None:
     """Full name of the module that ends in ``name``, if there is one."""
-    return next((each for each, _ in module.named_modules() if name and f".{each}".endswith(f".{name}")
-                 and not re.search(r"\.\d+\.", f".{each}")), None)
+    # Not within a block, whose names have a number in them: Llama's `norm`, and not `layers.0.….norm`.
+    return next((full for full, _ in module.named_modules() if name and f".{full}".endswith(f".{name}")
+                 and not re.search(r"\.\d+\.", f".{full}")), None)
 
 
 def check_splittable(plan: TensorPlan, blocks: Mapping[str, nn.Module], config: Any, ranks: int,
@@ -264,7 +276,7 @@ def check_splittable(plan: TensorPlan, blocks: Mapping[str, nn.Module], config: 
         if getattr(config, heads, None) is not None:
             check_divides(heads, getattr(config, heads), ranks, ANOTHER_SIZE)
     for name, _ in next(iter(blocks.values())).named_parameters():
-        if sequence and not any(name.startswith(f"{each}.") for each, role in plan.roles.items()
+        if sequence and not any(name.startswith(f"{part}.") for part, role in plan.roles.items()
                                 if role is not Role.ENTER):
             raise ModelError(f"the plan does not name `{name}` of a block, whose gradient would miss the other "
                              "ranks' tokens", "name it in the Plan, or leave sequence parallelism out")
@@ -275,6 +287,11 @@ def take_over_first(module: nn.Module, group: Group) -> None:
     check_ranks_agree(module, group)
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def _own_tokens(hidden: Tensor, group: Group) -> Tensor:
+    """This rank's slice of the sequence: (rows, tokens, width) -> (rows, tokens / N, width)."""
+    return scatter(hidden, group, SEQUENCE)
 
 
 def exchange_hidden(exchange: Any, ranks: Any, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

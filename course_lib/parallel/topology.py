@@ -60,13 +60,13 @@ class RankGrid:
                 raise ConfigError(f"the rank grid's {axis} size is {size}", "each of dp, pp and tp is at least 1")
 
     @classmethod
-    def over(cls, world_size: int, pp: int = 1, tp: int = 1) -> "RankGrid":
+    def over(cls, world_size: int, *, pp: int, tp: int) -> "RankGrid":
         """The grid that fills ``world_size`` ranks: what pipelines and layers leave over is data parallelism.
 
         Raises:
             ConfigError: pp · tp does not divide the number of ranks.
         """
-        dp, left = divmod(world_size, max(1, pp * tp))
+        dp, left = divmod(world_size, max(1, pp * tp))  # a size of 0 is refused below, by the grid itself
         if left or not dp:
             raise ConfigError(f"{pp} pipeline stages x {tp} tensor-parallel ranks do not divide {world_size} ranks",
                               "choose pp and tp whose product divides the number of ranks")
@@ -92,10 +92,6 @@ class RankGrid:
                               f"ranks go from 0 to {self.world_size - 1}")
         return Coordinates(*(int(place) for place in (self.ranks == rank).nonzero()[0]))
 
-    def rank_at(self, dp: int = 0, pp: int = 0, tp: int = 0) -> int:
-        """Which rank is at a place; the reverse of :meth:`coordinates`."""
-        return int(self.ranks[dp, pp, tp])
-
     def lines(self, *axes: str) -> list[list[int]]:
         """The ranks in sets whose members differ along the given axes alone, each set and the list in rising order.
 
@@ -109,6 +105,7 @@ class RankGrid:
                 raise ConfigError(f"the rank grid has no axis {axis!r}", "choose from dp, pp, tp")
         kept = [place for place, axis in enumerate(AXES) if axis not in axes]
         along = [place for place, axis in enumerate(AXES) if axis in axes]
+        # (dp, pp, tp) -> (…kept, …along) -> (number of sets, ranks of a set): what varies along the axes comes last.
         return self.ranks.permute(*kept, *along).reshape(-1, self._length(axes)).tolist()
 
     def _length(self, axes: tuple[str, ...]) -> int:
@@ -128,9 +125,10 @@ class RankGrid:
         if self.world_size != dist.get_world_size():
             raise ConfigError(f"a grid of {self.dp} x {self.pp} x {self.tp} is {self.world_size} ranks, "
                               f"and there are {dist.get_world_size()}", "choose sizes whose product they are")
+        # A rank that made only its own group would wait for ranks that are in none of it.
         groups = {tuple(line): dist.new_group(line) for line in self.lines(*axes)}
         own = next(group for line, group in groups.items() if dist.get_rank() in line)
-        meet(own)
+        meet(own)  # a pipeline's first message is between two of its ranks; NCCL wants all of them in the first call
         return own
 
     def groups(self) -> AxisGroups:

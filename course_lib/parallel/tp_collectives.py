@@ -36,12 +36,14 @@ PAD_SEQUENCES = "pad the sequences to a multiple of the ranks, as a collator doe
 # --- What moves: plain collectives, out of place, along any dimension ---
 
 def _nothing(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    return tensor.view_as(tensor)  # autograd wants another tensor than the one that it gave
+    # (…) -> (…). Autograd wants another tensor than the one that it gave: a function that returns its input as it is
+    # would not be seen by the graph.
+    return tensor.view_as(tensor)
 
 
 def _all_reduce(tensor: Tensor, group: Group, dim: int) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)  # all-reduce is in place, and others use the tensor
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)  # (…) -> (…), the sum on every rank
     return total
 
 
@@ -51,18 +53,21 @@ def gathered(tensor: Tensor, group: Group, dim: int) -> Tensor:
     # The collective puts them one after the other in memory, which is along the first dimension. So for another one
     # they are taken apart and put together anew: (N rows, tokens, width) -> (rows, N tokens, width) for dim 1.
     stacked = tensor.new_empty(ranks * len(tensor), *tensor.shape[1:])
-    dist.all_gather_single(stacked, tensor.contiguous(), group=group)
+    dist.all_gather_single(stacked, tensor.contiguous(), group=group)  # (rows, …) -> (N rows, …)
     return torch.cat(stacked.chunk(ranks), dim)
 
 
 def _own_slice(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    # (rows, tokens, width) -> (rows, tokens / N, width) for dim 1; nothing is sent, every rank has the whole
     return _slices(tensor, group, dim)[dist.get_rank(group)].contiguous()
 
 
 def _reduce_scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
     slices = _slices(tensor, group, dim)  # N of (rows, tokens / N, width) for dim 1
     own_sum = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter_single(own_sum, torch.cat(slices), group=group)  # in memory, rank r's slice is the r-th
+    # (N rows, tokens / N, width) -> (rows, tokens / N, width). The collective gives rank r the r-th N-th of the memory,
+    # so the slices are put one after the other first.
+    dist.reduce_scatter_single(own_sum, torch.cat(slices), group=group)
     return own_sum
 
 
@@ -85,6 +90,8 @@ def check_divides(what: str, size: int, ranks: int, instead: str) -> None:
 # --- The exchanges: a collective forward, its conjugate backward ---
 
 class _Exchange(torch.autograd.Function):
+    """One function forward, its conjugate backward. Neither needs to keep a tensor for the other."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward: Callable, backward: Callable, group: Group, dim: int) -> Tensor:
         ctx.conjugate, ctx.group, ctx.dim = backward, group, dim
@@ -92,6 +99,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
+        # One for each argument of forward: the tensor has a gradient, functions, group and dimension have none.
         return ctx.conjugate(gradient, ctx.group, ctx.dim), None, None, None, None
 
 
@@ -119,22 +127,24 @@ def gather(tensor: Tensor, group: Group = None, dim: int = -1) -> Tensor:
     return _Exchange.apply(tensor, gathered, _own_slice, group, dim)
 
 
-def all_gather(tensor: Tensor, group: Group = None, dim: int = SEQUENCE) -> Tensor:
-    """Forward all-gather along ``dim``, backward reduce-scatter: what follows is another part of work on each rank."""
-    return _Exchange.apply(tensor, gathered, _reduce_scatter, group, dim)
+def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
+    """Forward all-gather of the sequence, backward reduce-scatter: what follows is different work on each rank."""
+    return _Exchange.apply(tensor, gathered, _reduce_scatter, group, SEQUENCE)
 
 
-def reduce_scatter(tensor: Tensor, group: Group = None, dim: int = SEQUENCE) -> Tensor:
-    """Forward reduce-scatter along ``dim``, backward all-gather.
+def reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:
+    """Forward reduce-scatter along the sequence, backward all-gather.
 
     Raises:
         ConfigError: the dimension does not divide by the number of ranks.
     """
-    return _Exchange.apply(tensor, _reduce_scatter, gathered, group, dim)
+    return _Exchange.apply(tensor, _reduce_scatter, gathered, group, SEQUENCE)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
     """All-reduce the parameters' gradients in each backward, before they are accumulated."""
     for parameter in parameters:
         if parameter.requires_grad:
+            # On the tensor, not on its accumulation: the hook is given this backward's gradient alone. Summing `.grad`
+            # would sum what earlier micro-batches left there once more.
             parameter.register_hook(lambda gradient: _all_reduce(gradient, group, 0))

@@ -21,12 +21,14 @@ def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None = None)
     Raises:
         ModelError: on every rank, with the first rank that differs from the group's first, and where.
     """
+    # --- phase 1: 64 characters per rank, however many parameters there are ---
     mine = _descriptions(module)
     ranks = dist.get_world_size(group)
     digests = [""] * ranks
     dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest(), group=group)
     if len(set(digests)) == 1:
         return
+    # --- phase 2: they differ, which every rank knows, so that all come here: find out where ---
     every: list[dict[str, str]] = [{}] * ranks
     dist.all_gather_object(every, mine, group=group)
     odd = next(rank for rank in range(ranks) if digests[rank] != digests[0])
@@ -37,9 +39,9 @@ def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None = None)
 
 def _descriptions(module: nn.Module) -> dict[str, str]:
     """Each parameter and buffer in words, by name, in module order."""
-    described = {name: f"parameter {tuple(each.shape)} {each.dtype}{'' if each.requires_grad else ' frozen'}"
-                 for name, each in module.named_parameters()}
-    return described | {name: f"buffer {tuple(each.shape)} {each.dtype}" for name, each in module.named_buffers()}
+    described = {name: f"parameter {tuple(weight.shape)} {weight.dtype}{'' if weight.requires_grad else ' frozen'}"
+                 for name, weight in module.named_parameters()}
+    return described | {name: f"buffer {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in module.named_buffers()}
 
 
 def _difference(first: dict[str, str], other: dict[str, str]) -> str:
@@ -70,7 +72,7 @@ class UnchangedModule:
             ModelError: a parameter added, removed, replaced, frozen or unfrozen, or of another shape, dtype or device.
         """
         states = self._state()
-        if states == self._states:
+        if states == self._states:  # in each forward, so that it has to be cheap when all is well
             return
         names = names_of(self._module)
         for parameter, name in names.items():
@@ -86,6 +88,7 @@ class UnchangedModule:
                 self._refuse(name, "was removed")
 
     def _state(self) -> dict[int, tuple]:
+        # By identity: a parameter that was replaced by an equal one has no hook, and its gradient would not be sent.
         return {id(p): (p.requires_grad, p.dtype, p.device, p.shape) for p in self._module.parameters()}
 
     def _refuse(self, name: str, what: str) -> NoReturn:

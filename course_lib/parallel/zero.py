@@ -3,15 +3,22 @@
 Every rank still computes with whole parameters. But a parameter is updated on one rank alone, so the others need
 neither its optimizer state (stage 1) nor, once it has been averaged, its gradient (stage 2). An all-reduce is a
 reduce-scatter and an all-gather; ZeRO puts the optimizer's step between the two, and so sends no byte more than
-plain data parallel does (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.1, 5.2 and 7).
+plain data parallel does (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.1, 5.2 and 7). For N ranks and a
+bucket of E elements::
+
+    backward          reduce-scatter          optimizer           all-gather
+    gradient (E,)  -> mean (E / N,)        -> shard (E / N,)   -> parameters (E,)
+    on every rank     of this rank's shard    updated             on every rank
+
+Stage 1 begins the second column after the last backward, stage 2 in each backward, bucket by bucket.
+:mod:`course_lib.parallel.minimal.zero1` is the shortest form.
 """
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -19,96 +26,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
-from course_lib.parallel.sharding import Shard, check_elementwise, names_of, overlap, padded, repoint
+from course_lib.parallel.sharded_bucket import ShardedBucket, cut_into_buckets
+from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
 from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
-
-
-class ShardedBucket:
-    """Parameters of one group and dtype, laid end to end and cut into N equal shards, one per rank.
-
-    E is their number of elements, padded to a multiple of N. Rank r's shard is elements r E / N to (r + 1) E / N, which
-    begins and ends wherever that falls, within a parameter too.
-
-    Attributes:
-        flat: (E,), all the parameters, which are views of it.
-        local_shard: (E / N,), this rank's part of ``flat``, a view.
-        master: (E / N,), what the optimizer updates: ``local_shard``, or an fp32 copy where the parameters are of lower
-            precision (section 3.1 of the paper: the copy is one of the optimizer's states).
-        gradient: (E / N,), fp32, the averaged gradient of this rank's shard; None until it has been reduced.
-        send_buffer: (E,), the whole gradient on its way; None where none is.
-        param_slices: where each parameter lies in ``flat``.
-        shard_slices: where what this rank updates of each parameter lies in ``local_shard``; may be empty.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None):
-        self.group, self.world, rank = group, dist.get_world_size(group), dist.get_rank(group)
-
-        # The module's parameters become views of one flat tensor.
-        self.flat = parameters[0].new_zeros(padded(sum(p.numel() for p in parameters), self.world), requires_grad=False)
-        self.param_slices: dict[nn.Parameter, slice] = {}
-        start = 0
-        for parameter in parameters:
-            self.param_slices[parameter] = param_slice = slice(start, start + parameter.numel())
-            self.flat[param_slice].copy_(parameter.detach().flatten())
-            parameter.data = self.flat[param_slice].view(parameter.shape)
-            start = param_slice.stop
-        self.filled = start
-        dist.broadcast(self.flat, group=group, group_src=0)
-
-        # This rank's shard, and of each parameter the piece that lies in it.
-        length = self.flat.numel() // self.world  # E / N
-        self.local_shard = self.flat[rank * length : (rank + 1) * length]
-        self.master = self.local_shard if self.flat.dtype == torch.float32 else self.local_shard.float()
-        self.pieces: dict[nn.Parameter, Shard] = {}
-        self.shard_slices: dict[nn.Parameter, slice] = {}
-        for parameter, param_slice in self.param_slices.items():
-            first, numel = overlap(param_slice.start, parameter.numel(), rank * length, length)
-            begin = param_slice.start + first - rank * length if numel else 0
-            self.shard_slices[parameter] = shard_slice = slice(begin, begin + numel)
-            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(self.master[shard_slice]))
-        self.gradient: Tensor | None = None
-        self.send_buffer: Tensor | None = None
-        self.received: Tensor | None = None
-        self.work: dist.Work | None = None
-        self.missing = set(self.param_slices)
-
-    def collect(self, parameters: Collection[nn.Parameter]) -> None:
-        """Move some parameters' gradients into the buffer that will be sent; zeros where there is none."""
-        if self.send_buffer is None:
-            self.send_buffer = torch.empty_like(self.flat)
-            self.send_buffer[self.filled :].zero_()  # the padding
-        targets = {p: self.send_buffer[self.param_slices[p]].view(p.shape) for p in parameters}
-        arrived = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        if arrived:
-            torch._foreach_copy_([targets[parameter] for parameter in arrived], list(arrived.values()))
-        for parameter, target in targets.items():
-            if parameter not in arrived:
-                target.zero_()
-            parameter.grad = None  # a whole gradient is held once, in the buffer
-        self.missing.difference_update(parameters)
-
-    def send(self) -> None:
-        """Begin the reduce-scatter: each rank receives the sum of its own shard."""
-        self.collect(tuple(self.missing))  # of stage 2, those that this backward did not reach
-        assert self.send_buffer is not None
-        self.received = torch.empty_like(self.local_shard)  # (E,) -> (E / N,)
-        self.work = dist.reduce_scatter_single(self.received, self.send_buffer, group=self.group, async_op=True)
-
-    def finish(self) -> None:
-        """Wait for the reduce-scatter, add the mean to this rank's gradient, and free the whole one."""
-        if self.work is not None and self.received is not None:
-            self.work.wait()
-            mean = self.received.to(self.master.dtype).div_(self.world)
-            self.gradient = mean if self.gradient is None else self.gradient.add_(mean)
-            self.work = self.send_buffer = self.received = None
-            self.missing = set(self.param_slices)
-
-    def gather(self) -> dist.Work:
-        """Begin to bring every rank's updated slice to all."""
-        if self.master is not self.local_shard:
-            self.local_shard.copy_(self.master)  # rounded to the parameters' own precision
-        # (E / N,) -> (E,). A copy is sent: the shard itself lies in what is received.
-        return dist.all_gather_single(self.flat, self.local_shard.clone(), group=self.group, async_op=True)
 
 
 class Zero1(nn.Module):
@@ -142,14 +62,17 @@ class Zero1(nn.Module):
         self.module, self.optimizer, self.group = module, optimizer, group
         self.names = names_of(module)
 
-        # A bucket is within one group of the optimizer, whose options its shard keeps; backward ends with the first
-        # parameters, so the last ones fill the first bucket.
+        # --- phase 1: cut into buckets. One is within one group of the optimizer, whose options its shard keeps;
+        # backward ends with the first parameters, so the last ones fill the first bucket. ---
         groups = [[p for p in reversed(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
-        self.buckets = [ShardedBucket(parameters, group) for parameters in _cut(groups, bucket_bytes)]
+        self.buckets = [ShardedBucket(parameters, group) for parameters in cut_into_buckets(groups, bucket_bytes)]
         trained: dict[Tensor, Shard] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
+        # --- phase 2: what is in no bucket has to begin alike, too ---
         self.frozen = [parameter for parameter in self.names if parameter not in trained]
         for tensor in [*self.frozen, *module.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
+        # --- phase 3: the optimizer sees this rank's pieces alone, so that its states have E / N elements. The pieces
+        # are the same memory as the module's parameters, or their fp32 masters. ---
         self._pieces = {p: trained.get(p) or Shard(p.shape, 0, p.detach().view(-1)) for p in self.names}
         repoint(optimizer, {p: _worth_updating(piece) for p, piece in self._pieces.items()})
         self._unchanged = UnchangedModule(module, type(self).__name__)
@@ -167,9 +90,10 @@ class Zero1(nn.Module):
 
     def reduce(self) -> None:
         """Reduce: every rank receives the mean gradient of its own shard. Done once, however often called."""
+        # A second call finds no gradient in a parameter: `collect` has moved them all.
         if any(p.grad is not None for bucket in self.buckets for p in bucket.param_slices):
             previous: ShardedBucket | None = None
-            for bucket in self.buckets:  # two at a time: one travels while the next is filled
+            for bucket in self.buckets:  # two at a time: one travels while the next is filled, and no more memory
                 bucket.send()
                 if previous is not None:
                     previous.finish()
@@ -178,18 +102,20 @@ class Zero1(nn.Module):
 
     def step(self) -> None:
         """Reduce the gradients, update this rank's shards, gather everybody's."""
+        # --- phase 1: reduce. (E,) -> (E / N,) ---
         self.reduce()
-        # Update: the optimizer has the pieces as its parameters, and sees no element of another rank's.
+        # --- phase 2: update. The optimizer has the pieces as its parameters, and sees no element of another rank's ---
         for bucket in self.buckets:
             if bucket.gradient is not None:
                 for parameter, piece in bucket.pieces.items():
                     piece.data.grad = bucket.gradient[bucket.shard_slices[parameter]]
         self.optimizer.step()
+        # --- phase 3: gather. (E / N,) -> (E,) ---
         self.refresh()
 
     def refresh(self) -> None:
         """Gather: bring the pieces' present values to the parameters of all ranks."""
-        for work in [bucket.gather() for bucket in self.buckets]:
+        for work in [bucket.gather() for bucket in self.buckets]:  # all are begun before one is waited for
             work.wait()
 
     # --- what a trainer calls besides --------------------------------------------------------------------------------
@@ -199,8 +125,8 @@ class Zero1(nn.Module):
         self.reduce()
         gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
         square = sum_of_squares(gradients, self.buckets[0].flat.device)  # of this rank's shards; the padding is zero
-        dist.all_reduce(square, group=self.group)
-        norm = square.sqrt()
+        dist.all_reduce(square, group=self.group)  # each element is on one rank, so the sum is that of the whole
+        norm = square.sqrt()  # 0-D fp32, the same on every rank
         scale_down_(gradients, norm, max_norm)
         return norm
 
@@ -243,6 +169,7 @@ class Zero2(Zero1):
                  bucket_bytes: int = 25 * 2**20):
         super().__init__(module, optimizer, group=group, bucket_bytes=bucket_bytes)
         self._next: int | None = None  # the bucket to be sent next, while a backward runs
+        # After accumulation, since the hook takes `.grad` away: with a hook on the tensor it would not be there yet.
         for bucket in self.buckets:
             for parameter in bucket.param_slices:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
@@ -254,10 +181,11 @@ class Zero2(Zero1):
 
     def _arrived(self, bucket: ShardedBucket, parameter: nn.Parameter) -> None:
         """A gradient is there: move it, and send what is complete, in the same order on every rank."""
-        if self._next is None:
+        if self._next is None:  # the first of this backward: ask to be told of the end
             self._next = 0
             Variable._execution_engine.queue_callback(self._end_backward)
         bucket.collect([parameter])
+        # A bucket that is complete before its turn waits: collectives are matched by their order alone.
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._send_next()
 
@@ -306,19 +234,3 @@ class OverlappedZero1(Zero2):
 def _worth_updating(piece: Shard) -> Tensor | None:
     """A piece's data, or None where this rank holds nothing of the parameter."""
     return piece.data if piece.data.numel() else None
-
-
-def _cut(groups: list[list[nn.Parameter]], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Each group's parameters in runs of one dtype and of about so many bytes, those that backward reaches first
-    before the others."""
-    closed: list[list[nn.Parameter]] = []
-    for parameters in groups:
-        open_by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            filling = open_by_dtype.setdefault(parameter.dtype, [])
-            if filling and sum(p.nbytes for p in filling) + parameter.nbytes > bucket_bytes:
-                closed.append(filling)
-                filling = open_by_dtype[parameter.dtype] = []
-            filling.append(parameter)
-        closed += open_by_dtype.values()
-    return closed

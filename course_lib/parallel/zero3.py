@@ -35,6 +35,7 @@ class PerParamUnit(ShardedUnit):
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], group: dist.ProcessGroup | None,
                  param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool):
         world = dist.get_world_size(group)
+        # Before `__init__` of the base class, which asks `lay_out`. c_j is rounded up: the last ranks' may be short.
         chunks = [padded(parameter.numel(), world) // world for parameter in parameters]
         self.param_columns = [(sum(chunks[:j]), chunk) for j, chunk in enumerate(chunks)]  # o_j, c_j
         self.arrived: Tensor | None = None  # (N, L), while it travels
@@ -45,15 +46,17 @@ class PerParamUnit(ShardedUnit):
         return self.world * sum(chunk for _, chunk in self.param_columns), starts
 
     def local_part(self, whole: Tensor) -> Tensor:
-        return self.in_rows(whole)[self.rank].clone()
+        return self.in_rows(whole)[self.rank].clone()  # (E,) -> (N, L) -> (L,); a copy, or the whole would stay alive
 
     def locate(self, parameter: nn.Parameter, index: int) -> tuple[slice, int]:
         offset, chunk = self.param_columns[index]
+        # Elements r c_j to (r + 1) c_j of the parameter, as far as it has them: the rest is padding, and not updated.
         first = min(self.rank * chunk, parameter.numel())
         numel = min(chunk, parameter.numel() - first)
         return slice(offset, offset + numel), first if numel else 0
 
     def receive_buffer(self) -> Tensor:
+        # Beside `flat`: a rank sends one run, its chunks end to end, and the all-gather can only put runs end to end.
         self.arrived = self.flat.new_empty(self.world, self.total // self.world)  # (N, L)
         return self.arrived.view(-1)
 
@@ -61,11 +64,11 @@ class PerParamUnit(ShardedUnit):
         """Each parameter's columns, rank after rank, into one run of ``flat``."""
         assert self.arrived is not None
         for (offset, chunk), run in zip(self.param_columns, self.runs(self.flat), strict=True):
-            run.copy_(self.arrived[:, offset : offset + chunk])
-        self.arrived = None
+            run.copy_(self.arrived[:, offset : offset + chunk])  # columns of (N, L), strided -> (N, c_j), one run
+        self.arrived = None  # as much memory as `flat`: given back before the block computes
 
     def pack(self, gradient: Tensor) -> Tensor:
-        return self.in_rows(gradient).flatten()
+        return self.in_rows(gradient).flatten()  # (E,) -> (N, L) -> (E,): row r is what rank r gets
 
     def runs(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat tensor (E,): for each parameter (N, c_j), its chunks."""

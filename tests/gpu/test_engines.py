@@ -11,8 +11,8 @@ import torch.distributed as dist
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
-from course_lib.parallel import collectives
-from course_lib.parallel.sharding import Shard, gather_whole
+from course_lib.parallel import collectives, sharding
+from course_lib.parallel.sharding import Shard
 from course_lib.system import seeding
 from course_lib.training import evaluation, precision, run
 from course_lib.training.engines import build_engine, process_group
@@ -207,8 +207,9 @@ def whole_from_pieces():
     }
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    sharding.ROOM = 24  # the ranks' own
     with mock.patch.object(dist, "send"), mock.patch.object(dist, "recv"):  # which would open a communicator each
-        found = gather_whole(pieces, room=24)
+        found = sharding.gather_whole(pieces)
     peak = torch.cuda.max_memory_allocated() - before
     wanted = {"on GPUs": a.view(4, 5), "on the host": a.view(4, 5), "here and there": a.view(4, 5), "on one": b,
               "on all": c.view(2, 3), "twice": c.view(2, 3)}

@@ -127,14 +127,14 @@ def on_stages(_):
     layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(40))).to(state.device)
     engine = executor.PipelineExecutor(make("gpipe", ranks=2, microbatches=2), {dist.get_rank(): layers},
                                        lambda output, target: output.sum(), device=state.device)
-    batch, kernels, compute = torch.zeros(4, 4, device=state.device), [], executor._Run.compute
+    batch, kernels, compute = torch.zeros(4, 4, device=state.device), [], executor._RowRun.compute
 
     def counted(run, action):
         before = gpu_sim.kernels()
         compute(run, action)
         kernels.append(gpu_sim.kernels() - before)
 
-    executor._Run.compute = counted
+    executor._RowRun.compute = counted
     engine.step(batch, targets=batch)
     torch.cuda.synchronize()
     kernels.clear()

@@ -171,7 +171,7 @@ def adjoint(group):
             ("reduce_scatter", whole, False, 2, False)):
         exchange = getattr(tp_collectives, name)
         x, y = random(alike_in, tokens_in, 1).requires_grad_(), random(alike_out, tokens_out, 2)
-        result = exchange(x, group) if name in ("copy", "reduce") else exchange(x, group, 1)
+        result = exchange(x, group, 1) if name in ("scatter", "gather") else exchange(x, group)
         result.backward(y)
         found[name] = dot(result.detach(), y, alike_out), dot(x.detach(), x.grad, alike_in)
     return found

@@ -32,7 +32,7 @@ def test_lines_differ_along_the_given_axes_alone(axes, lines):
 @pytest.mark.parametrize("grid", [RankGrid(), CUBE, RankGrid(3, 1, 2), RankGrid(1, 4, 1), RankGrid(2, 3, 4)])
 def test_coordinates_and_ranks_are_each_others_reverse(grid):
     places = [grid.coordinates(rank) for rank in range(grid.world_size)]
-    assert [grid.rank_at(**place._asdict()) for place in places] == list(range(grid.dp * grid.pp * grid.tp))
+    assert [int(grid.ranks[place]) for place in places] == list(range(grid.dp * grid.pp * grid.tp))
     assert places == sorted(places) and len(set(places)) == grid.world_size
     for axis in AXES:
         assert sorted(rank for line in grid.lines(axis) for rank in line) == list(range(grid.world_size))
@@ -41,12 +41,12 @@ def test_coordinates_and_ranks_are_each_others_reverse(grid):
 
 
 def test_a_place_in_the_middle():
-    assert CUBE.coordinates(5) == Coordinates(dp=1, pp=0, tp=1) and CUBE.rank_at(dp=1, tp=1) == 5
+    assert CUBE.coordinates(5) == Coordinates(dp=1, pp=0, tp=1) and CUBE.ranks[1, 0, 1] == 5
 
 
 def test_data_parallelism_takes_what_is_left():
     assert RankGrid.over(16, pp=2, tp=4) == RankGrid(dp=2, pp=2, tp=4)
-    assert RankGrid.over(1) == RankGrid() and RankGrid.over(6).dp == 6
+    assert RankGrid.over(1, pp=1, tp=1) == RankGrid() and RankGrid.over(6, pp=1, tp=1).dp == 6
 
 
 def test_it_is_a_value():
@@ -57,9 +57,9 @@ def test_it_is_a_value():
 
 @pytest.mark.parametrize(("wrong", "says"), [
     (lambda: RankGrid(tp=0), "tp size is 0: each of dp, pp and tp is at least 1"),
-    (lambda: RankGrid.over(8, pp=0), "pp size is 0"),
-    (lambda: RankGrid.over(8, pp=3), "3 pipeline stages x 1 tensor-parallel ranks do not divide 8 ranks"),
-    (lambda: RankGrid.over(2, tp=4), "do not divide 2 ranks"),
+    (lambda: RankGrid.over(8, pp=0, tp=1), "pp size is 0"),
+    (lambda: RankGrid.over(8, pp=3, tp=1), "3 pipeline stages x 1 tensor-parallel ranks do not divide 8 ranks"),
+    (lambda: RankGrid.over(2, pp=1, tp=4), "do not divide 2 ranks"),
     (lambda: CUBE.coordinates(8), "rank 8 is not in a grid of 8"),
     (lambda: CUBE.coordinates(-1), "rank -1 is not in a grid of 8"),
     (lambda: CUBE.lines("cp"), "no axis 'cp': choose from dp, pp, tp"),

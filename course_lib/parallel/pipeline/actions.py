@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from course_lib.errors import ConfigError
 
+# --- compute: a stage's work on one micro-batch; B is I and W in one ---
 F = "F"
 """Forward."""
 B = "B"
@@ -19,6 +20,7 @@ I = "I"  # noqa: E741 (the field's letter for it)
 """Only the gradient of the stage's input: what the stage before waits for (B in the zero-bubble paper)."""
 W = "W"
 """Only the gradient of the stage's weights: nobody waits for it, so that it can fill a bubble."""
+# --- communication: only in a table that has been lowered (passes.lower) ---
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 """Activations to the next stage (F), gradients to the stage before (B); the stage is that of the rank that acts."""
 
@@ -53,6 +55,10 @@ class Action(NamedTuple):
         return cls(int(stage), kind, int(microbatch))
 
 
+Row = tuple[Action, ...]
+"""What one rank does, in order."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A table of actions, and where its stages live.
@@ -69,7 +75,7 @@ class Schedule:
     name: str
     stage_ranks: tuple[int, ...]
     microbatches: int
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[Row, ...]
     overlapped: frozenset[Action] = frozenset()
 
     def __post_init__(self) -> None:
@@ -102,11 +108,11 @@ class Schedule:
 
     def source(self, action: Action) -> tuple[int, str] | None:
         """The stage and pass (F or B) whose output this compute action takes from another stage, or None."""
-        if action.kind == F and action.stage > 0:
+        if action.kind == F and action.stage > 0:  # activations come from above
             return action.stage - 1, F
-        if action.kind in (B, I) and action.stage < self.stages - 1:
+        if action.kind in (B, I) and action.stage < self.stages - 1:  # gradients from below, of B or I there: called B
             return action.stage + 1, B
-        return None
+        return None  # the first F reads the batch, the last B the loss, and W what its own I left
 
     def __str__(self) -> str:
         return "\n".join(",".join(map(str, row)) for row in self.rows)
@@ -114,10 +120,11 @@ class Schedule:
 
 def loop(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
     """Stage s lives on rank s mod ranks: each lap ends at the last rank and starts again at the first."""
-    return tuple(stage % ranks for stage in range(ranks * stages_per_rank))
+    return tuple(stage % ranks for stage in range(ranks * stages_per_rank))  # 2 ranks, 2 stages each: 0 1 0 1
 
 
-def v_shape(ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
+def v_shape(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Laps alternate in direction: with two stages a rank, the first rank holds the first and the last stage."""
+    # 2 ranks, 2 stages each: 0 1 1 0. Where a lap turns, no message is sent: stages 1 and 2 are on rank 1.
     laps = [range(ranks) if lap % 2 == 0 else range(ranks - 1, -1, -1) for lap in range(stages_per_rank)]
     return tuple(rank for lap in laps for rank in lap)

@@ -4,7 +4,15 @@ Autograd's graph of a stage has a trunk, the nodes that lie between outputs and 
 weights. I walks the trunk alone, and keeps the gradient that comes by wherever a branch leaves it: at the matrix
 product that multiplies by the weight, at the sum that adds the bias. W walks the branches from there. Nothing is
 computed twice, and nothing that W computes is waited for by another stage (Qi et al. 2023, *Zero Bubble Pipeline
-Parallelism*, arXiv 2401.10241, section 2).
+Parallelism*, arXiv 2401.10241, section 2). For two linear layers, gradients flowing upwards::
+
+         x        <- I ends here       w1                      w2
+         |                             |                       |
+       matmul 1 ---- branch of w1 -----'                       |
+         |                                                     |
+       matmul 2 ---- branch of w2 -----------------------------'
+         |
+       output     <- I begins here; W begins at matmul 1 and at matmul 2, with the gradient that came by in I
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -53,14 +61,18 @@ class SplitBackward:
         self._branches, self._beside = _branches([edge.node for edge in self._outputs], self._inputs)
         if not self._inputs or not self._outputs:
             return (None,) * len(self._inputs)
+        # --- walk the trunk, and keep what comes by where a branch leaves it. Only the inputs are asked for, so that
+        # autograd does not enter the branches; the graph is retained, since W walks them. ---
         hooks = [node.register_prehook(_keep(branch, node)) for branch in self._branches for node in branch.nodes]
-        found = torch.autograd.grad(self._outputs, self._inputs, self._gradients, retain_graph=True, allow_unused=True)
+        input_gradients = torch.autograd.grad(self._outputs, self._inputs, self._gradients, retain_graph=True,
+                                              allow_unused=True)
         for hook in hooks:
             hook.remove()
-        return found
+        return input_gradients
 
     def weight(self) -> None:
         """Phase W: add the gradients of the weights, each from where its branch leaves the trunk."""
+        # --- the branches, one after the other: a node's kept gradient goes in where it came by in I ---
         for branch in self._branches:
             edges, gradients = [], []
             for node, kept in branch.gradients.items():
@@ -74,6 +86,7 @@ class SplitBackward:
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=branch.weights)
             for hook in hooks:
                 hook.remove()
+        # --- what hangs on the outputs past the trunk, such as the last layer's bias: from the very beginning ---
         if self._beside:
             torch.autograd.backward(self._outputs, self._gradients, retain_graph=True, inputs=self._beside)
         del self._branches, self._beside, self._gradients, self._outputs, self._inputs  # and with them the graph
@@ -81,22 +94,25 @@ class SplitBackward:
 
 def _branches(roots: Iterable[Node], inputs: Iterable[Tensor]) -> tuple[list[_Branch], list[Tensor]]:
     """The branches of a graph, and the weights that the outputs reach past the trunk."""
+    # --- the trunk: what lies above the inputs, that is, between them and the outputs ---
     users = _users(roots)
     trunk = _above([get_gradient_edge(tensor).node for tensor in inputs], users)
-    found: dict[Node, _Branch] = {}
+    # --- for each weight the nodes of the trunk that its branch hangs on ---
+    branch_at: dict[Node, _Branch] = {}
     beside = []
     for leaf in [node for node in users if hasattr(node, "variable") and node not in trunk]:
-        own = _above([leaf], users, until=trunk)
+        own = _above([leaf], users, until=trunk)  # the branch: a transpose, a cast, a view of the weight
         nodes = {user for node in own for user in users[node] if user in trunk}
         if not nodes or any(node in own for node in roots):
             beside.append(leaf.variable)
             continue
+        # Weights that share a node are one branch: walked one by one, the node would compute for both each time.
         branch = _Branch(nodes, [leaf.variable])
-        for other in {id(found[node]): found[node] for node in nodes if node in found}.values():
+        for other in {id(branch_at[node]): branch_at[node] for node in nodes if node in branch_at}.values():
             branch.nodes |= other.nodes
             branch.weights += other.weights
-        found.update(dict.fromkeys(branch.nodes, branch))
-    return list({id(branch): branch for branch in found.values()}.values()), beside
+        branch_at.update(dict.fromkeys(branch.nodes, branch))
+    return list({id(branch): branch for branch in branch_at.values()}.values()), beside
 
 
 def _users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -116,14 +132,14 @@ def _users(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 
 def _above(nodes: Iterable[Node], users: dict[Node, list[Node]], until: Iterable[Node] = ()) -> set[Node]:
     """The nodes, and all that lie above them below ``until``."""
-    found = {node for node in nodes if node in users}
-    stack = list(found)
+    reached = {node for node in nodes if node in users}
+    stack = list(reached)
     while stack:
         for user in users[stack.pop()]:
-            if user not in found and user not in until:
-                found.add(user)
+            if user not in reached and user not in until:
+                reached.add(user)
                 stack.append(user)
-    return found
+    return reached
 
 
 def _keep(branch: _Branch, node: Node) -> Callable[[Gradients], None]:

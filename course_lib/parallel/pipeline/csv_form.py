@@ -4,7 +4,7 @@ Without sends and receives it is torch's ``compute_only`` form, with them its ``
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from course_lib.errors import ConfigError
@@ -14,34 +14,20 @@ _BOOKKEEPING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
-def text(schedule: Schedule, overlap: bool = False) -> str:
-    """The table as CSV.
-
-    Args:
-        schedule: the table.
-        overlap: write pairs that may overlap as torch does, ``(0F4;3B0)OVERLAP_F_B``: its runtime then sends
-            nothing before both are done. Else as two cells.
-    """
-    return "".join(",".join(_cells(schedule, row, overlap)) + "\n" for row in schedule.rows)
+def text(schedule: Schedule) -> str:
+    """The table as CSV; pairs that may overlap are two cells, so that torch's runtime sends the first one's output
+    before the second is done."""
+    return "".join(",".join(map(str, row)) + "\n" for row in schedule.rows)
 
 
-def _cells(schedule: Schedule, row: Iterable[Action], overlap: bool) -> Iterator[str]:
-    actions = iter(row)
-    for action in actions:
-        if overlap and action in schedule.overlapped:
-            yield f"({action};{next(actions)})OVERLAP_F_B"
-        else:
-            yield str(action)
-
-
-def write(schedule: Schedule, path: str | Path, overlap: bool = False) -> None:
+def write(schedule: Schedule, path: str | Path) -> None:
     """Write :func:`text` to a file; torch's ``_PipelineScheduleRuntime._load_csv`` reads it.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     try:
-        Path(path).write_text(text(schedule, overlap), encoding="utf-8")
+        Path(path).write_text(text(schedule), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path} ({error.strerror})", "name a file in a folder that exists") from error
 
@@ -68,6 +54,7 @@ def parse(content: str, name: str = "table") -> Schedule:
     Raises:
         ConfigError: a cell is no action, or a stage has no rank or two.
     """
+    # --- phase 1: the rows, cell by cell ---
     rows, overlapped = [], set()
     for rank, line in enumerate(content.strip("\n").splitlines()):
         row: list[Action] = []
@@ -78,9 +65,10 @@ def parse(content: str, name: str = "table") -> Schedule:
                 row += map(Action.parse, parts)
             except ConfigError as error:
                 raise ConfigError(f"rank {rank} of {name}: {error.what}", error.instead) from None
-            if pair:
+            if pair:  # of forward and backward; the forward is the one that is noted
                 overlapped.add(row[-2])
         rows.append(tuple(row))
+    # --- phase 2: what the file does not say. A stage lives on the rank whose row has it ---
     actions = [action for row in rows for action in row]
     if not actions:
         raise ConfigError(f"{name} holds no action", "write a row for each rank, as in 0F0,0B0")

@@ -1,7 +1,14 @@
 """Run a table: each rank walks its row, and what the row says is what happens.
 
-The executor knows no schedule. It knows seven words: F, B, I, W, send, receive, and in what order they come is the
-table's affair.
+The executor knows no schedule. It knows six words: F, B, I, W, send, receive, and in what order they come is the
+table's affair. What passes through its hands, for micro-batches of rows / m::
+
+    F      take (rows / m, …) from the stage before, or the batch   hand over (rows / m, …) to the next one
+    B, I   take the gradient of F's output, or begin at the loss    hand over the gradient of F's input
+    W      take nothing                                             hand over nothing
+
+Each stage has a graph of its own: F begins it at leaves, B ends at these. So autograd never sees the whole model, and
+what joins the stages are the messages (:mod:`course_lib.parallel.pipeline.p2p`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +47,10 @@ class StepResult:
     """
 
     losses: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    peak: int = 0
+    outputs: list[Tensor] = field(default_factory=list, init=False)
+    peak: int = field(default=0, init=False)
     clock: Clock | None = None
-    stamps: list[tuple[Action, Stamp, Stamp]] = field(default_factory=list)
+    stamps: list[tuple[Action, Stamp, Stamp]] = field(default_factory=list, init=False)
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -99,6 +106,7 @@ class PipelineExecutor:
 
     def __init__(self, schedule: Schedule, stages: Mapping[int, nn.Module], loss_function: LossFunction,
                  group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
+        # --- refuse here what would hang there ---
         check(schedule)
         self.rank = dist.get_rank(group)
         if dist.get_world_size(group) != schedule.ranks:
@@ -111,7 +119,7 @@ class PipelineExecutor:
         self.stages, self.loss_function, self.group = dict(stages), loss_function, group
         self.device = torch.device(device)
         self.clock = Clock(self.device)
-        self.forms: Forms = {}
+        self.forms: Forms = {}  # kept from step to step: shapes are sent once
         self._forward_tables: dict[int, Schedule] = {}
 
     def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
@@ -133,7 +141,7 @@ class PipelineExecutor:
         if scale is None:
             scale = 1 / self.table.microbatches
         with torch.enable_grad():
-            return _Run(self, self.table, inputs, targets, extras, scale).walk()
+            return _RowRun(self, self.table, inputs, targets, extras, scale).walk()
 
     def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, **extras: Tensor) -> StepResult:
         """The table's forwards alone, without gradients; a collective call.
@@ -143,14 +151,14 @@ class PipelineExecutor:
         """
         rows = _rows(inputs, extras)
         microbatches = min(rows, self.table.microbatches)
-        if microbatches not in self._forward_tables:
+        if microbatches not in self._forward_tables:  # a batch of 3 rows has at most 3 micro-batches
             self._forward_tables[microbatches] = _forwards(self.table, microbatches)
         table = self._forward_tables[microbatches]
         with torch.no_grad():
-            return _Run(self, table, inputs, targets, extras, 1.0).walk()
+            return _RowRun(self, table, inputs, targets, extras, 1.0).walk()
 
 
-class _Run:
+class _RowRun:
     """One pass of an executor over its row."""
 
     def __init__(self, executor: PipelineExecutor, table: Schedule, inputs: Sequence[Tensor], targets: Tensor | None,
@@ -161,7 +169,7 @@ class _Run:
             raise ConfigError(f"a batch of {rows} rows for {count} micro-batches",
                               "take fewer micro-batches, or a larger batch")
 
-        # Cut the batch: by micro-batch inputs, extras and targets. (rows, …) -> m times (rows / m, …)
+        # --- cut the batch: by micro-batch inputs, extras and targets. (rows, …) -> m times (rows / m, …) ---
         self.inputs = list(zip(*(tensor.tensor_split(count) for tensor in inputs), strict=True)) or [()] * count
         self.extras = [dict(zip(extras, values, strict=True)) for values in
                        zip(*(tensor.tensor_split(count) for tensor in extras.values()), strict=True)] or [{}] * count
@@ -171,7 +179,7 @@ class _Run:
         kinds = [(torch.is_grad_enabled(), *((tensor.shape, tensor.dtype) for tensor in (*some, *others.values())))
                  for some, others in zip(self.inputs, self.extras, strict=True)]
         self.channel = P2PChannel(table, executor.group, executor.device, executor.forms, kinds)
-        self.held: dict[tuple[int, int], _Activations] = {}
+        self.held: dict[tuple[int, int], _Activations] = {}  # by stage and micro-batch, from F to the end of B or W
         self.done = StepResult(clock=executor.clock)
 
     def walk(self) -> StepResult:
@@ -179,7 +187,7 @@ class _Run:
         for action in self.table.rows[self.executor.rank]:
             if action.kind in COMPUTE:
                 self.compute(action)
-            elif action.kind in (SEND_F, SEND_B):
+            elif action.kind in (SEND_F, SEND_B):  # begun, not waited for: the rank goes on in its row
                 self.channel.send(action)
             else:
                 self.channel.receive(action)
@@ -189,9 +197,9 @@ class _Run:
     def compute(self, action: Action) -> None:
         """One of the four words: take what it needs, compute, hand over what comes of it."""
         stage, kind, microbatch = action
-        # Take: activations of the stage before, or gradients of the next one. Here alone a rank waits for another.
+        # --- take: activations of the stage before, or gradients of the next. Here alone a rank waits for another ---
         received = self.channel.take(action) if self.table.source(action) else ()
-        # Compute.
+        # --- compute ---
         start = self.executor.clock.stamp()
         if kind == F:
             result = self.forward(stage, microbatch, received)
@@ -202,7 +210,7 @@ class _Run:
         else:
             result = self.backward_weight(stage, microbatch)
         self.done.stamps.append((action, start, self.executor.clock.stamp()))
-        # Hand over, to a stage of this rank or to a send further down the row.
+        # --- hand over, to a stage of this rank or to a send further down the row ---
         if kind == F and stage + 1 < self.table.stages:
             self.channel.hand_over(Action(stage + 1, F, microbatch), result)
         elif kind in (B, I) and stage > 0:
@@ -210,15 +218,18 @@ class _Run:
 
     def forward(self, stage: int, microbatch: int, received: Tensors) -> Tensors:
         """Phase F: the outputs; held are the inputs, as leaves of a graph of the stage's own."""
+        # Leaves: what came from another rank has no graph, and that of a stage on this rank is walked by its own B.
         inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad)
                        for tensor in received or self.inputs[microbatch])
         result = self.executor.stages[stage](*inputs, **self.extras[microbatch])
         outputs = result if isinstance(result, tuple) else (result,)
         gradients: Tensors = ()
         roots = outputs
+        # The last stage's graph begins at the loss, and at its factor in the gradient: nobody sends it one.
         if stage + 1 == self.table.stages:
             roots, gradients = self.loss(outputs, microbatch)
         if torch.is_grad_enabled():
+            # Edges instead of the outputs: a tensor that has been sent can be freed, and its graph stays.
             edges = tuple(get_gradient_edge(root) for root in roots if root.requires_grad)
             differentiable = tuple(tensor for tensor in inputs if tensor.requires_grad)
             self.held[stage, microbatch] = _Activations(differentiable, edges, gradients)
@@ -241,7 +252,7 @@ class _Run:
     def backward(self, stage: int, microbatch: int, received: Tensors) -> Tensors:
         """Phase B: the gradients of the inputs; those of the weights are added up in their ``.grad``."""
         held = self.held.pop((stage, microbatch))
-        if held.outputs:
+        if held.outputs:  # none where neither the stage nor one before it is trained
             torch.autograd.backward(held.outputs, held.gradients or received)
         return _gradients(held.inputs, [tensor.grad for tensor in held.inputs])
 

@@ -33,12 +33,17 @@ def bubble_time(name: str, ranks: int, microbatches: int, costs: Costs) -> Fract
     forward, backward, weight = (costs.of(cost, 1)[0] for cost in ("forward", "backward_input", "backward_weight"))
     others = ranks - 1
     match name:
+        # Fill and drain: the last rank waits for p - 1 forwards before its first action, and for p - 1 backwards after
+        # its last one. 1F1B holds less, and waits as long.
         case "gpipe" | "1f1b":
             return others * (forward + backward + weight)
+        # As many waits, for stages that take 1 / v as long, which is in the costs.
         case "interleaved" | "looped_bfs" if microbatches >= ranks:
             return others * (forward + backward + weight)
+        # Of a backward only I is waited for, and into each wait one W is moved: F + I, less W.
         case "zb_h1" | "interleaved_zero_bubble" if microbatches >= ranks and weight <= min(forward, backward):
             return others * (forward + backward - weight)
+        # Two of them: with F = I = W nothing is left.
         case "zb_h2" if microbatches >= 2 * ranks - 1 and 2 * weight <= forward + backward:
             return others * (forward + backward - 2 * weight)
         case "zbv" if microbatches >= 2 * ranks - 1 and forward == backward == weight:

@@ -1,4 +1,12 @@
-"""Point-to-point messages of a pipeline: what a rank hands to other ranks, and to other stages of its own."""
+"""Point-to-point messages of a pipeline: what a rank hands to other ranks, and to other stages of its own.
+
+The way of one message, the output of ``1F0`` on rank 1, which ``2F0`` on rank 2 will use::
+
+    rank 1   1F0  hand_over(2F0, output)    1SEND_F0  send: isend, kept until it has been received
+    rank 2        2RECV_F0  receive: irecv into new tensors    2F0  take: wait for it
+
+Where both stages are on one rank there is no send and no receive: ``take`` finds what ``hand_over`` put there.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -54,9 +62,10 @@ class P2PChannel:
         # until their device has done all that was queued.
         reached = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
         self._told_on = torch.device("cpu") if torch.device("cpu") in reached else device
-        self._messages: dict[Action, Tensors] = {}
-        self._posted: dict[Action, list[dist.Work]] = {}
-        self._sent: list[tuple[Action, list[dist.Work], Tensors]] = []
+        self._messages: dict[Action, Tensors] = {}  # by who will use it: not yet sent, or not yet taken
+        self._posted: dict[Action, list[dist.Work]] = {}  # receives that have been begun, by who will use what comes
+        self._sent: list[tuple[Action, list[dist.Work], Tensors]] = []  # sends that may still be under way
+        # Where each action is in its rank's row.
         self._position = {_address(action): position for row in table.rows for position, action in enumerate(row)}
 
     def hand_over(self, user: Action, tensors: Tensors) -> None:
@@ -68,9 +77,11 @@ class P2PChannel:
         message = self._messages.pop(_user(action))
         peer = self._peer(action)
         key = action.stage, self.kinds[action.microbatch]
+        # --- once per form: tell the receiver how large it is. Not of gradients: they look like the outputs ---
         if action.kind == SEND_F and key not in self.forms:
             self.forms[key] = tuple(map(TensorMeta.of, message))
             dist.send_object_list([self.forms[key]], group=self.group, group_dst=peer, device=self._told_on)
+        # --- begin to send. What goes over a link is one run of memory; the tensors are kept until it has arrived ---
         tensors = tuple(tensor.detach().contiguous() for tensor in message)
         works = [_begun(dist.isend(tensor, group=self.group, group_dst=peer)) for tensor in tensors]
         self._sent.append((_user(action), works, tensors))
@@ -79,17 +90,18 @@ class P2PChannel:
         """Make room for a message, ask for it and go on."""
         peer = self._peer(action)
         forward = action.kind == RECV_F
-        key = action.stage - forward, self.kinds[action.microbatch]
+        key = action.stage - forward, self.kinds[action.microbatch]  # outputs of the stage before, or of this one
+        # --- once per form: be told. The sender's row has its send in the same place among their common messages ---
         if key not in self.forms:
             told: list[Any] = [None]
             dist.recv_object_list(told, group=self.group, group_src=peer, device=self._told_on)
             self.forms[key] = told[0]
-        # Gradients come back for those outputs alone that have one.
+        # --- make room and begin. Gradients come back for those outputs alone that have one ---
         tensors = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device)
                         for form in self.forms[key] if forward or form.requires_grad)
         self._posted[_user(action)] = [_begun(dist.irecv(tensor, group=self.group, group_src=peer))
                                        for tensor in tensors]
-        if forward:
+        if forward:  # a leaf needs a gradient here if its original does there
             for tensor, form in zip(tensors, self.forms[key], strict=True):
                 tensor.requires_grad_(form.requires_grad)
         self._messages[_user(action)] = tensors
@@ -114,13 +126,15 @@ class P2PChannel:
 
         Otherwise every output that was sent would stay alive to the end of the pass.
         """
+        # When it sent this, the sender was at `sent_at` in its row. All before that had run there, each with its input:
+        # of what was sent to that rank, all that is used before there has been received.
         send = partner(_receive_for(received))
         sender, sent_at = self.table.stage_ranks[send.stage], self._position[send]
         kept = []
         for user, works, tensors in self._sent:
             if self.table.stage_ranks[user.stage] == sender and self._position[user] < sent_at:
                 for work in works:
-                    work.wait()
+                    work.wait()  # returns at once, and lets the backend forget the tensors
             else:
                 kept.append((user, works, tensors))
         self._sent = kept

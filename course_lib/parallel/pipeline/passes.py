@@ -1,4 +1,8 @@
-"""Passes: each takes a table and returns another."""
+"""Passes: each takes a table and returns another, as a compiler lowers a program step by step.
+
+The generators write computations only; what depends on where stages live, sends and receives, is added here, once for
+all schedules (as torch.distributed.pipelining does).
+"""
 
 from dataclasses import replace
 
@@ -39,7 +43,7 @@ def merge_backward(schedule: Schedule) -> Schedule:
 def _merged(row: tuple[Action, ...]) -> tuple[Action, ...]:
     merged: list[Action] = []
     for action in row:
-        if merged and action.kind == W and merged[-1] == action._replace(kind=I):
+        if merged and action.kind == W and merged[-1] == action._replace(kind=I):  # of the same stage and micro-batch
             merged[-1] = action._replace(kind=B)
         else:
             merged.append(action)
@@ -65,11 +69,12 @@ def lower(schedule: Schedule) -> Schedule:
     if schedule.lowered:
         raise ConfigError(f"{schedule.name} has its sends and receives already", "lower the table of computations")
     rows: list[list[Action]] = [[] for _ in schedule.rows]
-    position = [0] * schedule.ranks
-    done: set[tuple[int, str, int]] = set()
+    position = [0] * schedule.ranks  # where each rank is in its row
+    done: set[tuple[int, str, int]] = set()  # outputs that there are: stage, F or B, micro-batch
     left = sum(map(len, schedule.rows))
     while left:
         before = left
+        # --- one round: each rank does its next action, if its input is there ---
         for rank, row in enumerate(schedule.rows):
             if position[rank] == len(row):
                 continue
@@ -80,10 +85,11 @@ def lower(schedule: Schedule) -> Schedule:
             position[rank] += 1
             left -= 1
             rows[rank].append(action)
-            done.add((action.stage, F if action.kind == F else B, action.microbatch))
+            done.add((action.stage, F if action.kind == F else B, action.microbatch))  # W adds what its I has added
+            # --- its send and the other side's receive, in the same moment: one order for both ranks ---
             for message in messages(schedule, action):
                 rows[schedule.stage_ranks[message.stage]].append(message)
-        if left == before:
+        if left == before:  # a round in which nobody could do anything: nobody ever will
             heads = {rank: row[position[rank]] for rank, row in enumerate(schedule.rows) if position[rank] < len(row)}
             raise ConfigError(f"{schedule.name} waits for itself: {waiting(schedule, heads)}",
                               "put what is waited for earlier")
@@ -104,6 +110,7 @@ def messages(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 def partner(message: Action) -> Action:
     """The receive of a send, or the send of a receive: activations go up a stage, gradients down."""
+    # Rank r's 1SEND_F0 is rank r + 1's 2RECV_F0: the stage is always that of the rank that acts.
     step, kind = {SEND_F: (1, RECV_F), RECV_F: (-1, SEND_F), SEND_B: (-1, RECV_B), RECV_B: (1, SEND_B)}[message.kind]
     return Action(message.stage + step, kind, message.microbatch)
 

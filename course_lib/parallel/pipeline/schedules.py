@@ -2,24 +2,23 @@
 
 Most of them are one rule with other numbers (:func:`alternate`): some forwards to warm up, then one forward and one
 backward in turn, then the backwards that are left; where the backward is split, the gradients of the weights lag
-behind those of the inputs. The two V-shaped ones are written phase by phase.
+behind those of the inputs. The two V-shaped ones are written phase by phase in
+:mod:`course_lib.parallel.pipeline.v_schedules`.
 
 Sources: GPipe, arXiv 1811.06965; 1F1B (PipeDream-Flush), arXiv 2006.09503; interleaved, arXiv 2104.04473 section
-2.2; breadth-first, arXiv 2211.05953; ZB-H1, ZB-H2 and ZB-V, arXiv 2401.10241 sections 2 and 6; DualPipeV,
-deepseek-ai/DualPipe and arXiv 2412.19437 section 3.2.
+2.2; breadth-first, arXiv 2211.05953; ZB-H1 and ZB-H2, arXiv 2401.10241 section 2.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from course_lib.errors import ConfigError, nearest
-from course_lib.parallel.pipeline.actions import Action, B, F, I, Schedule, W, loop, v_shape
+from course_lib.parallel.pipeline.actions import Action, B, F, I, Row, Schedule, W, loop, v_shape
+from course_lib.parallel.pipeline.v_schedules import dualpipev, zbv
 
 Part = tuple[int, int]
 """A stage and a micro-batch."""
-Row = tuple[Action, ...]
 
 
 def alternate(forwards: Sequence[Part], backwards: Sequence[Part], warmup: int, lag: int | None = None) -> Row:
@@ -32,39 +31,57 @@ def alternate(forwards: Sequence[Part], backwards: Sequence[Part], warmup: int, 
         lag: None: whole backwards. Else each is split, and its gradient of the weights comes when ``lag`` more
             backwards have had theirs of the input.
     """
+    # --- warm-up: forwards, until the first gradient can be on its way back ---
     row = [Action(stage, F, microbatch) for stage, microbatch in forwards[:warmup]]
+    # --- steady state: one forward, one backward; then, as the forwards are used up, cool-down: backwards alone ---
     for turn, (forward, (stage, microbatch)) in enumerate(zip_longest(forwards[warmup:], backwards)):
         if forward is not None:
             row.append(Action(forward[0], F, forward[1]))
         row.append(Action(stage, B if lag is None else I, microbatch))
+        # The gradient of weights of ``lag`` backwards ago, for which nobody waits. So ``lag`` of them are left over, to
+        # fill the wait at the end.
         if lag is not None and turn >= lag:
             stage, microbatch = backwards[turn - lag]
             row.append(Action(stage, W, microbatch))
+    # --- what is owed: W of the last ``lag`` backwards ---
     row += [Action(stage, W, microbatch) for stage, microbatch in (backwards[-lag:] if lag else ())]
     return tuple(row)
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
+    """All forwards, then all backwards (Huang et al. 2018, section 2.3): warm-up is everything."""
     parts = [(rank, microbatch) for microbatch in range(microbatches)]
     return alternate(parts, parts, warmup=microbatches)
 
 
 def _looped_bfs(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
+    """GPipe with several stages per rank, all micro-batches through one before the next (Lamy-Poirier 2022, section 4).
+    """
     parts = [(lap * ranks + rank, microbatch) for lap in range(stages_per_rank) for microbatch in range(microbatches)]
     return alternate(parts, parts[::-1], warmup=len(parts))
 
 
 def _one_f_one_b(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
+    """As many forwards ahead as there are ranks below (PipeDream-flush: Narayanan et al. 2020, arXiv 2006.09503).
+
+    By the time of the last one, micro-batch 0 is on the last rank; then each backward lets one forward in, so that rank
+    r of p never holds more than p - r.
+    """
     parts = [(rank, microbatch) for microbatch in range(microbatches)]
     return alternate(parts, parts, warmup=ranks - 1 - rank)
 
 
 def _zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
+    """1F1B whose gradients of weights lag (Qi et al. 2023, section 2, ZB-H1): a third of the bubble, the same memory.
+
+    Rank r delays r of them: what it holds for these is what its shorter warm-up, p - 1 - r, leaves free.
+    """
     parts = [(rank, microbatch) for microbatch in range(microbatches)]
     return alternate(parts, parts, warmup=ranks - 1 - rank, lag=rank)
 
 
 def _zb_h2(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
+    """Twice the warm-up and twice the lag (Qi et al. 2023, section 2, ZB-H2): no bubble, twice the memory."""
     parts = [(rank, microbatch) for microbatch in range(microbatches)]
     return alternate(parts, parts, warmup=2 * (ranks - 1 - rank), lag=2 * rank)
 
@@ -74,12 +91,14 @@ def _laps(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> tup
 
     A group goes through all the rank's stages before the next one begins, forwards up and backwards down.
     """
+    # Rank 0 of 2, 2 stages each, 4 micro-batches: 0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3. With ``ranks`` in a group, its first
+    # comes back for the second lap just when its last has done the first lap here.
     group = microbatches // groups(ranks, microbatches)
     forwards, backwards = [], []
     for first in range(0, microbatches, group):
         for lap in range(stages_per_rank):
-            forwards += [(lap * ranks + rank, first + each) for each in range(group)]
-            backwards += [((stages_per_rank - 1 - lap) * ranks + rank, first + each) for each in range(group)]
+            forwards += [(lap * ranks + rank, first + i) for i in range(group)]
+            backwards += [((stages_per_rank - 1 - lap) * ranks + rank, first + i) for i in range(group)]
     return forwards, backwards, group
 
 
@@ -89,119 +108,19 @@ def groups(ranks: int, microbatches: int) -> int:
 
 
 def _interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
+    """1F1B over v stages per rank: 1/v of the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    Ahead are all laps of a group but the last, and as in Megatron-LM two forwards for each rank below: one for the way
+    down, one for the way back.
+    """
     forwards, backwards, group = _laps(rank, ranks, microbatches, stages_per_rank)
     return alternate(forwards, backwards, warmup=(stages_per_rank - 1) * group + 2 * (ranks - 1 - rank))
 
 
 def _interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
+    """Interleaved, with the lag and the short warm-up of ZB-H1, as in torch.distributed.pipelining."""
     forwards, backwards, group = _laps(rank, ranks, microbatches, stages_per_rank)
     return alternate(forwards, backwards, warmup=(stages_per_rank - 1) * group + ranks - 1 - rank, lag=rank)
-
-
-class _RowBuilder:
-    """A row under construction: each stage takes its micro-batches in order, forward and backward."""
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self._next: Counter[tuple[int, bool]] = Counter()
-        self._owed: list[Action] = []
-
-    def forward(self, stage: int) -> None:
-        self._add(stage, F)
-
-    def backward(self, stage: int) -> None:
-        self._add(stage, B)
-
-    def input(self, stage: int) -> None:
-        """The gradient of the input alone; that of the weights is owed."""
-        self._owed.append(Action(stage, W, self._add(stage, I)))
-
-    def weight(self, stage: int | None = None) -> None:
-        """The gradient of the weights that has been owed for longest (of one stage, if given), if any is owed."""
-        owed = next((action for action in self._owed if stage in (None, action.stage)), None)
-        if owed:
-            self._owed.remove(owed)
-            self.actions.append(owed)
-
-    def _add(self, stage: int, kind: str) -> int:
-        microbatch = self._next[stage, kind == F]
-        self._next[stage, kind == F] += 1
-        self.actions.append(Action(stage, kind, microbatch))
-        return microbatch
-
-
-def _zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
-    """No bubble where F, I and W take equally long, and no more activations than 1F1B."""
-    down, up, behind = rank, 2 * ranks - 1 - rank, ranks - rank
-    full = max(microbatches, 2 * ranks - 1)  # a pipeline full of micro-batches; the surplus is struck out at the end
-    tape = _RowBuilder()
-    # warm-up: the first micro-batches go down the V and come up again
-    for _ in range(2 * behind - 1):
-        tape.forward(down)
-    for _ in range(rank):
-        tape.forward(up)
-        tape.forward(down)
-    for _ in range(behind):
-        tape.forward(up)
-        tape.input(up)
-        tape.weight(up)
-    # steady state: the rank's two stages in turn
-    for turn in range(full - ranks):
-        if turn < full - ranks - behind + 1:
-            tape.forward(down)
-        tape.input(down)
-        tape.weight(down)
-        tape.forward(up)
-        tape.input(up)
-        tape.weight(up)
-    # cool-down: the gradients that others wait for first, the weights when nothing else is left
-    for _ in range(rank):
-        tape.input(down)
-        tape.input(up)
-    for _ in range(behind):
-        tape.input(down)
-        tape.weight(down)
-    for stage in (up, down):
-        for _ in range(rank):
-            tape.weight(stage)
-    return tuple(action for action in tape.actions if action.microbatch < microbatches)
-
-
-def _dualpipev(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
-    """A forward and a backward of the rank's two stages side by side, which a runtime may overlap."""
-    down, up, behind = rank, 2 * ranks - 1 - rank, ranks - 1 - rank
-    tape = _RowBuilder()
-    # warm-up: down the V, then both ways
-    for _ in range(2 * behind):
-        tape.forward(down)
-    for _ in range(rank + 1):
-        tape.forward(down)
-        tape.forward(up)
-    # the first backwards, split so that the stage before gets its gradient early
-    for _ in range(behind):
-        tape.input(up)
-        tape.weight()
-        tape.forward(up)
-    # steady state: pairs of a forward and a backward of different micro-batches
-    for _ in range(microbatches - 2 * ranks + rank + 1):
-        tape.forward(down)
-        tape.backward(up)
-        tape.forward(up)
-        tape.backward(down)
-    for _ in range(behind):
-        tape.backward(up)
-        tape.forward(up)
-        tape.backward(down)
-    # cool-down: the second half of the backwards is split
-    for turn in range(2 * (rank + 1)):
-        backward = tape.input if turn > rank else tape.backward
-        backward(down if turn % 2 else up)
-    for _ in range(behind):
-        tape.weight()
-        tape.input(down)
-    for _ in range(rank + 1):
-        tape.weight()
-    return tuple(tape.actions)
 
 
 @dataclass(frozen=True)
@@ -231,8 +150,8 @@ KINDS = {
     "zb_h1": ScheduleSpec(_zb_h1),
     "zb_h2": ScheduleSpec(_zb_h2),
     "interleaved_zero_bubble": ScheduleSpec(_interleaved_zero_bubble, stages_per_rank=None, equal_groups=True),
-    "zbv": ScheduleSpec(_zbv, v_shape, stages_per_rank=2),
-    "dualpipev": ScheduleSpec(_dualpipev, v_shape, stages_per_rank=2, paired=True),
+    "zbv": ScheduleSpec(zbv, v_shape, stages_per_rank=2),
+    "dualpipev": ScheduleSpec(dualpipev, v_shape, stages_per_rank=2, paired=True),
 }
 
 

@@ -132,10 +132,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ConfigError: the table waits for itself, or costs are given for another number of stages.
     """
     costs = costs or Costs()
+    # --- phase 1: run the table in whole ticks: comparing Fractions would take most of the time ---
     scale, length, latency = ticks(costs, schedule.stages)
     rows = _run(schedule, length, latency, None if costs.pair is None else int(exact(costs.pair) * scale))
+    # --- phase 2: ticks back to times, each made once ---
     moments = {tick: Fraction(tick, scale) for tick in {tick for row in rows for span in row for tick in span[1:]}}
     timed = tuple(tuple(Span(action, moments[start], moments[end]) for action, start, end in row) for row in rows)
+    # --- phase 3: what is read off: how long each rank computes, and how much it holds ---
     busy = tuple(Fraction(_covered(row), scale) for row in rows)
     return Timeline(schedule, timed, busy, _peak_bytes(schedule, costs))
 
@@ -144,9 +147,11 @@ def ticks(costs: Costs, stages: int) -> tuple[int, dict[tuple[int, str], int], i
     """All times as whole numbers of one small unit: units per 1, length by (stage, kind), length of a message."""
     forward, backward, weight = (costs.of(name, stages) for name in ("forward", "backward_input", "backward_weight"))
     latency = exact(costs.latency)
+    # The least unit in which all of them are whole: for 1, 1/2 and 0.1 it is a tenth of 1.
     scale = lcm(*(time.denominator for time in (*forward, *backward, *weight, latency, exact(costs.pair or 0))))
     length: dict[tuple[int, str], int] = {}
     for stage in range(stages):
+        # F and B as the field counts them: B is both parts, 2 if all three take 1.
         times = {F: forward[stage], B: backward[stage] + weight[stage], I: backward[stage], W: weight[stage]}
         length |= {(stage, kind): int(time * scale) for kind, time in times.items()}
     return scale, length, int(latency * scale)
@@ -169,7 +174,7 @@ def _run(schedule: Schedule, length: dict[tuple[int, str], int], latency: int, p
         rank = awake.pop()
         while position[rank] < len(rows[rank]):
             step = rows[rank][position[rank]]
-            # It starts when the rank is free and the inputs are there; those from another rank come with a latency.
+            # --- start: when the rank is free and the inputs are there; those from another rank come with a latency ---
             start = clock[rank]
             missing = None
             for action in step:
@@ -180,16 +185,16 @@ def _run(schedule: Schedule, length: dict[tuple[int, str], int], latency: int, p
                         missing = (*source, action.microbatch)
                         break
                     start = max(start, arrival + latency * (schedule.stage_ranks[source[0]] != rank))
-            if missing:
+            if missing:  # one rank at most waits for an output: its stage's next one
                 asleep[missing] = rank
                 break
-            # It ends; an output that somebody waits for wakes that rank.
+            # --- end: an output that somebody waits for wakes that rank. A pair ends both at once ---
             end = start + (length[step[0].stage, step[0].kind] if len(step) == 1 or pair is None else pair)
             clock[rank] = end
             position[rank] += 1
             for action in step:
                 timed[rank].append((action, start, end))
-                if action.kind != W:
+                if action.kind != W:  # whose output nobody waits for
                     key = (action.stage, F if action.kind == F else B, action.microbatch)
                     made[key] = end
                     if key in asleep:
@@ -227,5 +232,6 @@ def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[Fraction, ...]:
     unit = lcm(*(size.denominator for size in (*activation, *kept)))
     change = {(stage, kind): int(unit * size) for stage in range(schedule.stages) for kind, size in (
         (F, activation[stage]), (B, -activation[stage]), (I, kept[stage] - activation[stage]), (W, -kept[stage]))}
+    # In the order of the row: no time is needed, a rank does one thing after the other.
     changes_by_rank = ((change[stage, kind] for stage, kind, _ in row if kind in COMPUTE) for row in schedule.rows)
     return tuple(Fraction(max(accumulate(changes)), unit) for changes in changes_by_rank)

@@ -26,12 +26,17 @@ def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[in
         holders = sorted({stage_ranks[stage] for stage in names})
         if rank not in holders:
             continue
+        # Of several stages here any will do: they share the weight, and its gradient.
         stage = next(stage for stage in names if stage_ranks[stage] == rank)
         weight = stages[stage].get_parameter(names[stage])
+        # A holder whose loss did not reach it sends zeros: the others wait for its part.
         own = torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
         parts = {peer: own if peer == rank else torch.empty_like(own) for peer in holders}
+        # --- every holder sends to every other: there are two of them, or few, and no group of theirs is needed ---
         exchange = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for peer in holders if peer != rank
                     for operation, tensor in ((dist.isend, own), (dist.irecv, parts[peer]))]
         for work in dist.batch_isend_irecv(exchange) if exchange else ():
             work.wait()
+        # --- add in the order of the ranks, the same everywhere: in another order the last bits would differ, and the
+        # copies drift apart. holders times (…) -> (…) ---
         weight.grad = torch.stack([parts[peer] for peer in holders]).sum(0)

@@ -62,6 +62,7 @@ class TorchFullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        # Of DTensors the norm is a sum that is still to be made over the ranks: full_tensor() makes it.
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self) -> None:
@@ -100,6 +101,7 @@ class TorchFullyShardedDataParallel(nn.Module):
 
         It is in no public list; without it what a unit holds while it computes could not be measured.
         """
+        # One group of parameters per call of `fully_shard`, one record per parameter.
         states = [fully_shard.state(module) for module in self.module.modules()]  # type: ignore[attr-defined]
         return [record for state in states if state for group in state._fsdp_param_groups
                 for record in group.fsdp_params]
@@ -131,20 +133,26 @@ def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collecti
     if cpu_offload and device.type == "cpu":
         raise ConfigError("cpu_offload moves pieces from a GPU to the host, and this model is on the CPU already",
                           "leave it out, or run on a GPU")
+    # --- phase 1: which modules are units, and what fully_shard would do wrong without a word ---
     chosen = list(partition.blocks(module).values() if units is None else units)
     partition.check_disjoint(chosen)
     _check_not_tied_between(module, chosen)
+    # --- phase 2: all ranks begin alike, which fully_shard leaves to the caller. Along one axis after the other, from
+    # the first rank of each line: after the last axis everybody has what rank 0 had. ---
     mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
     for tensor in [*module.parameters(), *module.buffers()]:
         for axis in range(mesh.ndim):
             dist.broadcast(tensor.detach(), group=mesh.get_group(axis), group_src=0)
-    names = names_of(module)
+    # --- phase 3: shard, units before the root: what a unit has taken, the root leaves alone. A parameter (d, …) is now
+    # a DTensor whose local part is (d / N, …). The root stays whole after its forward: backward begins there. ---
+    names = names_of(module)  # before: the parameters will be others
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for unit in chosen:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy,
                     offload_policy=offload)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    # --- phase 4: the optimizer's parameters, by name, are the DTensors now ---
     sharded = dict(module.named_parameters())
     repoint(optimizer, {parameter: sharded[name] for parameter, name in names.items()})
     return TorchFullyShardedDataParallel(module, optimizer, mesh)

@@ -46,7 +46,7 @@ class TorchPipeline:
         if scale is None:
             scale = 1 / self.table.microbatches
         losses: list[Tensor] = []
-        self._scale = scale
+        self._scale = scale  # read by `_scaled_loss`: torch's engine knows 1 / micro-batches only
         self._engine(inputs, extras).step(*self._own(inputs), target=targets, losses=losses, return_outputs=False,
                                           **extras)
         return StepResult([loss.detach() / scale for loss in losses])
@@ -63,12 +63,15 @@ class TorchPipeline:
         return self._engines[form]
 
     def _build(self) -> Any:
+        # --- phase 1: a stage of torch's for each of ours; it finds out the shapes of messages in its first step ---
         parts = [
             pipelining.PipelineStage(_WithoutViews(module), stage, self.table.stages, self.device, group=self.group)
             for stage, module in sorted(self.stages.items())]
+        # --- phase 2: its runtime, which walks a table as our executor does. `scale_grads` would divide once more ---
         options: dict[str, Any] = {"n_microbatches": self.table.microbatches, "loss_fn": self._scaled_loss,
                                    "scale_grads": False}
         runtime = _PipelineScheduleRuntime(parts, **options)
+        # --- phase 3: the table. It is read from a file and in no other way; torch adds its own sends and receives ---
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "table.csv")
             csv_form.write(self.table, path)
@@ -87,4 +90,5 @@ class _WithoutViews(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Tensor, **extras: Tensor) -> Any:
-        return tree_map(lambda each: each.clone() if each._is_view() else each, self.module(*inputs, **extras))
+        return tree_map(lambda output: output.clone() if output._is_view() else output,
+                        self.module(*inputs, **extras))

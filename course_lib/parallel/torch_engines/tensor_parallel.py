@@ -59,10 +59,12 @@ class TorchTensorParallel(nn.Module):
         self.plan, config = plan_of(module, plan)
         self.module, self.mesh = module, mesh
         self.between: Placement = Shard(SEQUENCE) if sequence else Replicate()
+        # --- phase 1: refuse what cannot be split, while nothing is changed; begin alike ---
         blocks = self.plan.blocks_of(module)
         check_splittable(self.plan, blocks, config, mesh.size(), sequence)
         self.start_alike()
 
+        # --- phase 2: a style for each module, by name; one call splits them all ---
         self._fused: dict[str, int] = {}  # names of the layers that were Conv1D: matrices side by side in each
         ties = _ties(module)
         styles: dict[str, ParallelStyle] = {}
@@ -70,6 +72,7 @@ class TorchTensorParallel(nn.Module):
             styles |= self._block_styles(name, block)
         styles |= self._outer_styles(sequence, split_vocabulary)
         parallelize_module(module, mesh, styles)
+        # --- phase 3: what the styles do not do: ties, and exchanges that several layers share ---
         for names in ties:
             _tie(module, names)
         self._hook(blocks)
@@ -94,7 +97,7 @@ class TorchTensorParallel(nn.Module):
         """A tensor put together, and back in the order and the shape that Conv1D had."""
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         layer, _, attribute = name.rpartition(".")
-        if self._fused.get(layer, 1) > 1:
+        if self._fused.get(layer, 1) > 1:  # rank by rank back to matrix by matrix
             whole = whole[by_rank(len(whole), self._fused[layer], self.mesh.size()).argsort()]
         if layer in self._fused and attribute == "weight":
             whole = whole.t()
@@ -102,16 +105,16 @@ class TorchTensorParallel(nn.Module):
 
     def _block_styles(self, name: str, block: nn.Module) -> dict[str, ParallelStyle]:
         """A style for each split layer and sliced norm of a block, by full name."""
-        entered = tuple(f"{each}." for each, role in self.plan.roles.items() if role is Role.ENTER)
+        entered = tuple(f"{part}." for part, role in self.plan.roles.items() if role is Role.ENTER)
         styles: dict[str, ParallelStyle] = {}
-        for each, role in self.plan.roles.items():
-            full, layer = f"{name}.{each}", block.get_submodule(each)
+        for part, role in self.plan.roles.items():
+            full, layer = f"{name}.{part}", block.get_submodule(part)
             if role in (Role.COLUMN, Role.QKV, Role.ROW) and not isinstance(layer, nn.Linear):
                 self._fused[full] = 3 if role is Role.QKV else 1
-                block.set_submodule(each, as_linear(layer, self._fused[full], self.mesh.size()))
+                block.set_submodule(part, as_linear(layer, self._fused[full], self.mesh.size()))
             if role in (Role.COLUMN, Role.QKV):
                 styles[full] = ColwiseParallel(
-                    input_layouts=Replicate() if each.startswith(entered) else self.between)
+                    input_layouts=Replicate() if part.startswith(entered) else self.between)
             elif role is Role.ROW:
                 styles[full] = RowwiseParallel(output_layouts=self.between)
             elif role is Role.NORM and self.between.is_shard():
@@ -125,6 +128,7 @@ class TorchTensorParallel(nn.Module):
         if sequence and (norm := named(self.module, self.plan.final_norm)) is not None:
             styles[norm] = SequenceParallel(use_local_output=True)
         if split_vocabulary:
+            # An embedding is split by rows, so its outputs are a sum over the ranks; a head by columns, and gathered.
             if (embedding := named(self.module, self.plan.embedding)) is not None:
                 check_vocabulary(self.module.get_submodule(embedding), self.mesh.size())
                 styles[embedding] = RowwiseParallel(input_layouts=Replicate())
@@ -136,9 +140,9 @@ class TorchTensorParallel(nn.Module):
         """Place the hidden states where several layers take them, and at both ends of the blocks."""
         enter = functools.partial(_placed, before=self.between, after=Replicate())
         for block in blocks.values():
-            for each, role in self.plan.roles.items():
+            for part, role in self.plan.roles.items():
                 if role is Role.ENTER:
-                    block.get_submodule(each).register_forward_pre_hook(
+                    block.get_submodule(part).register_forward_pre_hook(
                         functools.partial(exchange_hidden, enter, self.mesh), with_kwargs=True)
         if not self.between.is_shard():
             return
@@ -156,6 +160,8 @@ class TorchTensorParallel(nn.Module):
 
 def by_rank(rows: int, fused: int, ranks: int) -> Tensor:
     """Order in which each rank's share of every fused matrix lies together; int64, shape (rows,)."""
+    # (rows,) -> (fused, ranks, own rows) -> (ranks, fused, own rows) -> (rows,). For q and k, 2 rows each, and 2 ranks:
+    # q0 q1 k0 k1 -> q0 k0 q1 k1, so that a contiguous half is a share of both.
     return torch.arange(rows).view(fused, ranks, rows // fused // ranks).transpose(0, 1).reshape(-1)
 
 
@@ -164,6 +170,7 @@ def as_linear(conv: nn.Module, fused: int, ranks: int) -> nn.Linear:
     weight, bias = conv.get_parameter("weight"), conv.get_parameter("bias")
     order = by_rank(len(bias), fused, ranks) if fused > 1 else torch.arange(len(bias))
     linear = nn.Linear(weight.shape[0], weight.shape[1], device="meta")
+    # (in, out) -> (out, in), rows in the order of the ranks
     linear.weight = nn.Parameter(weight.detach().t()[order].contiguous(), weight.requires_grad)
     linear.bias = nn.Parameter(bias.detach()[order], bias.requires_grad)
     return linear
@@ -179,13 +186,13 @@ def _ties(module: nn.Module) -> list[list[str]]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+    return [aliases for aliases in names.values() if len(aliases) > 1]
 
 
 def _tie(module: nn.Module, names: list[str]) -> None:
     """Give the first split parameter of these names, if there is one, all of them again."""
     parameters = [module.get_parameter(name) for name in names]
-    shared = next((each for each in parameters if isinstance(each, DTensor)), parameters[0])
+    shared = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), parameters[0])
     for name in names:
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, shared)

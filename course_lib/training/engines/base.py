@@ -116,7 +116,7 @@ class Engine:
 
     def make_grid(self) -> RankGrid:
         """The ranks by axis."""
-        return RankGrid.over(self.num_processes, tp=self.config.parallel.tensor_parallel_size)
+        return RankGrid.over(self.num_processes, pp=1, tp=self.config.parallel.tensor_parallel_size)
 
     def refuse(self, device: torch.device, precision: str) -> None:
         """Raise ConfigError for what the engine cannot do on that device."""

@@ -48,11 +48,19 @@ def torch_rows(name, ranks, microbatches, stages_per_rank):
              if action is not None and action.computation_type != torch_schedules.REDUCE_GRAD] for rank in range(ranks)]
 
 
+def with_pairs(table):
+    """The table as torch prints it, forward and backward that may overlap in one cell."""
+    text = csv_form.text(table)
+    for forward in table.overlapped:
+        text = re.sub(rf"\b({forward}),([^,\n]*)", r"(\1;\2)OVERLAP_F_B", text)
+    return text
+
+
 @pytest.mark.parametrize("name", [name for name in TORCH if name != "1f1b"])
 def test_the_table_is_torchs(name):
     tables = list(legal(name))
     for table in tables:
-        ours = [row.split(",") for row in csv_form.text(table, overlap=True).splitlines()]
+        ours = [row.split(",") for row in with_pairs(table).splitlines()]
         assert ours == torch_rows(name, table.ranks, table.microbatches, table.stages // table.ranks)
     assert len(tables) >= 15
 
@@ -125,7 +133,7 @@ def test_what_is_illegal_is_refused_with_the_rule(name, numbers, message):
 
 def test_stages_live_on_a_loop_or_a_v():
     assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert v_shape(3) == (0, 1, 2, 2, 1, 0)
+    assert v_shape(3, 2) == (0, 1, 2, 2, 1, 0)
     assert v_shape(2, 3) == (0, 1, 1, 0, 0, 1)
     table = make("zbv", 3, 6)
     assert [table.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
@@ -195,7 +203,7 @@ def test_csv_round_trip_and_torchs_runtime(name, tmp_path):
 
 def test_csv_reads_torchs_waits_pairs_and_bookkeeping():
     table = make("dualpipev", 2, 4)
-    assert csv_form.parse(csv_form.text(table, overlap=True), "dualpipev") == table
+    assert csv_form.parse(with_pairs(table), "dualpipev") == table
     assert len(table.overlapped) > 3
     torchs = ",0UNSHARD,0F0,,0B0,0REDUCE_GRAD\n1F0 , 1B0,1RESHARD,\n"
     assert csv_form.parse(torchs) == Schedule("table", (0, 1), 1, ((Action(0, F, 0), Action(0, B, 0)),

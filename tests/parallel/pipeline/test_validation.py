@@ -84,11 +84,9 @@ def test_an_unknown_kind_is_refused():
         check(replace(table, rows=((Action(0, "X", 0), *table.rows[0]),)))
 
 
-def test_a_limit_names_the_forward_that_exceeds_it():
-    table = make("gpipe", 2, 6)
-    assert check(table, limit=6) == (6, 6)
-    with pytest.raises(ConfigError, match="rank 0 of gpipe holds 5 micro-batches from 0F4 on, 6 at most"):
-        check(table, limit=4)
+def test_it_says_how_many_micro_batches_each_rank_holds_at_most():
+    assert check(make("gpipe", 2, 6)) == (6, 6)
+    assert check(make("1f1b", 2, 6)) == (2, 1)
 
 
 def naively_lowered(schedule):

@@ -113,11 +113,11 @@ def fit_v(ranks: int, microbatches: int, costs: Costs, limit: Number | None = No
     most = 2 * ranks * costs.of("activation", 2 * ranks)[0] if limit is None else exact(limit)
     boards = []
     for settings in product((True, False), repeat=2):
-        boards.append(_fit_v(ScheduleBuilder(v_shape(ranks), microbatches, costs, most), [0] * ranks, *settings))
+        boards.append(_fit_v(ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, most), [0] * ranks, *settings))
         worst = None
         while worst is None or max(boards[-1].waits) < worst:  # again, knowing how long each rank waits
             worst = max(boards[-1].waits)
-            empty = ScheduleBuilder(v_shape(ranks), microbatches, costs, most)
+            empty = ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, most)
             boards.append(_fit_v(empty, boards[-1].waits, *settings))
     return min(boards, key=ScheduleBuilder.longest).schedule("zbv_auto")
 
@@ -226,7 +226,7 @@ def repeat(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     """
     block, activations = BLOCKS[name]
     limit = 2 * activations(ranks) * costs.of("activation", 2 * ranks)[0]
-    board = ScheduleBuilder(v_shape(ranks), microbatches, costs, limit)
+    board = ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, limit)
     actions = []
     for rank in range(ranks):
         down, up = rank, 2 * ranks - 1 - rank

@@ -1,0 +1,126 @@
+"""A bucket of ZeRO stages 1 and 2: parameters that are whole on every rank, and updated in N parts.
+
+What a bucket holds and moves; when it does is said by :mod:`course_lib.parallel.zero`. For parameters a, b and c of
+together 13 elements and N = 2, with - for padding::
+
+    flat, on both ranks     a a a a a b b b b b b c c -      the parameters are views of it
+    local_shard of rank 0   a a a a a b b                    updated here,
+    local_shard of rank 1                 b b b b c c -      and here; then each is gathered to all
+
+Source: Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), section 5.1 and, for what is reduced in buckets, 5.2.
+"""
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.parallel.sharding import Shard, overlap, padded
+
+
+class ShardedBucket:
+    """Parameters of one group and dtype, laid end to end and cut into N equal shards, one per rank.
+
+    E is their number of elements, padded to a multiple of N. Rank r's shard is elements r E / N to (r + 1) E / N, which
+    begins and ends wherever that falls, within a parameter too.
+
+    Attributes:
+        flat: (E,), all the parameters, which are views of it.
+        local_shard: (E / N,), this rank's part of ``flat``, a view.
+        master: (E / N,), what the optimizer updates: ``local_shard``, or an fp32 copy where the parameters are of lower
+            precision (section 3.1 of the paper: the copy is one of the optimizer's states).
+        gradient: (E / N,), fp32, the averaged gradient of this rank's shard; None until it has been reduced.
+        send_buffer: (E,), the whole gradient on its way; None where none is.
+        param_slices: where each parameter lies in ``flat``.
+        shard_slices: where what this rank updates of each parameter lies in ``local_shard``; may be empty.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None):
+        self.group, self.world, rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+        # --- phase 1: the module's parameters become views of one flat tensor, (E,) with the padding. What is gathered
+        # into it later is thereby in the module, without a copy. ---
+        self.flat = parameters[0].new_zeros(padded(sum(p.numel() for p in parameters), self.world), requires_grad=False)
+        self.param_slices: dict[nn.Parameter, slice] = {}
+        start = 0
+        for parameter in parameters:
+            self.param_slices[parameter] = param_slice = slice(start, start + parameter.numel())
+            self.flat[param_slice].copy_(parameter.detach().flatten())
+            parameter.data = self.flat[param_slice].view(parameter.shape)
+            start = param_slice.stop
+        self.filled = start
+        dist.broadcast(self.flat, group=group, group_src=0)
+
+        # --- phase 2: cut. This rank's shard, and of each parameter the piece that lies in it, by element: a cut by
+        # parameter would give the rank with the embedding far more than its share. ---
+        length = self.flat.numel() // self.world  # E / N
+        self.local_shard = self.flat[rank * length : (rank + 1) * length]
+        self.master = self.local_shard if self.flat.dtype == torch.float32 else self.local_shard.float()
+        self.pieces: dict[nn.Parameter, Shard] = {}
+        self.shard_slices: dict[nn.Parameter, slice] = {}
+        for parameter, param_slice in self.param_slices.items():
+            first, numel = overlap(param_slice.start, parameter.numel(), rank * length, length)
+            begin = param_slice.start + first - rank * length if numel else 0
+            self.shard_slices[parameter] = shard_slice = slice(begin, begin + numel)
+            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(self.master[shard_slice]))
+        self.gradient: Tensor | None = None
+        self.send_buffer: Tensor | None = None
+        self.received: Tensor | None = None
+        self.work: dist.Work | None = None
+        self.missing = set(self.param_slices)
+
+    def collect(self, parameters: Collection[nn.Parameter]) -> None:
+        """Move some parameters' gradients into the buffer that will be sent; zeros where there is none."""
+        if self.send_buffer is None:
+            self.send_buffer = torch.empty_like(self.flat)  # (E,), in the parameters' dtype
+            self.send_buffer[self.filled :].zero_()  # the padding: what is in `empty` could be NaN, and is summed
+        targets = {p: self.send_buffer[self.param_slices[p]].view(p.shape) for p in parameters}
+        arrived = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        if arrived:  # one call for all: one by one, a transformer's hundred launches take longer than the copies
+            torch._foreach_copy_([targets[parameter] for parameter in arrived], list(arrived.values()))
+        for parameter, target in targets.items():
+            if parameter not in arrived:
+                target.zero_()
+            parameter.grad = None  # a whole gradient is held once, in the buffer
+        self.missing.difference_update(parameters)
+
+    def send(self) -> None:
+        """Begin the reduce-scatter: each rank receives the sum of its own shard."""
+        self.collect(tuple(self.missing))  # of stage 2, those that this backward did not reach
+        assert self.send_buffer is not None
+        self.received = torch.empty_like(self.local_shard)  # (E,) -> (E / N,)
+        self.work = dist.reduce_scatter_single(self.received, self.send_buffer, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter, add the mean to this rank's gradient, and free the whole one."""
+        if self.work is not None and self.received is not None:
+            self.work.wait()
+            mean = self.received.to(self.master.dtype).div_(self.world)  # (E / N,) -> (E / N,) fp32, divided there
+            self.gradient = mean if self.gradient is None else self.gradient.add_(mean)  # of earlier micro-batches
+            self.work = self.send_buffer = self.received = None
+            self.missing = set(self.param_slices)
+
+    def gather(self) -> dist.Work:
+        """Begin to bring every rank's updated slice to all."""
+        if self.master is not self.local_shard:
+            self.local_shard.copy_(self.master)  # rounded to the parameters' own precision
+        # (E / N,) -> (E,). A copy is sent: the shard itself lies in what is received.
+        return dist.all_gather_single(self.flat, self.local_shard.clone(), group=self.group, async_op=True)
+
+
+def cut_into_buckets(groups: list[list[nn.Parameter]], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Each group's parameters in runs of one dtype and of about so many bytes, those that backward reaches first
+    before the others."""
+    closed: list[list[nn.Parameter]] = []
+    for parameters in groups:
+        open_by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            filling = open_by_dtype.setdefault(parameter.dtype, [])
+            # Closed before it is too large: the two whole gradients that may be under way are the peak of stage 2.
+            if filling and sum(p.nbytes for p in filling) + parameter.nbytes > bucket_bytes:
+                closed.append(filling)
+                filling = open_by_dtype[parameter.dtype] = []
+            filling.append(parameter)
+        closed += open_by_dtype.values()
+    return closed
