@@ -227,7 +227,7 @@ def test_a_schedules_cells_are_its_table(name):
 
 
 def test_the_v_is_the_librarys_placement():
-    assert tuple(box.means for box in pipelines.the_v(3).boxes) == tuple(enumerate(v_shape(3)))
+    assert tuple(box.means for box in pipelines.the_v(3).boxes) == tuple(enumerate(v_shape(3, 2)))
 
 
 @pytest.mark.parametrize("draw", [lambda: collectives.ring(1), lambda: collectives.ring(9),

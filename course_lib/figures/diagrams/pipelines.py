@@ -62,7 +62,7 @@ def the_v(ranks: int = 4) -> Diagram:
         ConfigError: another number.
     """
     check_ranks(ranks)
-    places = v_shape(ranks)
+    places = v_shape(ranks, 2)
     diagram = Diagram(
         f"In a V, rank 0 holds the first stage and the last: stages 0 and {2 * ranks - 1}",
         f"{ranks} rows, one per rank, with two stages each. Activations go down the left column from rank 0 to the "

@@ -20,7 +20,7 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
-        self.gradients = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+        self.gradients = torch.cat([torch.zeros_like(p).flatten() for p in parameters])  # (E,): one message
         for parameter, gradient in zip(parameters, self.gradients.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = gradient.view_as(parameter)  # backward adds to it in place
         self.missing = len(parameters)
@@ -46,6 +46,7 @@ class BucketedDataParallel:
         if filling:
             self.buckets.append(Bucket(filling))
 
+        # Called when a gradient has been added to `.grad`: a hook on the tensor would come before it is in the bucket.
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self.gradient_arrived(bucket))

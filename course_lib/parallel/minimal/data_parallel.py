@@ -21,7 +21,7 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Replace each gradient by its mean over the ranks."""
     for parameter in module.parameters():
         if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
+            dist.all_reduce(parameter.grad, group=group)  # of the parameter's shape, in place: now the ranks' sum
             parameter.grad /= group.size()
 
 
@@ -33,8 +33,8 @@ def train_step(module: nn.Module, optimizer: Optimizer, loss_function: Callable[
     the same update of the same weights, and never have to send a weight again.
     """
     optimizer.zero_grad()
-    loss = loss_function(module(inputs), targets)
-    loss.backward()
-    average_gradients(module, group)
+    loss = loss_function(module(inputs), targets)  # inputs (rows / N, …): this rank's
+    loss.backward()  # a gradient of these rows alone
+    average_gradients(module, group)  # the one line that one process does not have
     optimizer.step()
     return loss.detach()

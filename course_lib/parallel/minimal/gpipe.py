@@ -43,7 +43,7 @@ class GPipe:
         """
         self.loss = self.room.new_zeros(())
 
-        # All forwards, activations going down the ranks.
+        # --- phase 1: all forwards, activations going down the ranks ---
         for x, target in zip(inputs, targets, strict=True):
             if not self.first:
                 x = self.receive(self.rank - 1)
@@ -51,7 +51,7 @@ class GPipe:
             if not self.last:
                 self.send(output, self.rank + 1)
 
-        # All backwards, gradients going up again.
+        # --- phase 2: all backwards, gradients going up again, of the shape of the activations ---
         for _ in inputs:
             gradient = None if self.last else self.receive(self.rank + 1)
             input_gradient = self.backward(gradient)
@@ -63,7 +63,7 @@ class GPipe:
         """A micro-batch through this stage; on the last one, to its share of the mean loss."""
         if not self.first:
             x.requires_grad_()  # a leaf: autograd's graph of a stage ends where the message came in
-        output = self.stage(x)
+        output = self.stage(x)  # (rows / m, …) of the batch, or hidden_shape -> hidden_shape
         if self.last:
             output = self.loss_function(output, target) / microbatches
             self.loss += output.detach()
@@ -77,7 +77,7 @@ class GPipe:
         The last rank begins at its loss, and needs none; the first one's input has none.
         """
         x, output = self.held.popleft()
-        output.backward(gradient)
+        output.backward(gradient)  # adds to the weights' `.grad`: over all micro-batches, as in one process
         return x.grad  # type: ignore[return-value]
 
     def send(self, tensor: Tensor, to: int) -> None:

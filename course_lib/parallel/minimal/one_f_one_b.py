@@ -36,14 +36,14 @@ class OneFOneB(GPipe):
         microbatches = len(inputs)
         warmup = min(self.ranks - 1 - self.rank, microbatches)
 
-        # Warm-up: one forward for each rank below, until the first gradient can be on its way up.
+        # --- phase 1, warm-up: one forward for each rank below, until the first gradient can be on its way up ---
         for i in range(warmup):
             x = inputs[i] if self.first else self.receive(self.rank - 1)
             output = self.forward(x, targets[i], microbatches)
             self.send(output, self.rank + 1)
 
-        # Steady state: one forward, one backward. Neighbours now have something for each other at the same time, an
-        # activation down and a gradient up; were both to send first and receive then, each would wait for the other.
+        # --- phase 2, steady state: one forward, one backward. Neighbours now have something for each other at the same
+        # time, an activation down and a gradient up; were both to send first, each would wait for the other ---
         if not self.first and warmup < microbatches:
             x = self.receive(self.rank - 1)
         for i in range(warmup, microbatches):
@@ -55,7 +55,7 @@ class OneFOneB(GPipe):
             elif not self.first:
                 self.send(input_gradient, self.rank - 1)
 
-        # Cool-down: the backwards of as many micro-batches as warmed up.
+        # --- phase 3, cool-down: the backwards of as many micro-batches as warmed up ---
         for _ in range(warmup):
             input_gradient = self.backward(self.receive(self.rank + 1))
             if not self.first:

@@ -45,15 +45,15 @@ class Zero1:
 
     def step(self) -> None:
         """Reduce, update, gather."""
-        # 1. Reduce-scatter: this rank gets the mean gradient of its own slice, and of no other.
+        # --- phase 1, reduce-scatter: this rank gets the mean gradient of its own slice, and of no other ---
         local_gradient = torch.empty_like(self.local_shard)  # (E,) -> (E / N,)
         dist.reduce_scatter_single(local_gradient, self.gradients, group=self.group)
         self.local_shard.grad = local_gradient / self.group.size()
 
-        # 2. Update the slice. Adam's two moments exist for E / N elements only.
+        # --- phase 2, update the slice: Adam's two moments exist for E / N elements only ---
         self.optimizer.step()
 
-        # 3. All-gather: everybody's slices, updated. A copy is sent, since the slice lies in what is received.
+        # --- phase 3, all-gather: everybody's slices. A copy is sent, since the slice lies in what is received ---
         dist.all_gather_single(self.weights, self.local_shard.detach().clone(), group=self.group)  # (E / N,) -> (E,)
 
 

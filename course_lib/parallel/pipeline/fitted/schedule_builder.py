@@ -23,14 +23,17 @@ class ScheduleBuilder:
         self.stage_ranks, self.microbatches, self.stages = stage_ranks, microbatches, len(stage_ranks)
         _, self.length, self.latency = ticks(costs, self.stages)
         activation, kept = costs.of("activation", self.stages), costs.of("kept", self.stages)
-        unit = lcm(limit.denominator, *(each.denominator for each in (*activation, *kept)))
-        self.activation, self.kept = ([int(each * unit) for each in by_stage] for by_stage in (activation, kept))
+        unit = lcm(limit.denominator, *(size.denominator for size in (*activation, *kept)))
+        self.activation, self.kept = ([int(size * unit) for size in by_stage] for by_stage in (activation, kept))
         self.limit = int(limit * unit)
         self.ranks = ranks = max(stage_ranks) + 1
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
+        # --- by rank, in ticks: when it is free, how long it has waited since it began, when it began ---
         self.clock, self.waits, self.began = [0] * ranks, [0] * ranks, [0] * ranks
+        # --- by rank: bytes held, and each W whose I has been put ---
         self.held = [0] * ranks
         self.owed: list[deque[Action]] = [deque() for _ in range(ranks)]
+        # --- how many a stage has done, of F and of I; when each ended ---
         self.done: Counter[tuple[int, str]] = Counter()
         self.end: dict[tuple[int, str, int], int] = {}
 
@@ -54,6 +57,7 @@ class ScheduleBuilder:
         """
         rank = self.stage_ranks[stage]
         start = max(self.clock[rank], self.arrival(stage, kind) or 0)
+        # --- when: before its first action a rank does not wait, it begins late, and ends as much later ---
         if self.rows[rank]:
             self.waits[rank] += start - self.clock[rank]
         else:
@@ -62,6 +66,7 @@ class ScheduleBuilder:
         self.done[stage, kind] += 1
         self._append(rank, action, start)
         self.end[stage, kind, action.microbatch] = self.clock[rank]
+        # --- memory: F takes an activation; I gives back what W does not need, and owes that W ---
         if kind == F:
             self.held[rank] += self.activation[stage]
             if self.held[rank] > self.limit:
@@ -117,8 +122,10 @@ class ScheduleBuilder:
         rank, arrival = self.stage_ranks[stage], self.arrival(stage, kind)
         if arrival is None:
             return
+        # --- those that fit wholly: free of charge ---
         while self.owed[rank] and self.clock[rank] + self.length[self.owed[rank][0].stage, W] <= arrival:
             self.put_weight(rank)
+        # --- one more that does not fit delays the action; what else would be a wait is spent on it ---
         wait = arrival - self.clock[rank]
         if self.owed[rank] and wait > 0 and (beyond if wait > slack else within):
             self.put_weight(rank)

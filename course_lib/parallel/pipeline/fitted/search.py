@@ -134,16 +134,19 @@ def search(ranks: int, microbatches: Sequence[int], costs: Costs, limit: Number 
     for what, least in (("ranks", ranks), ("micro-batches", min(microbatches)), ("micro-batches", measured_at or 1)):
         if least < 1:
             raise ConfigError(f"{least} {what}", "take at least 1")
-    found = []
+    candidates = []
     for count in microbatches:
+        # --- a micro-batch's size, as a share of the measured one: the same batch in twice as many is half as large ---
         size = Fraction(measured_at, count) if measured_at else Fraction(1)
         for name in names:
             free = stages_per_rank if name in KINDS and KINDS[name].stages_per_rank is None else (None,)
-            for stages in (stages_for(name, each) for each in free):
+            for stages in (stages_for(name, wanted) for wanted in free):
                 stage = stage_costs(costs, stages, size, overhead)
-                found.append(_examine(name, ranks, count, stages, stage, limit, size))
-    return sorted(found, key=lambda each: (bool(each.problem), each.timeline is None, each.sample_time,
-                                           max(each.timeline.peak_bytes) if each.timeline else 0))
+                candidates.append(_examine(name, ranks, count, stages, stage, limit, size))
+    # --- those that fit, the fastest first; those that hold too much; those that there are not ---
+    return sorted(candidates, key=lambda candidate: (
+        bool(candidate.problem), candidate.timeline is None, candidate.sample_time,
+        max(candidate.timeline.peak_bytes) if candidate.timeline else 0))
 
 
 def _examine(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, limit: Number | None,

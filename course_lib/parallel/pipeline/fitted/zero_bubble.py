@@ -36,7 +36,9 @@ def fit(ranks: int, microbatches: int, costs: Costs, limit: Number) -> Schedule:
 def _fit(board: ScheduleBuilder, wait_for_first: bool, backward_first: bool, eager: bool) -> ScheduleBuilder:
     """One table: rounds of at most one forward and exactly one backward on every rank."""
     ranks = board.ranks
+    # --- warm-up: until the first gradient has come back to rank 0 ---
     _warm_up(board, wait_for_first)
+    # --- rounds: forwards down the ranks, then backwards up, W where a rank would wait ---
     for _ in range(1, board.microbatches):
         wanted = [board.left(rank, F) and not (backward_first and _holds_back(board, rank)) for rank in range(ranks)]
         for rank in range(ranks):
@@ -56,8 +58,10 @@ def _fit(board: ScheduleBuilder, wait_for_first: bool, backward_first: bool, eag
 def _warm_up(board: ScheduleBuilder, wait_for_first: bool) -> None:
     """The first micro-batch down and up again, with further forwards while its gradient is on the way."""
     ranks, total = board.ranks, board.microbatches
+    # --- micro-batch 0 down ---
     for rank in range(ranks):
         board.put(rank, F)
+    # --- how many more forwards each rank can do before its gradient is back, by time and by memory ---
     more = [0] * ranks
     last = ranks - 1
     gradient = board.clock[last] + board.length[last, I]  # when the first gradient leaves the rank below
@@ -70,9 +74,11 @@ def _warm_up(board: ScheduleBuilder, wait_for_first: bool) -> None:
             clock += forward
             more[rank] += 1
         gradient = max(clock, gradient + board.latency) + board.length[rank, I]
+    # --- no rank more than the one above, whose outputs they need ---
     for rank in range(1, ranks):
         while more[rank] > 0 and more[rank - 1] <= more[rank] < total - 1:
             more[rank] -= 1
+    # --- these forwards, and micro-batch 0 up ---
     for rank in range(ranks):
         for _ in range(more[rank]):
             board.put(rank, F)
@@ -167,6 +173,7 @@ def _warm_up_v(board: ScheduleBuilder) -> None:
     """The first micro-batches down the V and up again, then more of both so that no rank has fewer than the one above.
     """
     ranks, total = board.ranks, board.microbatches
+    # --- micro-batch 0 down the V, and up; on its way each rank fills its wait with forwards of its first stage ---
     for rank in range(ranks):
         board.put(rank, F)
     board.put(ranks, F)
@@ -177,6 +184,7 @@ def _warm_up_v(board: ScheduleBuilder) -> None:
             for above in range(rank + 1):
                 board.put(above, F)
         board.put(2 * ranks - 1 - rank, F)
+    # --- level the ranks, first stages and second stages in turn ---
     rising = False
     for rank in range(1, ranks):
         while _behind(board, rank):
@@ -227,11 +235,13 @@ def repeat(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     block, activations = BLOCKS[name]
     limit = 2 * activations(ranks) * costs.of("activation", 2 * ranks)[0]
     board = ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, limit)
+    # --- the copies of the block, on one clock: six units are an F and an I and a W of both stages ---
     actions = []
     for rank in range(ranks):
         down, up = rank, 2 * ranks - 1 - rank
         for start, stage, kind in zip(block(rank, ranks), (down, up, up, down), (F, F, I, I), strict=True):
             actions += [(start + 6 * copy, rank, stage, kind) for copy in range(microbatches)]
+    # --- in the order of that clock, W where there is room in time, or must be in memory ---
     for _, rank, stage, kind in sorted(actions):
         if kind == F:
             board.make_room(stage)
