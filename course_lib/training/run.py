@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from course_lib import modeling
 from course_lib.config import Config
 from course_lib.data import DataConnector, DataProcessor, TextData
@@ -93,6 +95,7 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
         "mixed_precision": trainer.precision,
         "tf32": trainer.tf32,
         "cpu_kernels": trainer.cpu_kernels,
+        "threads": torch.get_num_threads(),
         "data": {"name": text.name, "source": text.source, "notes": list(text.notes),
                  "rows": {name: len(rows) for name, rows in text.splits.items()}},
         "eval": {"split": split, **scores},
@@ -167,6 +170,7 @@ def _evaluate(config: Config, split: str) -> dict[str, Any]:
     if config.data.task == "classification":
         text = with_labels_of(text, loaded.model.config.label2id)
     processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
+    config = config.replace(cpu_kernels="torch")  # the fast ones are for training, and so is their setting of malloc
     trainer = Trainer(config, loaded, processor.process(text), processor)
     scores = trainer.evaluate(split)
     trainer.engine.close()

@@ -37,7 +37,7 @@ def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_
     assert any("eval.accuracy" in line for line in lines)
     summary = summary_of(folder)
     assert summary["training_type"] == "basic" and summary["world_size"] == 1 and summary["strategy"] == "single"
-    assert summary["cpu_kernels"] == "torch" and "fast CPU kernels" not in out
+    assert summary["cpu_kernels"] == "torch" and "fast CPU kernels" not in out and summary["threads"] >= 1
     assert set(summary["eval"]) == {"split", "loss", "accuracy", "macro_f1", "rows"} and summary["eval"]["rows"] == 61
     assert set(summary["baselines"]) == {"majority_class", "tfidf_logistic_regression"}
     assert summary["train"]["steps"] == 6 and summary["train"]["samples"] == 24

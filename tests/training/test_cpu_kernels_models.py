@@ -1,7 +1,7 @@
 """Models train by fast kernels as by torch's: every architecture of transformers that `course train` takes."""
 
-import copy
-import gc
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from course_lib.config import build as config_of
 from course_lib.modeling import presets
-from course_lib.modeling.loading import HEADS
 from course_lib.training import cpu_kernels
-from course_lib.training.run import build_trainer
+from course_lib.training.run import build_trainer, evaluate
 from tests.modeling import tiny_architectures
 from tests.modeling.tiny_architectures import batch
+from tests.training import kernel_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -25,83 +25,51 @@ def torchs_own(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "keep_freed_memory", lambda: None)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Of the fast attention's dropout."""
-    found, real = [], cpu_kernels._dropped
-    monkeypatch.setattr(cpu_kernels, "_dropped", lambda *given: found.append(given[1]) or real(*given))
-    return found
+# Whose attention runs: what hands over a position bias, sinks, a cap or a window has torch's; some have their own.
+FAST = [("albert", "classification"), ("bart", "classification"), ("bert", "classification"),
+        ("camembert", "masked_lm"), ("distilbert", "masked_lm"), ("electra", "masked_lm"), ("gpt2", "causal_lm"),
+        ("gpt_neox", "causal_lm"),
+        ("llama", "causal_lm"), ("modernbert", "masked_lm"), ("opt", "causal_lm"), ("qwen2", "causal_lm"),
+        ("roberta", "classification"), ("xlm-roberta", "causal_lm")]
+TORCHS = [("mistral", "causal_lm"), ("mt5", "classification"), ("t5", "classification"), ("umt5", "classification")]
+OWN = [("bloom", "causal_lm"), ("deberta", "classification"), ("falcon", "causal_lm"), ("gemma2", "causal_lm"),
+       ("gpt_oss", "causal_lm"), ("roformer", "masked_lm"), ("xlnet", "causal_lm")]
 
 
-def set_dropout(model, p):
-    """Everywhere where a model may have it: its dropout modules, and the numbers that its functions read."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = p
-        for holder in (module, getattr(module, "config", None)):
-            for name, value in list(getattr(holder, "__dict__", {}).items()):
-                if "drop" in name and isinstance(value, float):
-                    setattr(holder, name, p)
+@pytest.mark.parametrize(("architecture", "task"), FAST + TORCHS + OWN)
+def test_a_model_computes_what_it_computed(architecture, task):
+    row = kernel_sweep.compared(CONFIG_MAPPING[architecture], task)
+    assert row.equal, row
+    case = (architecture, task)
+    whose = "fast" if case in FAST else "torch's: " if case in TORCHS else "the model's own"
+    assert row.attention.startswith(whose), row
+    assert len(FAST + TORCHS + OWN) == 25
 
 
-def computed(model, training):
-    """Logits of the tokens that are there and, in training, the gradient of their mean square."""
-    torch.manual_seed(1)
-    model.train(training).zero_grad()
-    given = batch()
-    with torch.set_grad_enabled(training):
-        logits = model(**given).logits
-    if logits.shape[:2] == given["input_ids"].shape:
-        logits = logits[given["attention_mask"].bool()]
-    if not training:
-        return logits, torch.zeros(1)
-    logits.float().square().mean().backward()
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
-    return logits.detach(), torch.cat([each.flatten().float() for each in gradients])
+@pytest.mark.parametrize("architecture", ["t5", "mt5", "umt5"])
+def test_an_attention_that_drops_the_position_bias_is_noticed(monkeypatch, architecture):
+    torchs = cpu_kernels.sdpa_attention_forward
 
+    def forgetful(module, *given, **others):
+        if hasattr(module, "fast_attention"):
+            del others["position_bias"]
+        return torchs(module, *given, **others)
 
-def compare(model):
-    """Assert that fast kernels compute what torch's do."""
-    ours = copy.deepcopy(model)
-    cpu_kernels.use_fast_kernels(ours)
-    wanted, got = computed(model, False)[0], computed(ours, False)[0]
-    assert torch.isfinite(wanted).all() and torch.equal(got, wanted), "in evaluation, to the bit"
-    for each in (model, ours):
-        set_dropout(each, 0.0)
-    wanted, got = computed(model, True), computed(ours, True)
-    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1]), "without dropout, to the bit"
-    set_dropout(ours, 1e-6)  # drops nothing, and takes the way with dropout
-    got = computed(ours, True)
-    assert torch.allclose(got[0], wanted[0], atol=1e-5)
-    assert (got[1] - wanted[1]).norm() <= 1e-5 * wanted[1].norm() + 1e-8
-
-
-# Whether the fast attention is taken: a position bias, sinks, a cap or a window are torch's, and some have their own.
-SOME = {("bert", "classification"): True, ("distilbert", "masked_lm"): True, ("gpt2", "causal_lm"): True,
-        ("llama", "causal_lm"): True, ("qwen2", "causal_lm"): True, ("bart", "classification"): True,
-        ("t5", "classification"): False, ("mt5", "classification"): False, ("umt5", "classification"): False,
-        ("gemma2", "causal_lm"): False, ("mistral", "causal_lm"): False, ("gpt_oss", "causal_lm"): False,
-        ("roformer", "masked_lm"): False, ("xlnet", "causal_lm"): False, ("deberta", "classification"): False,
-        ("falcon", "causal_lm"): False}
-
-
-@pytest.mark.parametrize(("architecture", "task"), SOME)
-def test_a_model_computes_what_it_computed(calls, architecture, task):
-    compare(tiny_architectures.build(CONFIG_MAPPING[architecture], task))
-    assert bool(calls) == SOME[architecture, task]
-    assert len(SOME) == 16
+    monkeypatch.setattr(cpu_kernels, "sdpa_attention_forward", forgetful)
+    row = kernel_sweep.compared(CONFIG_MAPPING[architecture], "classification")
+    assert not row.equal and not row.evaluation and not row.training
 
 
 def test_fast_models_drop():
     model = tiny_architectures.build(CONFIG_MAPPING["bert"], "classification")
     cpu_kernels.use_fast_kernels(model)
-    set_dropout(model, 0.5)
+    kernel_sweep.set_dropout(model, 0.5)
     assert not torch.allclose(*(model.train()(**batch()).logits for _ in range(2)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["t5", "mt5", "umt5"])
-def test_the_trained_model_is_what_transformers_loads(tmp_path, architecture):
+def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, architecture):
     """Its scores too: a position bias that training left out would be in the weights and count elsewhere."""
     tokenizer = presets.build("tiny-bert", ["the cat sat on the mat"], 64)[1]
     model = tiny_architectures.build(CONFIG_MAPPING[architecture], "classification",
@@ -136,6 +104,11 @@ def test_the_trained_model_is_what_transformers_loads(tmp_path, architecture):
         return torch.cat(losses).mean().item(), torch.cat(right).float().mean().item()
 
     assert scored() == pytest.approx((scores["loss"], scores["accuracy"]), abs=1e-6)
+    monkeypatch.setattr(cpu_kernels, "keep_freed_memory", lambda: pytest.fail("an evaluation sets malloc"))
+    trainer.tokenizer.save_pretrained(tmp_path / "saved")
+    asked = {"model": str(tmp_path / "saved"), "training_type": "accelerated", "cpu_kernels": "fast"}
+    again = evaluate(config.replace(**asked), "validation")
+    assert (again["loss"], again["accuracy"]) == (scores["loss"], scores["accuracy"]), "by torch's kernels, to the bit"
     for name, each in plain.named_parameters():
         if "relative_attention_bias" in name:
             nn.init.zeros_(each)
@@ -159,40 +132,16 @@ def test_the_plain_loop_replaces_nothing_unless_asked(tmp_path, monkeypatch, opt
     assert (AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward) != fast
 
 
-# Config classes that cannot be made small by their fields' names, or whose models need a package that is not there.
-LEFT_OUT = {
-    "BltConfig": "its patches' hashes are 500000 rows", "CohereCompassTextConfig": "its default names no RoPE",
-    "DbrxConfig": "its default is refused by its model", "Dots3NoteConfig": "its fields name 40 layers one by one",
-    "Gemma3nConfig": "needs timm", "Gemma3nTextConfig": "shares keys among 35 layers",
-    "Gemma4AssistantConfig": "its default is refused by itself",
-    "Gemma4UnifiedAssistantConfig": "shares keys among its layers", "LayoutLMv2Config": "needs detectron2",
-    "Mistral4Config": "its width of a head is given by three fields",
-    "MusicgenConfig": "made of three models' configs", "MusicgenMelodyConfig": "made of three models' configs",
-    "ZambaConfig": "its fields name 76 layers one by one", "Zamba2Config": "its fields name 54 layers one by one",
-}
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("task", "equal", "fast"), [
-    ("classification", 0, 0), ("causal_lm", 0, 0), ("masked_lm", 0, 0)])
-def test_every_architecture_that_course_train_takes(calls, task, equal, fast):
-    classes = {each.__name__: each for each, _ in HEADS[task][1].items()}
-    found, left_out, differ = [], set(), {}
-    for name, each in classes.items():
-        try:
-            model = tiny_architectures.build(each, task)
-            computed(model, True)
-        except Exception:
-            left_out.add(name)
-            continue
-        calls.clear()
-        try:
-            compare(model)
-            found.append(bool(calls))
-        except Exception as error:
-            differ[name] = f"{type(error).__name__}: {error}"[:200]
-        gc.collect()
-    assert not differ
-    assert left_out == set(classes) & set(LEFT_OUT) and len(LEFT_OUT) == 14
-    assert (len(found), sum(found)) == (equal, fast)
+@pytest.mark.parametrize(("task", "built", "fast"), [
+    ("classification", 125, 71), ("causal_lm", 180, 119), ("masked_lm", 51, 25)])
+def test_every_architecture_that_course_train_takes(task, built, fast):
+    rows = list(kernel_sweep.sweep(task))
+    there = [row for row in rows if not row.left_out]
+    assert not [row for row in there if not row.equal]
+    assert {row.name for row in rows if row.left_out} == set(kernel_sweep.classes(task)) & set(kernel_sweep.LEFT_OUT)
+    assert (len(there), sum(row.attention.startswith("fast") for row in there)) == (built, fast)
+    table = (Path(__file__).parents[2] / "benchmarks" / "cpu-kernels.md").read_text()
+    section = table.partition(f"## {task}\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| (\w+Config) \|", section, re.M) == sorted(row.name for row in there), "of today"

@@ -101,7 +101,7 @@ class Project:
     def config(self, folder: Path, **options: Any) -> Config:
         """A run of the project on this machine, in that folder."""
         quiet = {"logging_steps": 1, "eval_steps": 0, "max_eval_samples": 200, "keep_best": False, "baselines": False,
-                 "progress_bar": False, "tracker": "jsonl", "mixed_precision": "no"}
+                 "progress_bar": False, "tracker": "jsonl", "mixed_precision": "no", "cpu_kernels": "torch"}
         if self.strategy.startswith("zero") or str(self.other.get("strategy")).startswith("zero"):
             quiet["lean_buffers"] = True  # what a rank holds and sends is compared with the formulas of ZeRO
         return build(quiet | dict(self.recipe) | {

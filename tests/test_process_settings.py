@@ -1,0 +1,92 @@
+"""Whatever the library changes for a whole process, or in other libraries, is told in docs/process-settings.md."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "process-settings.md"
+ROOM = ("mallopt", "freeze", "replaced", "environment", "filterwarnings", "simplefilter", "setLevel", "setrlimit",
+        "sched_setscheduler", "set_start_method", "set_num_threads", "set_default_device", "set_default_dtype",
+        "set_float32_matmul_precision", "use_deterministic_algorithms", "set_debug_level_from_env", "set_verbosity",
+        "set_verbosity_error", "disable_progress_bar", "disable_progress_bars", "_set_pg_timeout", "redirect_output")
+"""Functions that change something for the whole process, or for a while in another library."""
+
+
+def changes(source: str) -> set[str]:
+    """What a module's code changes outside itself: the functions it calls, and the places it writes to.
+
+    Places are attributes and items of imported modules and of their members (``sys.excepthook``, ``os.environ``), a
+    class given to an object that is there, a forward given to a module, and names set in another module by ``vars``.
+    """
+    tree, found = ast.parse(source), set()
+    imported = {(alias.asname or alias.name).partition(".")[0] for node in ast.walk(tree)
+                if isinstance(node, ast.Import) or (
+                    isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("course_lib"))
+                for alias in node.names}
+    place = re.compile(rf"(?!self\b|cls\b)({'|'.join(map(re.escape, imported)) or '-'})\.")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            name = called.rpartition(".")[2]
+            if called.startswith("self."):
+                continue
+            if name in ROOM or re.fullmatch(r"Attention\w*Interface\.register|gc\.disable", called):
+                found.add(name if name in ROOM else called)
+            elif re.fullmatch(r"os\.environ\.(setdefault|update|pop|clear)", called):
+                found.add("os.environ")
+            elif name == "setattr" and ast.unparse(node.args[0]) == "module":
+                found.add("setattr")
+        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [
+            node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+        for target in (each for whole in targets
+                       for each in (whole.elts if isinstance(whole, ast.Tuple) else [whole])):
+            if not isinstance(target, (ast.Attribute, ast.Subscript)):
+                continue
+            text = ast.unparse(target)
+            if re.match(r"(os\.)?environ\[", text):
+                found.add("os.environ")
+            elif place.match(text):
+                found.add(text.partition("[")[0])
+            elif text.endswith((".__class__", ".forward")):
+                found.add(text.rpartition(".")[2])
+            elif text.startswith("vars("):
+                found.add("vars")
+            elif text.startswith("cudnn."):
+                found.add("cudnn")
+    return found
+
+
+def test_the_scan_sees_them():
+    code = '''
+import ctypes, gc, os, sys
+import torch, transformers
+from transformers import AttentionInterface
+from course_lib.replacing import replaced
+os.environ["A"] = "1"
+os.environ.setdefault("B", "1")
+sys.excepthook = print
+ctypes.CDLL(None).mallopt(1, 2)
+AttentionInterface.register("sdpa", print)
+torch.nn.Dropout.forward = print
+module.__class__ = Other
+block.forward = torch.compile(block.forward)
+transformers.utils.x["y"] = False
+gc.freeze()
+torch.set_num_threads(1)
+with replaced(torch, "x", 1):
+    pass
+self.forward_count = 1
+'''
+    assert changes(code) == {"os.environ", "sys.excepthook", "mallopt", "AttentionInterface.register",
+                             "torch.nn.Dropout.forward", "__class__", "forward", "transformers.utils.x", "freeze",
+                             "set_num_threads", "replaced"}
+
+
+def test_every_change_is_told():
+    found = {(path.relative_to(ROOT / "course_lib").as_posix(), change)
+             for path in (ROOT / "course_lib").rglob("*.py") for change in changes(path.read_text())}
+    rows = re.findall(r"^\| `(\S+\.py)` +((?:`\S+`(?:, )?)+) \|", PAGE.read_text(), re.M)
+    told = {(file, change) for file, names in rows for change in re.findall(r"`(\S+?)`", names)}
+    assert found - told == set(), "add them to docs/process-settings.md, or do without"
+    assert told - found == set(), "they are gone"
