@@ -27,8 +27,10 @@ def changes(source: str) -> set[str]:
     place = re.compile(rf"(?!self\b|cls\b)({'|'.join(map(re.escape, imported)) or '-'})\.")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name not in (*ROOM, "register", "disable", "setdefault", "update", "pop", "clear", "setattr"):
+                continue  # to write a call out as text takes longer than all else here
             called = ast.unparse(node.func)
-            name = called.rpartition(".")[2]
             if called.startswith("self."):
                 continue
             if name in ROOM or re.fullmatch(r"Attention\w*Interface\.register|gc\.disable", called):
