@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT
-from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
+from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, Box, tint
 from course_lib.figures.style import COLOURS
 
 State = tuple[str, str, str]
@@ -15,7 +15,7 @@ def _chain(diagram: Diagram, states: Sequence[State], back: str = "") -> Diagram
     """States from left to right, and an arrow from the last to the first where there is a way back."""
     pitch = (WIDTH - 2 * MARGIN + 24) / len(states)
     top = diagram.head + 20
-    boxes = []
+    boxes: list[Box] = []
     for number, (name, fill, below) in enumerate(states):
         box = diagram.box(MARGIN + number * pitch, top, pitch - 24, 46, name, fill=fill, radius=8, means=name)
         lines = below.count("\n") + 1
