@@ -79,6 +79,7 @@ class RankGrid:
     @property
     def ranks(self) -> Tensor:
         """int64, shape (dp, pp, tp): the rank at each place."""
+        # For 2 x 2 x 2: tensor-parallel groups 01 23 45 67, pipelines 02 13 46 57, data-parallel groups 04 15 26 37.
         return torch.arange(self.world_size).view(self.dp, self.pp, self.tp)
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -90,6 +91,7 @@ class RankGrid:
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} is not in a grid of {self.world_size}",
                               f"ranks go from 0 to {self.world_size - 1}")
+        # (dp, pp, tp) of booleans, one of them true -> (1, 3) -> its three indices
         return Coordinates(*(int(place) for place in (self.ranks == rank).nonzero()[0]))
 
     def lines(self, *axes: str) -> list[list[int]]:

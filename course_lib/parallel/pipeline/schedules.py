@@ -167,6 +167,7 @@ def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None =
     Raises:
         ConfigError: no such schedule, or numbers that it cannot take; the message says the rule.
     """
+    # --- phase 1: refuse what has no table ---
     if name not in KINDS:
         raise ConfigError(f"unknown schedule `{name}`", nearest(name, KINDS))
     kind = KINDS[name]
@@ -177,6 +178,7 @@ def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None =
             raise ConfigError(f"{value} {what}", "take at least 1")
     if problem := illegal(name, ranks, microbatches, stages_per_rank):
         raise ConfigError(*problem)
+    # --- phase 2: each rank's row by itself: no generator looks at another rank's ---
     rows = tuple(kind.row(rank, ranks, microbatches, stages_per_rank) for rank in range(ranks))
     overlapped = _pairs(rows) if kind.paired else frozenset()
     return Schedule(name, kind.place(ranks, stages_per_rank), microbatches, rows, overlapped)

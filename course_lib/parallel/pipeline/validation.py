@@ -81,7 +81,7 @@ def _check_cells(schedule: Schedule, rank: int) -> None:
         if schedule.stage_ranks[action.stage] != rank:
             raise ConfigError(f"rank {rank} of {schedule.name} has {action}",
                               f"stage {action.stage} lives on rank {schedule.stage_ranks[action.stage]}")
-        if action in seen:
+        if action in seen:  # it would add the same gradient twice, and nothing would look wrong
             raise ConfigError(f"rank {rank} of {schedule.name} has {action} twice", "take one away")
         seen.add(action)
 
