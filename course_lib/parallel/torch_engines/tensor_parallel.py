@@ -178,8 +178,8 @@ def as_linear(conv: nn.Module, fused: int, ranks: int) -> nn.Linear:
 
 def _placed(tensor: Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> DTensor:
     """A local tensor of one placement as a ``DTensor`` of another; backward it is the other way round."""
-    # Shard -> Replicate is an all-gather, Replicate -> Shard a slice, Partial -> Replicate an all-reduce, Partial -> Shard
-    # a reduce-scatter. `run_check` would compare the ranks' tensors in each forward.
+    # Shard -> Replicate is an all-gather, Replicate -> Shard a slice, Partial -> Replicate an all-reduce, Partial ->
+    # Shard a reduce-scatter. `run_check` would compare the ranks' tensors in each forward.
     return DTensor.from_local(tensor, mesh, [before], run_check=False).redistribute(placements=[after])
 
 
