@@ -178,7 +178,7 @@ def test_what_is_replaced_is_a_librarys_and_is_listed():
 SHOWN = {
     "config.py": "the docstrings of fields, for --help",
     "hangs/flight_recorder.py": "where a rank is, for the report; a name in <> is no file to show",
-    "lessons/notebook.py": "shows a function's source in a lesson",
+    "lessons/listing.py": "shows a function's source in a lesson",
 }
 PLACES = re.compile(r"co_filename|f_lineno|co_firstlineno|tb_lineno|getsource|getsourcelines|linecache|getsourcefile|"
                     r"inspect\.stack|currentframe")
