@@ -155,7 +155,8 @@ def as_json(result: "Search", budget: float | None) -> dict[str, Any]:
         "gpu": result.cluster.accelerator.name, "gpus": result.cluster.gpus,
         "gpu_memory_bytes": result.cluster.accelerator.memory, "layouts_tried": result.considered,
         "layouts_that_fit": len(result.candidates),
-        "plans": [_candidate(candidate, budget) for candidate in result.best_of_each()],
+        "plans": [_candidate(candidate, budget) | {"why_not_here": to_launchers.why_not(candidate.plan, result.model)}
+                  for candidate in result.best_of_each()],
         "failed": [{"family": f.family, "plan": f.plan.strategy, "needs_bytes": strategy.needed(f.memory),
                     "remedy": f.remedy} for f in result.failed],
         "explanation": strategy.explain(result),
@@ -196,6 +197,9 @@ def _show(result: "Search", budget: float | None) -> None:
     _bar(console, result)
     for line in strategy.explain(result):
         console.print(line, highlight=False)
+    for candidate in result.best_of_each():
+        if reason := to_launchers.why_not(candidate.plan, model):
+            console.print(f"{candidate.plan.strategy}: `course train` {reason}.", highlight=False)
     if budget:
         dollars = result.best.cost.dollars(budget)
         price = f", ${dollars:,.0f} at list price" if dollars else "; no price is known: name a SageMaker instance"

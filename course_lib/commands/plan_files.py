@@ -31,10 +31,10 @@ def write(result: Search, folder: Path) -> list[str]:
     chosen = next((candidate for candidate in result.candidates
                    if to_launchers.runs_here(candidate.plan, result.model)), None)
     if chosen is None:
-        raise ConfigError(f"every layout that fits splits single layers (tensor parallel) on {result.cluster.gpus} x "
-                          f"{result.cluster.accelerator.name}, and `course train` does not split those of "
-                          f"{result.model.family}",
-                          "plan with more GPUs or a shorter sequence, or run the plan with Megatron-LM or torchtitan")
+        raise ConfigError(f"no layout of {result.model.name} that fits is one for `course train`: of the fastest, "
+                          f"{result.best.plan.strategy}, it {to_launchers.why_not(result.best.plan, result.model)}",
+                          "plan with more GPUs or a shorter sequence, or run the plan with "
+                          + to_launchers.elsewhere(result.best.plan, result.model))
     fields = to_launchers.options(chosen.plan, result.model) | {"num_processes": chosen.plan.gpus}
     texts = _texts(result, chosen, fields, build(fields))
     try:

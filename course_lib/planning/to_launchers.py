@@ -1,7 +1,7 @@
 """A plan in the words of the tools that carry it out: this course's trainer, torchrun, the Hugging Face Trainer.
 
-What only other systems run (context parallelism, tensor parallelism of architectures without a plan here) is refused
-with the reason.
+What only other systems run (context parallelism, splits of architectures that have no plan here, fp16 without a loss
+scaler) is refused with the reason.
 """
 
 from typing import Any
@@ -16,29 +16,47 @@ MASKED = ("bert", "distilbert", "roberta")
 
 SPLITTABLE = ("gpt2", "bert", "llama")
 """Architectures whose layers ``course train`` splits: those of ``course_lib.parallel.tensor_plans.PLANS``."""
+CUTTABLE = ("bert", "roberta", "distilbert", "gpt2", "opt", "llama")
+"""Architectures that it cuts into pipeline stages: those of ``course_lib.modeling.stages.LAYOUTS``."""
+
+
+def why_not(plan: Plan, model: Model) -> str | None:
+    """Why ``course train`` does not run such a plan, as what it lacks; None where it runs it."""
+    if model.family == "t5":
+        return "has no task for an encoder with a decoder"
+    if plan.context > 1:
+        return "does not split sequences among ranks"
+    if plan.tensor > 1 and model.family not in SPLITTABLE:
+        return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
+    if plan.pipeline > 1 and model.family not in CUTTABLE:
+        return f"does not cut {model.family} into stages, only {', '.join(CUTTABLE)}"
+    if plan.checkpointing not in ("none", "full"):
+        return "recomputes whole blocks or nothing"
+    if plan.precision not in ("fp32", "tf32", "fp16", "bf16"):
+        return f"does not compute in {plan.precision}"
+    if plan.precision == "fp16" and (plan.tensor * plan.pipeline > 1 or plan.engine == "fsdp"):
+        return f"has no loss scaler for {plan.strategy} in fp16, which this GPU has in place of bf16"
+    return None
 
 
 def runs_here(plan: Plan, model: Model) -> bool:
     """Whether ``course train`` has such a layout: DDP, ZeRO, FSDP, pipelines of blocks, layers split among ranks."""
-    return plan.context == 1 and (plan.tensor == 1 or model.family in SPLITTABLE)
+    return why_not(plan, model) is None
 
 
 def options(plan: Plan, model: Model) -> dict[str, Any]:
     """Options of ``course train``, by name.
 
     Args:
-        plan: a layout for which :func:`runs_here`; one that splits layers is trained without torch.compile.
+        plan: a layout for which :func:`runs_here`; one that splits layers is trained without torch.compile, and its
+            ranks share tokens only where the sequence divides.
         model: its name is what the trainer loads.
     Raises:
-        ConfigError: no trainer of ours runs it.
+        ConfigError: no trainer of ours runs it; the reason is :func:`why_not`'s.
     """
-    if model.family == "t5":
-        raise ConfigError(f"{model.name} is an encoder with a decoder, and `course train` has no task for it",
-                          "use the Hugging Face Trainer with these settings")
-    if not runs_here(plan, model):
-        raise ConfigError(f"{plan.strategy} splits single layers, and `course train` does not split those of "
-                          f"{model.family}", "use Megatron-LM or torchtitan for it, or plan with --families DDP ZeRO-1 "
-                          "ZeRO-2 ZeRO-3 FSDP")
+    if reason := why_not(plan, model):
+        raise ConfigError(f"{plan.strategy} of {model.name}: `course train` {reason}", f"use {elsewhere(plan, model)}, "
+                          "or take a plan of another family")
     asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if model.family in MASKED else "causal_lm"}
     if plan.pipeline > 1:
         asked |= {"training_type": "pipeline", "strategy": "zero1" if plan.stage else "ddp",
@@ -54,7 +72,8 @@ def options(plan: Plan, model: Model) -> dict[str, Any]:
         if plan.compiled and plan.engine != "deepspeed" and plan.tensor == 1:
             asked["torch_compile"] = True
     if plan.tensor > 1:
-        asked |= {"tensor_parallel_size": plan.tensor, "sequence_parallel": plan.sequence_parallel}
+        shares_tokens = plan.sequence_parallel and plan.sequence_length % plan.tensor == 0
+        asked |= {"tensor_parallel_size": plan.tensor, "sequence_parallel": shares_tokens}
     asked |= {"max_length": plan.sequence_length,
               "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no"}
     if plan.checkpointing == "full":
@@ -64,13 +83,17 @@ def options(plan: Plan, model: Model) -> dict[str, Any]:
     return asked
 
 
+def elsewhere(plan: Plan, model: Model) -> str:
+    """Whose trainer to carry a plan out with that ours does not run."""
+    splits = plan.pipeline * plan.tensor * plan.context > 1
+    return "Megatron-LM or torchtitan" if splits else "the Hugging Face Trainer, with these settings"
+
+
 def launch_line(plan: Plan, gpus_per_node: int, model: Model) -> str:
     """The command that starts such a run on every node; layouts beyond ours name what has to carry them out."""
-    if model.family == "t5":
-        return "the Hugging Face Trainer, with these settings; `course train` has no task for encoder-decoders"
-    if not runs_here(plan, model):
-        return (f"Megatron-LM or torchtitan: tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}, "
-                f"{plan.virtual} stages per rank), data {plan.data}; `course train` has no such layout")
+    if reason := why_not(plan, model):
+        return (f"{elsewhere(plan, model)}: tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}, "
+                f"{plan.virtual} stages per rank), data {plan.data}; `course train` {reason}")
     nodes = -(-plan.gpus // gpus_per_node)
     processes = f"--nproc_per_node {min(gpus_per_node, plan.gpus)}"
     where = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if nodes > 1 else "--standalone"

@@ -179,6 +179,8 @@ def plan_rented(project: Project) -> Rented:
         return Rented(str(why))
     best = result.best
     hours = best.cost.hours(project.rows * project.rented.get("num_epochs", here.run.num_epochs) * length)
+    if reason := to_launchers.why_not(best.plan, model):
+        return Rented(f"{best.plan.strategy}: `course train` {reason}")
     fields = to_launchers.options(best.plan, model)
     del fields["task"]  # a guess by the kind of model: the project has its own
     return Rented(strategy.explain(result)[0], best.plan.strategy, fields, strategy.needed(best.memory),

@@ -22,7 +22,7 @@ from course_lib.parallel.pipeline.fitted.search import uniform
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
 from course_lib.parallel.sharding import Shard
-from course_lib.parallel.tensor_plans import exchange_hidden
+from course_lib.parallel.tensor_plans import exchange_hidden, named
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from course_lib.parallel.tp_collectives import SEQUENCE, gather, scatter
@@ -146,14 +146,17 @@ class PipelineEngine(ShardedEngine):
         """Send hidden states whole from stage to stage: a stage makes its masks by their length."""
         assert self.tensor is not None
         group, plan = self.groups.tp, self.tensor.plan
-        every = list(plan.blocks_of(model).values())
+        sliced = list(plan.blocks_of(model).values())  # what works on slices, in order
+        if (name := named(model, plan.final_norm)) is not None:
+            sliced.append(model.get_submodule(name))
         for stage in self.stages.values():
-            own = [block for block in every if any(block is module for module in stage.modules())]
-            if own and own[0] is not every[0]:
+            held = set(stage.modules())
+            own = [module for module in sliced if module in held]
+            if own and own[0] is not sliced[0]:
                 own[0].register_forward_pre_hook(
                     functools.partial(exchange_hidden, functools.partial(scatter, dim=SEQUENCE), group),
                     with_kwargs=True)
-            if own and own[-1] is not every[-1]:
+            if own and own[-1] is not sliced[-1]:
                 own[-1].register_forward_hook(lambda module, args, hidden: gather(hidden, group, SEQUENCE))
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:

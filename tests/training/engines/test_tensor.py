@@ -36,7 +36,10 @@ CASES = {
     "pipeline, zero1": TWO | PIPELINE | {"strategy": "zero1"},
     "pipeline, torch": TWO | PIPELINE | {"engine": "torch"},
     "pipeline, sequence": TWO | PIPELINE | {"sequence_parallel": True},
+    "pipeline, head alone": TWO | PIPELINE | {"sequence_parallel": True, "split_spec": "transformer.h.3:end"},
     "pipeline, zero bubble": TWO | PIPELINE | {"schedule": "zbv"},
+    "plain fsdp": {"strategy": "fsdp", "engine": "scratch"},
+    "plain pipeline": PIPELINE,
 }
 ONWARDS = {  # what goes on from whose checkpoint, on four ranks
     "one process to ddp": ("one", "ddp", TWO),
@@ -47,6 +50,10 @@ ONWARDS = {  # what goes on from whose checkpoint, on four ranks
     "fsdp, torch to pipeline": ("fsdp, torch", "pipeline", TWO | PIPELINE),
     "pipeline, zero1 to zero3": ("pipeline, zero1", "zero3", {"strategy": "zero3", "engine": "scratch"}),
     "zero1, torch to zero2": ("zero1, torch", "zero2", TWO | {"strategy": "zero2"}),
+    "plain fsdp to ddp": ("plain fsdp", "ddp", TWO),
+    "plain pipeline to fsdp": ("plain pipeline", "fsdp, torch", TWO | {"strategy": "fsdp", "engine": "torch"}),
+    "zero3 to plain fsdp": ("zero3", "plain fsdp", {"strategy": "fsdp", "engine": "torch"}),
+    "ddp, sequence to plain pipeline": ("ddp, sequence", "plain pipeline", PIPELINE),
 }
 
 
@@ -84,7 +91,7 @@ def found(folder, one):
 
 
 def test_every_layout_equals_one_process(found, one):
-    assert len(found) == len(CASES) == 15
+    assert len(found) == len(CASES) == 18
     cells = [parity.compare(trace, one, name, "", 4) for name, trace in found.items()]
     assert [cell for cell in cells if not cell.agrees] == []
     assert all(cell.norm < 1e-4 * max(one.norms) for cell in cells)
@@ -97,7 +104,7 @@ def test_any_layout_goes_on_from_any_other(folder, found, one):
     cases = {name: options | {"resume_from_checkpoint": last(source)}
              for name, (source, _, options) in ONWARDS.items()}
     again = launch(runs, folder / "again", cases, num_processes=4, timeout=400)[0]
-    assert len(again) == len(ONWARDS) == 8
+    assert len(again) == len(ONWARDS) == 12
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
         largest = max((trace.weights[key] - one.weights[key]).abs().max().item() for key in one.weights)

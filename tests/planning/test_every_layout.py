@@ -1,0 +1,169 @@
+"""Every layout that `course plan` prints for up to eight ranks: what it says can be trained is trained."""
+
+import argparse
+import math
+import shlex
+from collections import Counter
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from course_lib.commands import plan_files, train
+from course_lib.commands.options import config_from
+from course_lib.config_files import load
+from course_lib.errors import ConfigError
+from course_lib.launching.launch import launch
+from course_lib.modeling import presets, stages
+from course_lib.parallel.tensor_plans import PLANS
+from course_lib.planning import hardware, models, strategy, to_launchers
+from course_lib.planning.plan import Plan
+from course_lib.training.engines import build_engine
+from course_lib.training.run import build_trainer
+
+TINY = {name: models.load({"model_type": preset.model_type, **preset.sizes, "vocab_size": presets.VOCABULARY_SIZE,
+                           "max_position_embeddings": presets.MAX_POSITIONS, "_name_or_path": name})
+        for name, preset in presets.TINY.items()}
+LENGTH = 32
+
+
+def layouts(model, gpu, ranks):
+    """What the search finds: each layout once, however many micro-batches there are of it."""
+    found = strategy.search(model, hardware.cluster(gpu, ranks), LENGTH, 8 * ranks)
+    kinds = {(plan.engine, plan.stage, plan.data, plan.tensor, plan.pipeline, plan.schedule, plan.virtual,
+              plan.checkpointing, plan.offload): plan for plan in reversed([each.plan for each in found.candidates])}
+    return found, list(kinds.values())
+
+
+def sizes(grid):
+    return grid.dp, grid.pp, grid.tp
+
+
+def config_of(plan, model, gpus_per_node, **options):
+    """The config that the command makes which `course plan` prints; options as typed behind it."""
+    _, _, typed = to_launchers.launch_line(plan, gpus_per_node, model).partition(" -m course_lib.cli train ")
+    assert typed
+    parser = argparse.ArgumentParser()
+    train.register(parser)
+    more = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return config_from(parser.parse_args(shlex.split(typed) + more))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses():
+    assert set(to_launchers.SPLITTABLE) == set(PLANS) and set(to_launchers.CUTTABLE) == set(stages.LAYOUTS)
+    seen, elsewhere = Counter(), Counter()
+    for model in TINY.values():
+        for gpu, device in (("CPU", "cpu"), ("H100", "cuda"), ("T4", "cuda")):
+            for ranks in (2, 4, 8):
+                found, plans = layouts(model, gpu, ranks)
+                for plan in plans:
+                    reason = to_launchers.why_not(plan, model)
+                    if reason:
+                        elsewhere[reason] += 1
+                        with pytest.raises(ConfigError, match="`course train` "):
+                            to_launchers.options(plan, model)
+                        assert reason in to_launchers.launch_line(plan, ranks, model)
+                        continue
+                    config = config_of(plan, model, found.cluster.gpus_per_node, num_processes=ranks)
+                    engine = build_engine(config)
+                    engine.refuse(torch.device(device), config.run.mixed_precision)
+                    engine.num_processes = ranks
+                    engine.grid = engine.make_grid()
+                    assert sizes(engine.grid) == (plan.data, plan.pipeline, plan.tensor)
+                    if plan.pipeline > 1:
+                        schedule = engine._schedule(config.pipeline.pipeline_chunks)
+                        assert schedule.stages == plan.pipeline * plan.virtual <= model.layers
+                    seen[gpu, ranks, plan.tensor > 1, plan.pipeline > 1] += 1
+    # All kinds of grid, on all machines; on a T4, which has fp16 alone, neither.
+    assert len(seen) == 2 * (3 + 4 + 4) + 3 and sum(seen.values()) > 400, seen
+    assert all("no loss scaler" in each for each in elsewhere) and sum(elsewhere.values()) > 50, elsewhere
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_emit_writes_the_run_of_the_fastest_that_runs_here(tmp_path, ranks):
+    for name, model in TINY.items():
+        found = strategy.search(model, hardware.cluster("H100", 8 if ranks == 8 else ranks), LENGTH, 8 * ranks)
+        plan_files.write(found, tmp_path / name)
+        chosen = next(each.plan for each in found.candidates if to_launchers.runs_here(each.plan, model))
+        written = load([tmp_path / name / "course.yaml"])
+        assert written == config_of(chosen, model, found.cluster.gpus_per_node, num_processes=ranks)
+
+
+@pytest.mark.parametrize(("plan", "family", "reason"), [
+    (Plan(LENGTH, "megatron", tensor=2), "mistral", "does not split single layers of mistral"),
+    (Plan(LENGTH, "megatron", pipeline=2), "qwen2", "does not cut qwen2 into stages"),
+    (Plan(LENGTH, "ddp", data=2), "t5", "no task for an encoder with a decoder"),
+    (Plan(LENGTH, "ddp", context=2), "gpt2", "does not split sequences"),
+    (Plan(LENGTH, "fsdp", stage=3, data=2, precision="fp16"), "gpt2", "no loss scaler for FSDP"),
+    (Plan(LENGTH, "ddp", data=2, precision="fp8"), "gpt2", "does not compute in fp8"),
+    (Plan(LENGTH, "ddp", data=2, checkpointing="selective"), "gpt2", "recomputes whole blocks or nothing"),
+    (Plan(LENGTH, "fsdp", stage=3, data=2), "mistral", None),
+])
+def test_what_is_not_trained_here_says_why(plan, family, reason):
+    model = models.load({"model_type": family})
+    said = to_launchers.why_not(plan, model)
+    assert (said is None) == (reason is None) == to_launchers.runs_here(plan, model)
+    if reason:
+        assert reason in said and reason in to_launchers.launch_line(plan, 8, model)
+        with pytest.raises(ConfigError, match=reason):
+            to_launchers.options(plan, model)
+
+
+def test_tokens_are_shared_only_where_they_divide():
+    assert to_launchers.options(Plan(33, "megatron", tensor=2), TINY["tiny-gpt2"])["sequence_parallel"] is False
+    assert to_launchers.options(Plan(32, "megatron", tensor=2), TINY["tiny-gpt2"])["sequence_parallel"] is True
+
+
+# --- and they train
+
+
+def two_steps(folder, plans, model, gpus_per_node):
+    """On the ranks that are here: each plan's printed command, one after the other; losses and grids."""
+    found = []
+    for number, plan in enumerate(plans):
+        AcceleratorState._reset_state()  # the process group stays
+        GradientState._reset_state()
+        config = config_of(plan, model, gpus_per_node, max_steps=2, max_train_samples=160, max_eval_samples=8,
+                           device="cpu", torch_compile="false", eval_steps=0, save_steps=0, progress_bar="false",
+                           logging_steps=1, output_dir=folder / str(number))
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        trainer, _ = build_trainer(config)
+        state = trainer.train()
+        found.append((state.step, state.last_loss, sizes(trainer.engine.grid)))
+    return found
+
+
+def train_all(folder, name, ranks):
+    found, plans = layouts(TINY[name], "CPU", ranks)
+    assert all(to_launchers.runs_here(plan, TINY[name]) for plan in plans)
+    trained = Counter()
+    for engines in (["ddp", "fsdp", "megatron"], ["deepspeed"]):  # which takes a process to itself
+        chosen = [plan for plan in plans if plan.engine in engines]
+        if engines == ["deepspeed"]:  # each start of it is ten seconds
+            chosen = [plan for plan in chosen if plan.checkpointing == "none"]
+        each = launch(two_steps, folder / engines[0], chosen, TINY[name], found.cluster.gpus_per_node,
+                      num_processes=ranks, timeout=280, device="cpu")[0]
+        for plan, (steps, loss, grid) in zip(chosen, each, strict=True):
+            assert (steps, grid) == (2, (plan.data, plan.pipeline, plan.tensor)), plan.strategy
+            assert math.isfinite(loss) and loss < 1.5 * math.log(presets.VOCABULARY_SIZE), plan.strategy
+            trained[plan.engine, plan.tensor > 1, plan.pipeline > 1] += 1
+    return trained
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "ranks", "kinds"), [
+    ("tiny-bert", 2, 5), ("tiny-gpt2", 4, 7),
+    pytest.param("tiny-llama", 2, 5, marks=pytest.mark.long),
+    pytest.param("tiny-llama", 4, 7, marks=pytest.mark.long),
+    pytest.param("tiny-bert", 4, 7, marks=pytest.mark.long),
+    pytest.param("tiny-gpt2", 8, 7, marks=pytest.mark.long),
+])
+def test_the_printed_commands_train(tmp_path, monkeypatch, name, ranks, kinds):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: F401  here, or each rank would take ten seconds for it
+
+    trained = train_all(tmp_path, name, ranks)
+    assert len(trained) == kinds, trained
