@@ -10,6 +10,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tools import rooms, walk
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "course_lib"
 
@@ -192,3 +194,47 @@ def test_no_file_name_or_source_line_is_program_logic():
     compared = [path for path in LIBRARY.rglob("*.py")
                 if re.search(r"__file__[^\n]*(==| in )|(==| in )[^\n]*__file__", path.read_text(encoding="utf-8"))]
     assert compared == []
+
+
+# --- what the pages say of the rooms is so
+
+
+def test_each_function_that_the_architecture_names_is_there():
+    page = ROOT / "docs/architecture.md"
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", text)
+    assert len(links) > 20
+    for name, link in links:
+        path = (page.parent / link).resolve()
+        assert path.is_relative_to(LIBRARY) and name in walk.statements(str(path.relative_to(LIBRARY))), (name, link)
+    others = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r"`([\w/.]+/[\w/.]*)`", text)
+    assert not [each for each in others if not ((page.parent / each).exists() or (ROOT / each).exists())]
+
+
+def test_the_seven_files_of_the_walk_are_all_followed():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    followed = set(re.findall(r"course_lib/((?:training|parallel)/[\w/]+\.py)\)", text))
+    assert followed >= {"training/trainer.py", "training/loss.py", "training/engines/from_scratch.py",
+                        "parallel/sharded_module.py", "parallel/sharded_unit.py", "parallel/zero3.py",
+                        "parallel/clipping.py"}
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_contract():
+    assert rooms.PICTURE.read_text(encoding="utf-8") == rooms.drawing(), "run `python tools/rooms.py`"
+    drawn = {room for row in rooms.layers() for room in row}
+    assert drawn == {path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+                     } - {"__init__"}
+
+
+def test_the_trees_are_true_to_the_folders():
+    packages = {f"{path.name}/" for path in LIBRARY.iterdir() if (path / "__init__.py").is_file()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    top = {line.partition("/")[0] + "/" for line in tracked.stdout.splitlines() if "/" in line and line[0] != "."}
+    for page, wanted in (("README.md", packages | top), ("docs/architecture.md", packages)):
+        tree = next(block for block in re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.M | re.S)
+                    if "config" in block and "parallel/" in block)
+        named = set(re.findall(r"\b(\w+/)(?=[\w/]*(?:[\s:;,)]|$))", tree))
+        assert wanted - named == set(), f"{page} leaves them out"
+        below = {f"{path.name}/" for path in LIBRARY.rglob("*") if path.is_dir()}
+        gone = named - packages - top - below - {"gpu_sim/", "hardware/", "pictures/"}
+        assert gone == set(), f"{page} names what is not there"

@@ -1,1 +1,1 @@
-"""Trainers, evaluation, checkpoints and baselines."""
+"""The trainer and its engines, evaluation, checkpoints, callbacks and baselines."""
