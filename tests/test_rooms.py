@@ -21,6 +21,7 @@ OTHER_ROOMS = {"notebooks": ROOT / "notebooks", "tools": ROOT / "tools"}
 MACHINES = {"gpu", "gpu_sim"}  # whole runs on GPUs, simulated or real, and the simulation
 OF_THE_COMMAND_LINE = "commands"  # there files are named for what a user does with `course train`
 OF_ALL = {
+    "test_counted.py": "what no test may demand",
     "test_fuzz.py": "random command lines and configurations, through everything",
     "test_packaging.py": "pins, layers, commands and configurations",
     "test_rooms.py": "this one",
