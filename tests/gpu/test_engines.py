@@ -246,6 +246,25 @@ def test_fewer_elements_than_ranks_are_reduced_in_a_groups_first_call(gpus):
     assert gpus.run(all_reduced, gpus=3, environment={"GPU_SIM_TIMEOUT": "10"}) == [([6.0, 6.0], 3)] * 3
 
 
+def one_left_out():
+    """Rank 2 has nothing for anybody, and nobody has anything for it."""
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    sent = [torch.full((0 if 2 in (rank, to) else 2,), 10.0 * rank + to, device="cuda") for to in range(3)]
+    received = [torch.empty_like(each) for each in sent]
+    collectives.all_to_all(received, sent)  # the first call of the group
+    return [each.tolist() for each in received]
+
+
+def all_to_all_but_one():
+    return launch(one_left_out, num_processes=3, device="cuda", start_method="fork", timeout=60, stream=False)
+
+
+def test_a_rank_with_nothing_to_send_or_receive_comes_to_a_groups_first_call(gpus):
+    found = gpus.run(all_to_all_but_one, gpus=3, environment={"GPU_SIM_TIMEOUT": "10"})
+    assert found == [[[0.0] * 2, [10.0] * 2, []], [[1.0] * 2, [11.0] * 2, []], [[], [], []]]
+
+
 # --- fp16 ---
 
 def learning_rates(folder, training_type, ranks, logging_steps, infinite_at):
