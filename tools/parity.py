@@ -23,7 +23,7 @@ def table(cells: Iterable[parity.Cell]) -> str:
         rows.setdefault((cell.strategy, cell.engine), {})[cell.world_size] = shown if cell.agrees else f"**{shown}**"
     head = "| strategy | engine | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in parity.WORLD_SIZES) + " |"
     lines = [head, "|---" * (2 + len(parity.WORLD_SIZES)) + "|"]
-    lines += [f"| {strategy} | {engine} | " + " | ".join(by_size[n] for n in parity.WORLD_SIZES) + " |"
+    lines += [f"| {strategy} | {engine} | " + " | ".join(by_size.get(n, "–") for n in parity.WORLD_SIZES) + " |"
               for (strategy, engine), by_size in rows.items()]
     return "\n".join(lines)
 
@@ -31,8 +31,9 @@ def table(cells: Iterable[parity.Cell]) -> str:
 def main() -> None:
     """Measure all cells and rewrite the README's table."""
     with tempfile.TemporaryDirectory() as folder:
-        cells = parity.matrix(Path(folder))
-    cells.sort(key=lambda cell: (parity.PAIRS.index((cell.strategy, cell.engine)), cell.world_size))
+        cells = parity.matrix(Path(folder) / "whole") + parity.tensor_matrix(Path(folder) / "split")
+    order = [*parity.PAIRS, *parity.TENSOR]
+    cells.sort(key=lambda cell: (order.index((cell.strategy, cell.engine)), cell.world_size))
     agreeing = sum(cell.agrees for cell in cells)
     text = README.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)

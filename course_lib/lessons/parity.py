@@ -39,6 +39,19 @@ WORLD_SIZES = (1, 2, 4)
 PAIRS = [(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines if engine != "accelerate"]
 """What runs on CPU processes; Accelerate's FSDP plugin takes GPUs alone."""
 
+_TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+_STAGES = _TWO | {"training_type": "pipeline", "pipeline_parallel_size": 2, "pipeline_chunks": 2}
+TENSOR: dict[tuple[str, str], dict[str, Any]] = {
+    ("ddp × tensor 2", "scratch"): _TWO,
+    ("zero1 × tensor 2", "torch"): _TWO | {"strategy": "zero1"},
+    ("zero1 × tensor 2", "scratch"): _TWO | {"strategy": "zero1"},
+    ("fsdp × tensor 2", "torch"): _TWO | {"strategy": "fsdp"},
+    ("fsdp × tensor 2", "scratch"): _TWO | {"strategy": "fsdp"},
+    ("pipeline 2 × tensor 2", "torch"): _STAGES,
+    ("pipeline 2 × tensor 2", "scratch"): _STAGES,
+}
+"""What splits single layers too, by name and engine, and its options; torch's ddp has no such layout here."""
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -164,3 +177,28 @@ def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list
                               num_processes=world_size, timeout=timeout, device="cpu")[0]
                 cells += [compare(run, wanted, *pair, world_size) for run, pair in zip(runs, chosen, strict=True)]
     return cells
+
+
+def tensor_matrix(folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps: int = STEPS,
+                  timeout: float = 300.0) -> list[Cell]:
+    """What splits layers over two ranks, against the plain loop on one process; pipelines of it take four ranks."""
+    wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps))
+    cells = []
+    for world_size in world_sizes:
+        rows = {row: options | {"engine": row[1], "max_steps": steps} for row, options in TENSOR.items()
+                if world_size >= 2 * options.get("pipeline_parallel_size", 1)}
+        runs = launch(_tensor_traces, folder / f"{world_size}", world_size, rows, num_processes=world_size,
+                      timeout=timeout, device="cpu")[0]
+        cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, rows, strict=True)]
+    return cells
+
+
+def _tensor_traces(folder: Path, world_size: int, rows: dict[tuple[str, str], dict[str, Any]]) -> list[Trace]:
+    recorded = []
+    for number, options in enumerate(rows.values()):
+        AcceleratorState._reset_state()  # the process group stays
+        GradientState._reset_state()
+        copies = world_size // 2 // options.get("pipeline_parallel_size", 1)  # of the model, each with rows of its own
+        recorded.append(trace(task(folder / str(number), 1, **options, batch_size=GLOBAL_ROWS // 2 // copies)))
+        gc.collect()
+    return recorded

@@ -1,5 +1,6 @@
 """`--tensor_parallel_size` beside every other axis: equal to one process, and its checkpoints go to any layout."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from course_lib.parallel.sharding import Shard
 from course_lib.parallel.tensor_parallel import ParameterSplit
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.tensor_shards import places
+from tools.parity import BEGIN, END, README
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -112,6 +114,19 @@ def test_any_layout_goes_on_from_any_other(folder, found, one):
     basic = parity.trace(parity.task(folder / "basic", 1, training_type="basic", max_steps=STEPS,
                                      resume_from_checkpoint=last("fsdp, sequence")))
     assert basic.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE)
+
+
+def test_two_ranks_equal_one_process_too(tmp_path):
+    cells = parity.tensor_matrix(tmp_path, (2,), steps=STEPS)  # on four, with more beside them: above
+    assert len(cells) == 5 and [cell for cell in cells if not cell.agrees] == []
+
+
+def test_the_readme_has_every_row_of_the_matrix():
+    text = README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    shown = re.findall(r"^\| ([^|]+) \| (\w+) \|", text, re.M)[1:]
+    assert shown == [*parity.PAIRS, *parity.TENSOR] and len(shown) == 20
+    agree, cells = map(int, re.search(r"(\d+) of (\d+) cells agree", text).groups())
+    assert agree == cells == 3 * len(parity.PAIRS) + 5 + 7 and "**" not in text
 
 
 def without_the_sum(folder):
