@@ -300,7 +300,7 @@ def rates_of(folder, training_type, ranks, *rest):
 @pytest.mark.parametrize("training_type, ranks", [("basic", 1), ("accelerated", 2)])
 def test_the_learning_rate_stays_where_fp16_skips_a_step(gpus, tmp_path, training_type, ranks):
     rates, places = gpus.run(rates_of, tmp_path / "each", training_type, ranks, 1, 1)
-    assert places == [1, 1, 2, 3] and rates[0] == rates[1] > rates[2] > rates[3]
+    assert places == [1, 1, 2, 3] and rates[0] > rates[1] == rates[2] > rates[3], "the step after it has its rate"
     assert gpus.run(rates_of, tmp_path / "seldom", training_type, ranks, 4, 1) == (rates[3:], [3])
     assert gpus.run(rates_of, tmp_path / "none", training_type, ranks, 4, 9)[1] == [4]
 
