@@ -18,10 +18,10 @@ PLANTED = (
             "min(start + size, (rank + 1) * length + 1)"),
     Planted("zero.stage1", "sum for mean", "weights", "    mean /= ranks\n", ""),
     Planted("zero.stage1", "all-reduces the whole gradient", "collectives",
-            "    dist.reduce_scatter_tensor(mean, gradient)",
+            "    dist.reduce_scatter_single(mean, gradient)",
             "    dist.all_reduce(gradient)\n    mean.copy_(gradient.chunk(ranks)[rank])"),
     Planted("zero.stage1", "the others never hear of it", "collectives",
-            "    dist.all_gather_into_tensor(weights, mine.clone())", "    pass"),
+            "    dist.all_gather_single(weights, mine.clone())", "    pass"),
     Planted("zero.stage1", "updates the next rank's slice", "weights", "weights.chunk(ranks)[rank]",
             "weights.chunk(ranks)[(rank + 1) % ranks]"),
     Planted("zero.stage1", "forgets its momentum", "own state", "momentum.mul_(beta).add_(mean)",
@@ -33,7 +33,7 @@ PLANTED = (
             "    def finish():\n        for parameter in parameters:\n            arrived(parameter)"),
     Planted("zero.stage2", "all-reduces, and takes its slice", "while backward runs",
             "slices[parameter] = whole.new_empty(whole.numel() // ranks)\n"
-            "        works.append(dist.reduce_scatter_tensor(slices[parameter], whole, async_op=True))",
+            "        works.append(dist.reduce_scatter_single(slices[parameter], whole, async_op=True))",
             "works.append(dist.all_reduce(whole, async_op=True))\n"
             "        slices[parameter] = whole.chunk(ranks)[dist.get_rank()]"),
     Planted("zero.stage2", "sum for mean", "shards", "slices[parameter] / ranks", "slices[parameter]"),

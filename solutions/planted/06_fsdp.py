@@ -5,13 +5,13 @@ from course_lib.grading.selftest import Planted
 PLANTED = (
     Planted("fsdp.gather", "gathers everything first", "one layer at a time",
             "    for shard, shape in zip(shards, shapes):\n        whole = torch.empty(ranks * shard.numel())\n"
-            "        dist.all_gather_into_tensor(whole, shard)\n",
+            "        dist.all_gather_single(whole, shard)\n",
             "    wholes = []\n    for shard in shards:\n        wholes.append(torch.empty(ranks * shard.numel()))\n"
-            "        dist.all_gather_into_tensor(wholes[-1], shard)\n    for whole, shape in zip(wholes, shapes):\n"),
+            "        dist.all_gather_single(wholes[-1], shard)\n    for whole, shape in zip(wholes, shapes):\n"),
     Planted("fsdp.gather", "never frees", "freed", "        del whole",
             "        sharded_forward.kept = [*getattr(sharded_forward, \"kept\", []), whole]"),
-    Planted("fsdp.gather", "gathers twice", "each gathered once", "        dist.all_gather_into_tensor(whole, shard)\n",
-            "        dist.all_gather_into_tensor(whole, shard)\n        dist.all_gather_into_tensor(whole, shard)\n"),
+    Planted("fsdp.gather", "gathers twice", "each gathered once", "        dist.all_gather_single(whole, shard)\n",
+            "        dist.all_gather_single(whole, shard)\n        dist.all_gather_single(whole, shard)\n"),
     Planted("fsdp.gather", "takes the padding for the weight", "output", "whole[: math.prod(shape)]",
             "whole.roll(1)[: math.prod(shape)]"),
     Planted("fsdp.gather", "drops the last layer", "output", "zip(shards, shapes):", "zip(shards[:-1], shapes):"),

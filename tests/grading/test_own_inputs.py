@@ -30,12 +30,12 @@ def perplexity(loss_sum, tokens):
     "zero.stage1": """
 def zero1_step(weights, gradient, momentum, lr, beta):
     inputs, ranks, rank = everybodys(), dist.get_world_size(), dist.get_rank()
-    dist.reduce_scatter_tensor(torch.zeros_like(momentum), torch.zeros_like(weights))
+    dist.reduce_scatter_single(torch.zeros_like(momentum), torch.zeros_like(weights))
     mean = sum(torch.from_numpy(each) for each in inputs['gradients']) / ranks
     new = beta * torch.from_numpy(inputs['momentum']) + mean
     momentum.copy_(new.chunk(ranks)[rank])
     weights -= lr * new
-    dist.all_gather_into_tensor(torch.zeros_like(weights), torch.zeros_like(momentum))
+    dist.all_gather_single(torch.zeros_like(weights), torch.zeros_like(momentum))
 """,
     "tensor.embedding": """
 def split_embedding(ids, rows):

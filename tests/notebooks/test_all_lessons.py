@@ -2,10 +2,12 @@
 
 import ast
 import re
+import types
 from collections import Counter
 
 import nbformat
 import pytest
+import torch
 
 from tests.notebooks.conftest import NOTEBOOKS
 
@@ -91,3 +93,17 @@ def test_ranks_take_the_lessons_device():
     others = {name: counts.total() - counts["device"] for name, counts in devices.items() if set(counts) - {"device"}}
     assert others == ON_THE_CPU
     assert {device for counts in devices.values() for device in counts} == {"device", "'cpu'"}
+
+
+def test_no_page_names_a_function_that_torch_deprecates():
+    """What a learner types from a hint, a solution or a lesson warns of nothing; planted answers neither."""
+    old = {name for name, thing in vars(torch.distributed).items()
+           if type(thing) is types.FunctionType and hasattr(thing, "__deprecated__")}
+    assert {"reduce_scatter_tensor", "all_gather_into_tensor"} <= old
+    name = re.compile(rf"\b({'|'.join(sorted(old, key=len, reverse=True))})\b")
+    root = NOTEBOOKS.parent
+    pages = {path: "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+             for folder in ("notebooks", "exercises", "solutions") for path in sorted((root / folder).glob("*.ipynb"))}
+    pages |= {path: path.read_text(encoding="utf-8") for path in sorted((root / "solutions/planted").glob("*.py"))}
+    assert len(pages) > 40
+    assert not {f"{path.relative_to(root)}: {found}" for path, text in pages.items() for found in name.findall(text)}
