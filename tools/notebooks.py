@@ -22,6 +22,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 LIMIT_BYTES = 300_000
+LARGE_BYTES = 48_000
 
 
 def refresh(path: Path) -> None:
@@ -91,10 +92,10 @@ def without_widgets(output: nbformat.NotebookNode, name: str) -> None:
 
 
 def smaller(png: bytes) -> bytes:
-    """The same figure in 96 colours, chosen so that the few pixels of a rare one keep theirs."""
+    """The same figure in 96 colours, a large one in 48, chosen so that the few pixels of a rare one keep theirs."""
     squeezed = io.BytesIO()
     figure = Image.open(io.BytesIO(png)).convert("RGB")
-    figure = figure.quantize(96, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    figure = figure.quantize(96 if len(png) < LARGE_BYTES else 48, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     figure.save(squeezed, "PNG", optimize=True)
     return min(png, squeezed.getvalue(), key=len)
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -20,8 +22,18 @@ Rows = Sequence[Sequence[Span]]
 
 LANE = 0.82
 """Height of a rank's lane, of 1."""
-NUMBERED = 0.075
+NUMBERED = 0.065
 """Inches that a block needs to hold a digit of its micro-batch."""
+
+
+class _Panel(NamedTuple):
+    """A panel's title, table and blocks; ``sizes`` are the blocks that decide whether an action has its number."""
+
+    name: str
+    schedule: Schedule
+    rows: Rows
+    hatched: bool
+    sizes: Rows
 
 
 def gantt(timelines: Mapping[str, Timeline], title: str, unit: str = "") -> Figure:
@@ -32,12 +44,13 @@ def gantt(timelines: Mapping[str, Timeline], title: str, unit: str = "") -> Figu
         title: the finding.
         unit: of the times, for the axis.
     """
-    panels = [(f"{name}: {float(timeline.bubble):.1%} idle" if name else "", timeline.schedule, timeline.rows, True)
-              for name, timeline in timelines.items()]
+    panels = [_Panel(f"{name}: {float(timeline.bubble):.1%} idle" if name else "", timeline.schedule, timeline.rows,
+                     True, timeline.rows) for name, timeline in timelines.items()]
     return _draw(title, panels, unit)
 
 
-def predicted_and_measured(predicted: Timeline, measured: Rows, title: str, unit: str = "") -> Figure:
+def predicted_and_measured(predicted: Timeline, measured: Rows, title: str, unit: str = "",
+                           how: str = "measured") -> Figure:
     """A predicted time line, hatched, above the measured one, solid, on one time axis.
 
     Args:
@@ -45,24 +58,55 @@ def predicted_and_measured(predicted: Timeline, measured: Rows, title: str, unit
         measured: for each rank, what ran from when to when; time 0 is the first start.
         title: the finding.
         unit: of the times, for the axis.
+        how: what the lower panel says of itself, for example which try it shows.
     """
-    return _draw(title, _pair("", predicted, measured), unit)
+    return _draw(title, _pair("", predicted, measured, how), unit)
 
 
-def schedule_after_schedule(runs: Mapping[str, tuple[Timeline, Rows]], title: str, unit: str = "") -> Figure:
+def schedule_after_schedule(runs: Mapping[str, tuple[Timeline, Rows]], title: str, unit: str = "",
+                            how: str = "measured") -> Figure:
     """Several of :func:`predicted_and_measured` under one another, all on one time axis, by the name of the schedule.
 
     Args:
         runs: what the simulator says, and for each rank what ran from when to when.
         title: the finding.
         unit: of the times, for the axis.
+        how: what each lower panel says of itself.
     """
-    return _draw(title, [panel for name, run in runs.items() for panel in _pair(f"{name}, ", *run)], unit)
+    return _draw(title, [panel for name, run in runs.items() for panel in _pair(f"{name}, ", *run, how)], unit)
 
 
-def _pair(name: str, predicted: Timeline, measured: Rows) -> list[tuple[str, Schedule, Rows, bool]]:
-    return [(f"{name}predicted: {float(predicted.bubble):.1%} idle", predicted.schedule, predicted.rows, True),
-            (f"{name}measured: {idle_share(measured):.1%} idle", predicted.schedule, measured, False)]
+def _pair(name: str, predicted: Timeline, measured: Rows, how: str) -> list[_Panel]:
+    """Either both panels have an action's number or none: what a block happened to take does not decide it."""
+    schedule, sizes = predicted.schedule, predicted.rows
+    return [_Panel(f"{name}predicted: {float(predicted.bubble):.1%} idle", schedule, sizes, True, sizes),
+            _Panel(f"{name}{how}: {idle_share(measured):.1%} idle", schedule, measured, False, sizes)]
+
+
+def every_try(predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]], title: str) -> Figure:
+    """The bubble of each try of several schedules: a dot per try, a line at the median, the prediction hollow.
+
+    Args:
+        predicted: share of all ranks' time, by the name of the row.
+        measured: the shares of all tries, by the same names.
+        title: the finding.
+    """
+    with canvas(title, width=7.6, height=1.1 + 0.32 * len(measured)) as (figure, axes):
+        for row, (name, shares) in enumerate(measured.items()):
+            percent = [100 * share for share in shares]
+            axes.plot([min(percent), max(percent)], [row, row], color=SERIES[0], linewidth=1)
+            axes.plot(percent, [row] * len(percent), "o", color=SERIES[0], alpha=0.6, markersize=5,
+                      label="a try" if row == 0 else None)
+            axes.plot(median(percent), row, "|", color="black", markersize=14, markeredgewidth=2,
+                      label="median" if row == 0 else None)
+            axes.plot(100 * predicted[name], row, "D", markerfacecolor="none", markeredgecolor=COLOURS["neutral"],
+                      markersize=9, label="predicted" if row == 0 else None)
+        axes.set_yticks(range(len(measured)), list(measured), fontsize=9)
+        axes.set(xlabel="idle (% of all ranks' time)", xlim=(0, None), ylim=(len(measured) - 0.5, -0.5))
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x")
+        figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    return figure
 
 
 def idle_share(rows: Rows) -> float:
@@ -75,38 +119,41 @@ def idle_share(rows: Rows) -> float:
     return idle / (float(end - begin) * len(rows))
 
 
-def _draw(title: str, panels: Sequence[tuple[str, Schedule, Rows, bool]], unit: str) -> Figure:
-    ranks = sum(len(rows) for _, _, rows, _ in panels)
-    end = max(float(row[-1].end) for _, _, rows, _ in panels for row in rows)
-    heights = [len(rows) + 0.6 for _, _, rows, _ in panels]
+def _draw(title: str, panels: Sequence[_Panel], unit: str) -> Figure:
+    ranks = sum(len(panel.rows) for panel in panels)
+    end = max(float(row[-1].end) for panel in panels for row in panel.rows)
+    heights = [len(panel.rows) + 0.6 for panel in panels]
     height = min(11.0, 0.95 + max(0.13, 0.3 - 0.0025 * ranks) * sum(heights) + 0.15 * len(panels))
     with canvas(title, width=8.0, height=height, nrows=len(panels), sharex=True, squeeze=False,
                 height_ratios=heights) as (figure, grid):
-        for axes, (name, schedule, rows, hatched) in zip(grid[:, 0], panels, strict=True):
-            _panel(axes, schedule, rows, hatched, end)
-            axes.set_title(name, fontsize=10)
+        for axes, panel in zip(grid[:, 0], panels, strict=True):
+            _panel(axes, panel, end)
+            axes.set_title(panel.name, fontsize=10)
         grid[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
         figure.legend(handles=_key(panels), loc="outside lower center", ncols=6, fontsize=9, handlelength=1.2,
                       columnspacing=1.2)
     return figure
 
 
-def _key(panels: Sequence[tuple[str, Schedule, Rows, bool]]) -> list[Patch]:
-    drawn = {span.action.kind for _, _, rows, _ in panels for row in rows for span in row}
+def _key(panels: Sequence[_Panel]) -> list[Patch]:
+    drawn = {span.action.kind for panel in panels for row in panel.rows for span in row}
     names = {F: "forward", B: "backward", I: "backward-input", W: "backward-weight"}
     if drawn >= {B, I}:
         names[B] = "backward, whole or of the input"
         drawn.remove(I)
     handles = [Patch(facecolor=COLOURS[KINDS[kind]], label=name) for kind, name in names.items() if kind in drawn]
     handles.append(Patch(facecolor=COLOURS["idle"], label="idle"))
-    if any(schedule.stages > schedule.ranks for _, schedule, _, _ in panels):
+    if any(panel.schedule.stages > panel.schedule.ranks for panel in panels):
         handles.append(Patch(facecolor="black", label="foot: the rank's next stage"))
     return handles
 
 
-def _panel(axes: Axes, schedule: Schedule, rows: Rows, hatched: bool, end: float) -> None:
+def _panel(axes: Axes, panel: _Panel, end: float) -> None:
     """Lanes of one table, the first rank at the top; actions that overlap share the lane's height."""
     inch = 6.9 / end
+    schedule, rows, hatched = panel.schedule, panel.rows, panel.hatched
+    numbered = {span.action for row in panel.sizes for span in row
+                if float(span.end - span.start) * inch > NUMBERED * len(str(span.action.microbatch)) + 0.015}
     last = max(float(span.end) for row in rows for span in row)
     for rank, row in enumerate(rows):
         axes.barh(rank, last, height=LANE, color=COLOURS["idle"], linewidth=0)
@@ -116,7 +163,8 @@ def _panel(axes: Axes, schedule: Schedule, rows: Rows, hatched: bool, end: float
             sharing = before is not None and before.action in schedule.overlapped and span.start < before.end
             height = LANE / 2 if shared or sharing else LANE
             top = rank - LANE / 2 + (LANE / 2 if sharing else 0)
-            _block(axes, span, top, height, laps[span.action.stage], hatched, inch)
+            _block(axes, span, top, height, laps[span.action.stage], hatched, inch,
+                   str(span.action.microbatch) if span.action in numbered else "")
     step = max(1, len(rows) // 8)
     axes.set_yticks(range(0, len(rows), step), [f"rank {rank}" for rank in range(0, len(rows), step)], fontsize=8)
     axes.set(xlim=(-0.003 * end, 1.003 * end), ylim=(len(rows) - 0.5, -0.5))
@@ -125,25 +173,27 @@ def _panel(axes: Axes, schedule: Schedule, rows: Rows, hatched: bool, end: float
     axes.spines["left"].set_visible(False)
 
 
-def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched: bool, inch: float) -> None:
-    """One action; its foot is as high as the lap of its stage, its number the micro-batch where there is room."""
+def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched: bool, inch: float,
+           label: str) -> None:
+    """One action; its foot is as high as the lap of its stage, its number the micro-batch.
+
+    A predicted block is tinted, and hatched where no number would be behind the lines.
+    """
     start, width = float(span.start), float(span.end - span.start)
     kind = span.action.kind
     colour = COLOURS[KINDS[kind]]
     wide = width * inch > 0.03
     block = Rectangle((start, top), width, height, facecolor=_tint(colour) if hatched else colour,
                       edgecolor="black" if wide else "none", linewidth=0.6 if wide else 0.0)
-    if hatched and wide:
+    if hatched and wide and not label:
         block.set(hatch="////", hatchcolor=colour, hatch_linewidth=0.7)
     axes.add_patch(block)
     if lap:
         foot = 0.12 * lap * height
         axes.add_patch(Rectangle((start, top + height - foot), width, foot, facecolor="black", edgecolor="none"))
-    label = str(span.action.microbatch)
-    if width * inch > NUMBERED * len(label) + 0.03:
+    if label:
         axes.text(start + width / 2, top + 0.47 * height, label, ha="center", va="center_baseline",
-                  fontsize=7.5 if height == LANE else 6, color="black" if hatched else INK[kind],
-                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5} if hatched else None)
+                  fontsize=7.5 if height == LANE else 6, color="black" if hatched else INK[kind])
 
 
 def _tint(colour: str) -> tuple[float, ...]:

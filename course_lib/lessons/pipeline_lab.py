@@ -6,6 +6,7 @@ A sleeping stage needs no core: what is measured is the schedule and the message
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -13,15 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.modeling.stages import cut, shared_weights, split_evenly
 from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.executor import PipelineExecutor, StepResult
 from course_lib.parallel.pipeline.simulation import Costs, Span, Timeline, simulate
 from course_lib.parallel.pipeline.tied import sum_shared_gradients
-
-DISTURBED = 0.02
-"""A table whose bubble is larger than foreseen by more than this share of all ranks' time is tried again."""
 
 
 class _Sleep(torch.autograd.Function):
@@ -59,53 +58,70 @@ class SleepingStage(nn.Module):
         return _Sleep.apply(x, forward, of_input) + _Sleep.apply(self.bias, 0.0, of_weight)
 
 
+Rows = tuple[tuple[Span, ...], ...]
+"""For each rank what ran from when to when, in ms; time 0 is the first start."""
+
+
 @dataclass(frozen=True)
 class Measured:
-    """A table as it was foreseen and as it ran.
+    """A table as it was foreseen, and every try of it. The prediction has no part in what is shown of them.
 
     Attributes:
         predicted: by the simulator, in ms.
-        rows: for each rank what ran from when to when, in ms; time 0 is the first start.
+        tries: what ran when, in the order of the tries.
         peaks: for each rank the most micro-batches that it held at once, counted for each of its stages.
     """
 
     predicted: Timeline
-    rows: tuple[tuple[Span, ...], ...]
+    tries: tuple[Rows, ...]
     peaks: tuple[int, ...]
 
     @property
-    def makespan(self) -> float:
-        return max(float(row[-1].end) for row in self.rows)
+    def bubbles(self) -> list[float]:
+        """Of each try, the share of all ranks' time, from first start to last end, in which they did not compute."""
+        return [1 - sum(float(span.end - span.start) for row in rows for span in row) / (_length(rows) * len(rows))
+                for rows in self.tries]
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time, from first start to last end, in which they did not compute."""
-        busy = sum(float(span.end - span.start) for row in self.rows for span in row)
-        return 1 - busy / (self.makespan * len(self.rows))
+        """The median of the tries."""
+        return median_low(self.bubbles)
+
+    @property
+    def rows(self) -> Rows:
+        """The try with the median bubble."""
+        return self.tries[self.bubbles.index(self.bubble)]
+
+    @property
+    def makespan(self) -> float:
+        """ms of a step, the median of the tries."""
+        return median_low(map(_length, self.tries))
 
 
-def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 10, timeout: float = 300.0,
+def _length(rows: Rows) -> float:
+    return max(float(row[-1].end) for row in rows)
+
+
+def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 5, timeout: float = 300.0,
             ) -> dict[str, Measured]:
-    """Run tables, all for the same number of ranks, and keep the least disturbed try of each.
-
-    Whatever else a machine does makes a pass longer and never shorter. So a table is tried again while its bubble is
-    more than 2 points larger than foreseen: on a quiet machine once or twice, on a busy one more often. If each try is
-    so, the shortest is kept: a table that really waits for more than its messages does so in each, and is shown as it
-    is.
+    """Run tables, all for the same number of ranks, each the same number of times, and keep every try.
 
     Args:
         costs: in ms; messages take what they take.
-        tries: of each table, at most.
+        tries: of each table; an odd number, so that one of them has the median bubble.
         timeout: seconds for all of them.
+    Raises:
+        ConfigError: an even number of tries, or none.
     """
+    if tries < 1 or tries % 2 == 0:
+        raise ConfigError(f"tries={tries}: an odd number of tries has one in the middle; take {max(tries, 0) + 1}")
     ranks = {schedule.ranks for schedule in schedules.values()}
     by_rank = launch(_on_rank, schedules, costs, tries, num_processes=ranks.pop(), timeout=timeout, device="cpu")
     measured = {}
     for name, schedule in schedules.items():
         passes = [results[name] for results in by_rank]
-        foreseen = simulate(schedule, costs)
         peaks = tuple(tried[0].peak for tried in passes)
-        measured[name] = least_disturbed([Measured(foreseen, _rows(step), peaks) for step in zip(*passes, strict=True)])
+        measured[name] = Measured(simulate(schedule, costs), tuple(map(_rows, zip(*passes, strict=True))), peaks)
     return measured
 
 
@@ -124,45 +140,22 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
         executors[name].step(batch, targets=batch)  # shapes are told, connections made
         for stage, module in stages.items():
             module.seconds = (seconds[0][stage], seconds[1][stage], seconds[2][stage])
-    foreseen = {name: float(simulate(schedule, costs).bubble) for name, schedule in schedules.items()}
     results: dict[str, list[StepResult]] = {name: [] for name in schedules}
-    left = list(schedules)
     for _ in range(tries):
-        # By turns, so that what disturbs the machine for seconds spoils one try of several tables and not all of one.
-        for name in tuple(left):
-            batch = batches[schedules[name].microbatches]
+        # In turns, so that what disturbs the machine for seconds meets one try of several tables and not all of one.
+        for name, schedule in schedules.items():
+            batch = batches[schedule.microbatches]
             dist.barrier()
-            tried = executors[name].step(batch, targets=batch)
-            results[name].append(tried)
-            if _bubble(tried) <= foreseen[name] + DISTURBED:
-                left.remove(name)
+            results[name].append(executors[name].step(batch, targets=batch))
     dist.destroy_process_group()
     return results
 
 
-def _bubble(tried: StepResult) -> float:
-    """The bubble of a pass of all ranks; each of them gets the same answer."""
-    ends = torch.tensor([-tried.spans[0].start, tried.spans[-1].end], dtype=torch.float64)
-    busy = torch.tensor(sum(span.end - span.start for span in tried.spans), dtype=torch.float64)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    dist.all_reduce(busy)
-    return 1 - float(busy) / (float(ends.sum()) * dist.get_world_size())
-
-
-def _rows(passes: Sequence[StepResult]) -> tuple[tuple[Span, ...], ...]:
+def _rows(passes: Sequence[StepResult]) -> Rows:
     """What each rank ran in one try, in ms from the first start."""
     start = min(result.spans[0].start for result in passes)
     return tuple(tuple(Span(action, 1000 * (begin - start), 1000 * (end - start))
                        for action, begin, end in result.spans) for result in passes)
-
-
-def least_disturbed(tries: Sequence[Measured]) -> Measured:
-    """The shortest of a table's tries whose bubble is no more than 2 points larger than foreseen, or of all tries.
-
-    The shortest of all would not do: a machine that halts every rank while all compute makes a pass longer and leaves
-    its bubble right; one that halts a single rank makes it a little shorter than that, with a bubble that is wrong.
-    """
-    return min(tries, key=lambda one: (one.bubble > float(one.predicted.bubble) + DISTURBED, one.makespan))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,10 @@ def test_a_gantt_has_a_block_for_each_action_at_its_time():
         drawn = sorted((block.get_x(), block.get_width()) for block in blocks(axes))
         spans = [span for row in timeline.rows for span in row]
         assert drawn == sorted((float(span.start), float(span.end - span.start)) for span in spans)
-        assert {block.get_hatch() for block in blocks(axes)} == {"////"}
+        solid = {COLOURS["forward"], COLOURS["backward-input"], COLOURS["backward"], COLOURS["backward-weight"]}
+        assert not {to_hex(block.get_facecolor()).upper() for block in blocks(axes)} & solid, "predicted: tinted"
+        unnumbered = [block for block in blocks(axes) if block.get_hatch() == "////"]
+        assert len(unnumbered) == len(spans) - len(axes.texts), "and hatched where there is no number"
     feet = [patch for patch in figure.axes[1].patches if to_hex(patch.get_facecolor()) == "#000000"]
     assert len(feet) == 4 * 8 * 3  # one for each F, I and W of the four ranks' second stages
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
@@ -46,6 +49,29 @@ def test_measured_is_solid_and_below_predicted():
     solid = blocks(figure.axes[1])
     assert len(solid) == 16 and {block.get_hatch() for block in solid} == {None}
     assert {to_hex(block.get_facecolor()).upper() for block in solid} == {COLOURS["forward"], COLOURS["backward"]}
+
+
+def test_both_panels_number_the_same_blocks_however_long_each_took():
+    """A stretched block in the measured panel has no number where its prediction is too narrow for one."""
+    predicted = simulate(make("zbv", 4, 8), Costs(18, 18, 18))
+    for stretch in (1, 2.5):  # of the axis, which both panels share
+        measured = [[Span(action, stretch * start, stretch * (start + (end - start) * (1 + 0.3 * (turn % 2))))
+                     for turn, (action, start, end) in enumerate(row)] for row in predicted.rows]
+        figure = pipeline.predicted_and_measured(predicted, measured, "both", "ms", "measured, median of 3 tries")
+        said = [sorted(text.get_text() for text in axes.texts) for axes in figure.axes]
+        assert said[0] == said[1] and len(said[0]) == {1: 4 * 48, 2.5: 0}[stretch]
+        assert figure.axes[1].get_title(loc="left").startswith("measured, median of 3 tries: ")
+
+
+def test_every_try_is_a_dot():
+    tried = {"1f1b": [0.3, 0.28, 0.5], "zbv": [0.07, 0.09, 0.08]}
+    figure = pipeline.every_try({"1f1b": 0.27, "zbv": 0.06}, tried, "all")
+    dots = [sorted(line.get_xdata()) for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert dots == [pytest.approx([28, 30, 50]), pytest.approx([7, 8, 9])]
+    middles = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_marker() == "|"]
+    assert middles == pytest.approx([30, 8])
+    foreseen = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_marker() == "D"]
+    assert foreseen == pytest.approx([27, 6])
 
 
 def test_pairs_that_overlap_share_the_lane():
