@@ -30,6 +30,8 @@ def test_the_wire_where_it_can_be_counted(lesson):
     if not isinstance(ratios["stage 2"], float):
         assert "network" in ratios["stage 2"]
     else:
+        for stage, steps in lesson["wire_of_all_steps"].items():
+            assert len(steps) == 3 and min(steps) == ratios[stage], "all of them, and the least is told"
         assert ratios["plain data parallel"] == pytest.approx(1.0, abs=0.04)
         assert ratios["stage 2"] == pytest.approx(1.5, abs=0.06), "gloo's reduce-scatter is an all-reduce"
 
