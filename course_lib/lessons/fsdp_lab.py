@@ -5,7 +5,7 @@ The functions run on ranks (:func:`course_lib.launching.launch.launch`) and retu
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +177,10 @@ def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: 
 
     Args:
         rows: of this rank in a step.
-        tries: steps, of which the one that waited longest counts. Other programs disturb it least: they lengthen what
-            lies between a gather and its wait, and so shorten the wait, which is ``link`` at most.
+        tries: steps, an odd number.
+
+    Returns:
+        The step whose waiting is the median, with what each of the steps waited.
     """
     clock = Clock(Accelerator().device)
     model = build().to(clock.device)
@@ -193,7 +195,8 @@ def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: 
         clock.settle()
         start, end = clock.seconds(begin), clock.seconds(finish)
         steps.append(Waits(link, end - start, [(since - start, until - start) for since, until in spans]))
-    return max(steps, key=lambda waits: waits.waited)
+    middle = sorted(steps, key=lambda waits: waits.waited)[(tries - 1) // 2]
+    return replace(middle, of_all=tuple(waits.waited for waits in steps))
 
 
 def gradient_after(build: Build, micro_batches: int, reduce_dtype: torch.dtype) -> Tensor:

@@ -14,11 +14,13 @@ class Waits:
         link: seconds that an all-gather takes.
         step: seconds of the forward and backward.
         spans: when this rank stood still for the link, in seconds from the beginning of the step.
+        of_all: seconds waited in each of the steps that this one is the median of.
     """
 
     link: float
     step: float
     spans: list[tuple[float, float]]
+    of_all: tuple[float, ...] = ()
 
     @property
     def waited(self) -> float:

@@ -33,3 +33,19 @@ def test_prefetch_hides_all_gathers_but_three():
     for waiting, hiding in launch(steps, num_processes=2, timeout=100, device="cpu"):
         assert [len(waits.spans) for waits in (waiting, hiding)] == [2 * LAYERS + 1, 3]
         assert waiting.waited == pytest.approx((2 * LAYERS + 1) * LINK) and hiding.waited == pytest.approx(3 * LINK)
+
+
+def disturbed_steps():
+    """Three steps with prefetch, in the second of which the link is ten times as slow."""
+    slow_link.time = VirtualTime().module()
+    links = iter((LINK, 10 * LINK, LINK))
+    slow_down = lab.OverSlowLink.slow_down
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab.OverSlowLink, "slow_down", lambda engine, link: slow_down(engine, next(links)))
+        return lab.over_slow_link(functools.partial(lab.small_gpt2, LAYERS, 32), 1, LINK, True, tries=3)
+
+
+def test_every_step_is_told_and_the_median_is_shown():
+    for waits in launch(disturbed_steps, num_processes=2, timeout=100, device="cpu"):
+        assert len(waits.of_all) == 3 and max(waits.of_all) == waits.of_all[1] > waits.waited
+        assert waits.waited == sorted(waits.of_all)[1]

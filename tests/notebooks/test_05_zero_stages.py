@@ -1,6 +1,14 @@
 """What lesson 05 claims, measured anew: bytes held, bytes moved, phases left out, engines that agree."""
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from course_lib.launching.launch import launch
+from course_lib.lessons import zero_lab
+from course_lib.metering.meter import Meter
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,3 +56,23 @@ def test_the_engines_agree(lesson):
 
 def test_the_papers_row(lesson):
     assert lesson["gb_stage_3"] == 1.88 and lesson["rows_like_the_paper"] == 4
+
+
+def step_of_torchs_stage_1():
+    """(bytes that this rank sends in a step of ZeroRedundancyOptimizer, elements of the model)."""
+    dist.init_process_group("gloo")
+    model = zero_lab.small_gpt2()
+    ddp = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=AdamW, lr=1e-3)
+    ids = zero_lab.token_ids(dist.get_rank())
+    zero_lab.one_step(ddp, optimizer, ids)
+    with Meter(model, optimizer) as meter:
+        zero_lab.one_step(ddp, optimizer, ids)
+    dist.destroy_process_group()
+    return meter.bytes_sent, sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_torchs_own_stage_1_moves_three_times_the_parameters():
+    """What the lesson says of it: a whole all-reduce, 2Ψ, and the updated weights, Ψ."""
+    ranks = launch(step_of_torchs_stage_1, num_processes=2, timeout=100, device="cpu")
+    assert sum(sent for sent, _ in ranks) / (4 * ranks[0][1]) == pytest.approx(3, rel=0.01)

@@ -40,6 +40,8 @@ def test_what_is_there_and_when(lesson, megabytes):
 
 def test_it_says_how_many_gathers_were_waited_for(lesson):
     """tests/lessons/test_slow_link.py counts them in virtual time; here a gather may be late, or a block slow."""
+    assert {name: sorted(waits)[2] for name, waits in lesson["waits_of_all_steps"].items()} == {
+        "without prefetch": lesson["waits_no_prefetch"], "with prefetch": lesson["waits_prefetch"]}
     assert 0 < lesson["waits_no_prefetch"] <= 2 * LAYERS + 1 and 0 < lesson["waits_prefetch"] <= 2 * LAYERS + 1
     assert says(lesson, "block of memory and took the waits from ")
 
