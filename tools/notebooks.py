@@ -95,7 +95,8 @@ def smaller(png: bytes) -> bytes:
     """The same figure in 96 colours, a large one in 48, chosen so that the few pixels of a rare one keep theirs."""
     squeezed = io.BytesIO()
     figure = Image.open(io.BytesIO(png)).convert("RGB")
-    figure = figure.quantize(96 if len(png) < LARGE_BYTES else 48, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    colours = 96 if len(png) < LARGE_BYTES else 48
+    figure = figure.quantize(colours, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     figure.save(squeezed, "PNG", optimize=True)
     return min(png, squeezed.getvalue(), key=len)
 
