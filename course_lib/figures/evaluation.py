@@ -13,14 +13,14 @@ def metric_by_ranks(ranks: Sequence[int], right: float, wrong: Mapping[str, Sequ
     Args:
         ranks: numbers of ranks, ascending.
         right: the metric over all rows, once each.
-        wrong: for each wrong way, its figure at each number of ranks.
+        wrong: for each wrong way, its value at each number of ranks.
         metric: its name.
     """
     values = [value for series in wrong.values() for n, value in zip(ranks, series, strict=True) if n > 1]
     furthest = max(values, key=lambda value: abs(value - right))
     better = sum(value > right for value in values)
     title = (f"The same model: {metric} off by up to {abs(furthest - right):.3f}, "
-             f"and {better} of {len(values)} wrong figures look better")
+             f"and {better} of {len(values)} wrong values look better")
     with canvas(title, width=7.6, height=3.6) as (figure, axes):
         axes.axhline(right, color=COLOURS["right"], linewidth=3)
         low, high = min([*values, right]), max([*values, right])

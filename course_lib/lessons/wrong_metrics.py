@@ -131,6 +131,11 @@ def confusion_matrix(predictions: torch.Tensor, references: torch.Tensor, num_la
 
 def macro_f1(confusion: torch.Tensor) -> float:
     """Right: the mean F1 of the classes, from counts over all rows; a class that never occurs counts as 0."""
+    return float(np.mean(f1_by_class(confusion)))
+
+
+def f1_by_class(confusion: torch.Tensor) -> list[float]:
+    """The F1 of every class, 2 hits / (predicted + actual), from counts over all rows: int64 [C, C]."""
     hits = confusion.diagonal().double()
     occurrences = confusion.sum(0) + confusion.sum(1)  # as a prediction and as a reference
-    return (2 * hits / occurrences.clamp(min=1)).mean().item()
+    return (2 * hits / occurrences.clamp(min=1)).tolist()

@@ -21,13 +21,29 @@ def test_the_short_cuts_are_off_and_within_their_limits(values):
     assert values["accuracy"] > 0.62, "the model has to beat the commonest class, 0.587"
     assert 0 < values["error_of_repeats"] <= 57 / 512
     assert 0 <= values["error_of_averaging"] <= 0.07
-    assert values["worst_macro_f1_error"] > 0.001 and 0 < values["look_better"] <= values["wrong_figures"] == 6
+    assert values["worst_macro_f1_error"] > 0.001 and 0 <= values["look_better"] <= values["wrong_values"] == 6
     assert values["rows_with_plain_gather"] == 512 and values["loss_error_with_plain_gather"] > 1e-4
     assert len(set(values["macro_f1_of_each_rank"])) == 2
 
 
 @pytest.mark.timeout(300)
+def test_the_page_says_what_the_score_hides(values):
+    """The sampling error, and a class that is never answered, stand beside the scores."""
+    confusion = values["confusion"]
+    assert sum(map(sum, confusion)) == 455
+    hits = sum(row[number] for number, row in enumerate(confusion))
+    assert values["accuracy"] == pytest.approx(hits / 455)
+    assert values["standard_error"] == pytest.approx((hits * (455 - hits)) ** 0.5 / 455**1.5)
+    assert values["standard_error"] > values["error_of_averaging"] > 0, "a reader would blame the sample"
+    unanswered = [number for number, column in enumerate(zip(*confusion, strict=True)) if not sum(column)]
+    assert values["never_predicted"] == [("negative", "neutral", "positive")[number] for number in unanswered]
+    assert [number for number, score in enumerate(values["f1_by_class"]) if not score] == unanswered
+    assert sum(values["f1_by_class"]) / 3 == pytest.approx(values["macro_f1"])
+
+
+@pytest.mark.timeout(300)
 def test_perplexities_and_bytes(values):
+    assert values["perplexity_on_ranks"] == pytest.approx(values["perplexity"], rel=1e-9)
     assert values["perplexity_from_mean_of_losses"] != pytest.approx(values["perplexity"], rel=1e-3)
-    assert values["mean_of_perplexities"] >= values["perplexity_from_mean_of_losses"]
+    assert values["mean_of_perplexities"] >= values["perplexity_from_mean_of_losses"], "Jensen"
     assert values["bytes_of_counts"] == 72 and values["bytes_of_rows"] == 455 * 24
