@@ -191,6 +191,7 @@ def test_the_quickstart_is_among_them():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_cpu_configuration_gives_two_processes_and_launches_do_not_collide(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text("from accelerate import Accelerator\nhere = Accelerator()\n"
@@ -201,7 +202,7 @@ def test_the_cpu_configuration_gives_two_processes_and_launches_do_not_collide(t
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         for launch in both:
-            said, _ = launch.communicate(timeout=100)
+            said, _ = launch.communicate(timeout=280)
             assert sorted(said.split("\n")) == ["", "rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]
             assert launch.returncode == 0
     finally:

@@ -32,6 +32,13 @@ from course_lib.launching.launch import RankError, RanksHung, launch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
+def is_tracker(process):
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended just now, or is a zombie: to be waited for
+        return False
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     """No process, descriptor or environment variable outlives a launch."""
@@ -39,8 +46,7 @@ def nothing_is_left():
     yield
     # Python's resource tracker is one process for all spawned ones, as is the fork server, and stays.
     server = multiprocessing.forkserver._forkserver._forkserver_pid
-    below = [p for p in psutil.Process().children(recursive=True)
-             if "resource_tracker" not in " ".join(p.cmdline()) and p.pid != server]
+    below = [p for p in psutil.Process().children(recursive=True) if p.pid != server and not is_tracker(p)]
     assert not psutil.wait_procs(below, timeout=60)[1]
     assert environment() == before[0]
     assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
