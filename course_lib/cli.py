@@ -30,6 +30,7 @@ from course_lib.commands import (
     evaluate,
     grade,
     plan,
+    progress,
     push,
     release,
     runs,
@@ -44,7 +45,7 @@ from course_lib.errors import EXIT_INTERRUPTED, ConfigError, CourseError, neares
 from course_lib.tracking.redact import redact
 
 COMMANDS = (train, evaluate, schedule, plan, simulate, select, bench, runs, dashboard, sweep, submit, push, check,
-            grade, release, doctor)
+            progress, grade, release, doctor)
 
 
 class Parser(argparse.ArgumentParser):

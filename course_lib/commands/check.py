@@ -86,4 +86,4 @@ def _check(task: "Task", source: str | None, path: Path) -> bool:
     if not callable(function):
         print(f"{task.name}: the answer defines no function {task.function}")
         return False
-    return not check(task.name, function).failed
+    return not check(task.name, function, folder=path.parent).failed

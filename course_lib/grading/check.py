@@ -10,13 +10,15 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from course_lib.errors import ConfigError, nearest
+from course_lib import learner_files
+from course_lib.errors import ConfigError, DataError, nearest
 from course_lib.grading.task import Case, Finding, Observation, Task, earned
 from course_lib.grading.tasks import TASKS
 from course_lib.launching.launch import RankError, RanksHung, launch
@@ -81,8 +83,13 @@ def task_of(name: str) -> Task:
     return TASKS[name]
 
 
-def check(name: str, function: Callable[..., Any]) -> Report:
-    """Run a learner's function on the public cases, and print which properties hold.
+def check(name: str, function: Callable[..., Any], *, folder: Path | None = None) -> Report:
+    """Run a learner's function on the public cases, print which properties hold, and keep the result for them.
+
+    Args:
+        name: of the exercise.
+        function: the learner's.
+        folder: that my_results.json is kept in; without it, in a notebook that somebody works in, beside the notebook.
 
     Raises:
         ConfigError: no such exercise.
@@ -91,7 +98,19 @@ def check(name: str, function: Callable[..., Any]) -> Report:
     task = task_of(name)
     report = examine(task, function, task.cases(random.Random(0)))
     print(report)
+    if folder is not None or learner_files.is_live():
+        keep(report, learner_files.results_file(folder))
     return report
+
+
+def keep(report: Report, file: learner_files.LearnerFile) -> None:
+    """Write down a report's points, in place of the exercise's last ones; a file in the way is one line."""
+    result = {"points": report.points, "of": sum(report.task.points.values()), "when": learner_files.now()}
+    try:
+        if said := file.change(lambda content: content.__setitem__(report.task.name, result)):
+            print(said)
+    except DataError as error:
+        print(error)
 
 
 def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> Report:

@@ -87,4 +87,4 @@ def is_close(answer: Any, value: Any, choices: Sequence[Any] = ()) -> bool:
         return answer == value
     if choices:
         return abs(answer - value) <= min(abs(choice - value) for choice in choices)
-    return abs(answer - value) <= max(0.1 * abs(value), 1e-6)
+    return abs(answer - value) <= max(0.1 * abs(value), 1e-6) * (1 + 1e-9)  # 1.1 is 10 % from 1, and rounds above it
