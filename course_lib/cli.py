@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if job := container.discover():
             argv = job.arguments(argv)
         args = parse(argv)
-        args.argv = argv
+        args.argv, args.main = argv, main
         return args.run(args)
     except CourseError as error:
         return report(str(error), error.exit_code)

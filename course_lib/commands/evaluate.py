@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := launch_environment.to_start(here, config.run.num_processes):
         from course_lib.commands.relaunch import relaunch
 
-        return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu")
+        return relaunch(missing, args, config)
     with importing():
         from course_lib.commands.report import print_scores
         from course_lib.training import run as runs

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         if here.asked:
             print(f"accelerate launch was asked for {missing} processes and started one: starting the {missing} here",
                   flush=True)
-        return relaunch(missing, args.argv, use_cpu=config.run.device == "cpu", output_dir=config.output_dir)
+        return relaunch(missing, args, config, output_dir=config.output_dir)
     if here.launched:
         interrupts.end_with_launcher()
     with importing():

@@ -121,7 +121,7 @@ def run_rank(job: RankJob, rank: int) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(job.ends)), LOCAL_WORLD_SIZE=str(len(job.ends)),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port), TORCHELASTIC_USE_AGENT_STORE="True",  # the caller hosts it
     )
-    _leave_caller()
+    leave_caller()
     gc.freeze()  # a collection would look through, and so copy, all that the caller had: most of a small step
     redirect_output(ends.output.fileno())
     faulthandler.register(STACK_SIGNAL, file=ends.stacks.fileno(), all_threads=True, chain=False)
@@ -148,7 +148,7 @@ def _outcome(job: RankJob, rank: int) -> Returned | Failure:
         return _failure(error)
 
 
-def _leave_caller() -> None:
+def leave_caller() -> None:
     """Cut what a forked process shares with the caller: terminal signals, exit handlers, the notebook's sockets."""
     os.setsid()
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux: a killed caller takes its ranks along

@@ -1,6 +1,7 @@
-"""A command's imports: nothing is collected while they run, and what they made is set aside for good."""
+"""A command's imports: which they are; nothing is collected meanwhile, and what they made is set aside for good."""
 
 import gc
+import subprocess
 import sys
 
 import pytest
@@ -59,3 +60,45 @@ def test_nothing_new_sets_nothing_aside_and_off_stays_off(module):
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+HEAVY = ("torch", "numpy", "pandas", "pyarrow", "pydantic", "yaml", "transformers", "accelerate", "datasets",
+         "huggingface_hub", "evaluate", "scipy.stats", "sklearn", "requests", "deepspeed", "matplotlib", "IPython",
+         "boto3", "wandb", "trackio", "torch.distributed.pipelining")
+LIGHT_COMMANDS = {  # what each brings in when it runs, of what is heavy
+    "schedule --schedule 1f1b --ranks 4 --microbatches 8": "",
+    "plan --model facebook/opt-6.7b --gpu A100-80 --gpus 8": "yaml",
+    "bench --list_models": "yaml",
+    "runs {folder}": "numpy pandas pyarrow",
+    "train --dataset": "",
+}
+BROUGHT_IN = """
+import sys
+from course_lib import cli
+try:
+    cli.main({arguments})
+except SystemExit:
+    pass
+print(*[name for name in {heavy} if name in sys.modules])
+"""
+
+
+def brought_in(program):
+    """The heavy packages that a new interpreter has imported when a program ends."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize("line", LIGHT_COMMANDS)
+def test_a_command_without_a_model_imports_no_torch(tmp_path, line):
+    arguments = line.format(folder=tmp_path).split()
+    assert brought_in(BROUGHT_IN.format(arguments=arguments, heavy=HEAVY)) == LIGHT_COMMANDS[line].split()
+
+
+def test_a_training_imports_what_it_uses_and_no_more():
+    """What the planner, the tracker, the metric of lesson 04, DeepSpeed and the figures need, a plain run does not."""
+    program = f"import sys, course_lib.training.run\nprint(*[name for name in {HEAVY} if name in sys.modules])"
+    used = set(brought_in(program))
+    assert used >= {"torch", "transformers", "accelerate", "datasets"}
+    assert not used & {"evaluate", "scipy.stats", "sklearn", "requests", "deepspeed", "matplotlib", "IPython", "wandb",
+                       "trackio", "torch.distributed.pipelining"}

@@ -1,5 +1,6 @@
 """SIGTERM, SIGUSR1 and Ctrl-C: all ranks save the same step, an exit code says so, and twice means now."""
 
+import argparse
 import functools
 import json
 import multiprocessing
@@ -16,9 +17,12 @@ import torch
 from accelerate.commands import launch as launch_module
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from course_lib.commands.relaunch import relaunch
+from course_lib.commands import relaunch
 from course_lib.config import build
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, TrainingInterrupted
+from course_lib.launching import forks
+from course_lib.launching.cores import usable_cores
+from course_lib.launching.forked_ranks import SIGNALS
 from course_lib.launching.forks import end_openmp_threads
 from course_lib.launching.interrupts import NOTE, StopRequest, end_with_launcher, exit_code, leave_note
 from course_lib.launching.launch import launch
@@ -136,15 +140,86 @@ def test_twice_means_now():
     (signal.SIGUSR1, True, EXIT_RESUME), (signal.SIGTERM, True, EXIT_RESUME), (signal.SIGTERM, False, 143),
     (signal.SIGINT, False, EXIT_INTERRUPTED)])
 def test_the_launcher_passes_the_signals_on_and_ends_with_the_ranks_code(tmp_path, monkeypatch, number, saved, code):
-    def launched(_):
+    def launched(arguments):
         assert "SIGUSR1" in os.environ["PET_SIGNALS_TO_HANDLE"].split(",")
+        assert arguments.training_script_args == ["train"]
         if saved:
             leave_note(tmp_path, 3)
         raise SignalException("", signal.Signals(number))
 
+    # As on GPUs, where ranks are not forked.
+    monkeypatch.setattr(forks, "why_not_fork", lambda device: "a GPU was used")
     monkeypatch.setattr(launch_module, "launch_command", launched)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert relaunch(2, ["train"], use_cpu=True, output_dir=tmp_path) == code
+    args = argparse.Namespace(argv=["train"], main=None)
+    assert relaunch.relaunch(2, args, config(tmp_path), output_dir=tmp_path) == code
+
+
+def rank_to_signal(arguments):
+    """A rank that says that it is there, and what it is told; or one that ends or fails of itself."""
+    folder, does = arguments
+    rank = os.environ["RANK"]
+    if does == "raises" and rank == "1":
+        raise RuntimeError("a defect")
+    if does == "fails" and rank == "1":
+        return 3
+    told = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: told.append(number))
+    (folder / f"ready-{rank}").write_text(f"{os.getpid()} {torch.get_num_threads()} {os.environ['WORLD_SIZE']}")
+    while not told and does != "ends":
+        time.sleep(0.01)
+    (folder / f"told-{rank}").write_text(str(told))
+    return 0
+
+
+def launched_apart(folder, does):
+    """A launcher of two such ranks in a process of its own, which ends with the code of the command."""
+    def launch_them():
+        with open(folder / "stderr", "w") as said:
+            os.dup2(said.fileno(), 2)
+        sys.excepthook = lambda *error: print("told:", error[1], file=sys.__stderr__, flush=True)
+        os.environ.pop("OMP_NUM_THREADS", None)
+        args = argparse.Namespace(argv=(folder, does), main=rank_to_signal)
+        os._exit(relaunch.relaunch(2, args, config(folder), output_dir=folder))
+
+    end_openmp_threads()
+    launcher = multiprocessing.get_context("fork").Process(target=launch_them)
+    launcher.start()
+    return launcher
+
+
+def ready(folder, launcher):
+    """Process id, threads and world size of each rank, once it is there."""
+    end, files = time.monotonic() + 60, [folder / f"ready-{rank}" for rank in range(2)]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert launcher.is_alive() and time.monotonic() < end
+        time.sleep(0.01)
+    return [[int(word) for word in file.read_text().split()] for file in files]
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_the_forked_ranks_are_told_each_signal_once(tmp_path, number):
+    launcher = launched_apart(tmp_path, "waits")
+    ranks = ready(tmp_path, launcher)
+    assert len({os.getsid(pid) for pid, *_ in ranks} - {os.getsid(0)}) == 2, "Ctrl-C in a terminal is the launcher's"
+    assert [rank[1:] for rank in ranks] == [[max(1, usable_cores() // 2), 2]] * 2
+    os.kill(launcher.pid, number)
+    launcher.join(60)
+    assert launcher.exitcode == (EXIT_INTERRUPTED if number == signal.SIGINT else 128 + number)
+    assert [(tmp_path / f"told-{rank}").read_text() for rank in range(2)] == [f"[{int(number)}]"] * 2
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(("does", "code", "told"), [("ends", 0, ""), ("fails", 3, ""),
+                                                    ("raises", 1, "told: a defect\n")])
+def test_a_forked_ranks_own_end_is_the_commands(tmp_path, does, code, told):
+    launcher = launched_apart(tmp_path, does)
+    launcher.join(60)
+    assert launcher.exitcode == code
+    assert told in (tmp_path / "stderr").read_text()
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
 
 
 def train_for_ever(folder):

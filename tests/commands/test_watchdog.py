@@ -16,13 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def ranks_of(process):
-    """The training processes below a launcher, by rank."""
-    children = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        environ = child.environ()
-        if "RANK" in environ:
-            children.setdefault(int(environ["RANK"]), child)
-    return children
+    """The training processes that a launcher started, by rank: it forks them in that order."""
+    started = psutil.Process(process.pid).children()
+    return dict(enumerate(sorted(started, key=lambda rank: (rank.create_time(), rank.pid))))
 
 
 def is_alive(process):
@@ -44,6 +40,7 @@ def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what, seconds):
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     ranks, below = ranks_of(process), psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) == 2
     ranks[1].send_signal(fault)
     _, left = psutil.wait_procs(ranks.values(), timeout=150)
     assert not left, "a stopped rank is ended, and a death is seen before the watchdog's hour is over"

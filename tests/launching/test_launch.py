@@ -264,14 +264,14 @@ def test_a_hang_ends_with_every_ranks_stack():
 
 @pytest.mark.parametrize("stuck", [{0, 1}, {1}])
 def test_ranks_that_hang_before_they_have_started_are_ended_too(monkeypatch, stuck):
-    leave = rank_process._leave_caller
+    leave = rank_process.leave_caller
 
     def hang():
         if rank() in stuck:
             time.sleep(300)
         leave()
 
-    monkeypatch.setattr(rank_process, "_leave_caller", hang)
+    monkeypatch.setattr(rank_process, "leave_caller", hang)
     with pytest.raises(RanksHung) as error:
         launch(rank, timeout=8)  # in which the other has started
     assert {r for r in (0, 1) if "it had not started" in error.value.stacks[r]} == stuck

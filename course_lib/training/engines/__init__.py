@@ -11,36 +11,41 @@ from course_lib.training.engines.base import Engine
 
 def build_engine(config: Config) -> Engine:
     """The engine that a config names; what it cannot do here it refuses when it connects."""
+    return engine_class(config)(config)
+
+
+def engine_class(config: Config) -> type[Engine]:
+    """The class of the engine that a config names, its module imported."""
     strategy, engine = config.parallel.strategy, config.parallel.chosen_engine
     # Each module is imported where it is used: DeepSpeed alone takes seconds.
     if config.run.training_type == "basic":
         from course_lib.training.engines.single_process import SingleProcess
 
-        return SingleProcess(config)
+        return SingleProcess
     if config.run.training_type == "pipeline":
         from course_lib.training.engines.pipeline import PipelineEngine
 
-        return PipelineEngine(config)
+        return PipelineEngine
     if engine == "deepspeed":
         from course_lib.training.engines.with_deepspeed import DeepSpeedZero
 
-        return DeepSpeedZero(config)
+        return DeepSpeedZero
     if engine == "accelerate":
         from course_lib.training.engines.with_torch import AccelerateFSDP
 
-        return AccelerateFSDP(config)
+        return AccelerateFSDP
     if engine == "scratch":
         from course_lib.training.engines.from_scratch import Scratch
 
-        return Scratch(config)
+        return Scratch
     if strategy == "zero1":
         from course_lib.training.engines.with_torch import TorchZero1
 
-        return TorchZero1(config)
+        return TorchZero1
     if strategy != "ddp":
         from course_lib.training.engines.with_torch import TorchFSDP
 
-        return TorchFSDP(config)
+        return TorchFSDP
     from course_lib.training.engines.accelerate_ddp import AccelerateDDP
 
-    return AccelerateDDP(config)
+    return AccelerateDDP

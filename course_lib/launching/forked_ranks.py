@@ -1,0 +1,138 @@
+"""Forks this process into N ranks that run a command, passes signals on to them, and tells how they ended.
+
+For a command line: ranks have no labels, no return values and no time limit, but exit codes, and time to save when they
+are asked to stop. `course_lib.launching.launch` is for functions of a notebook or a script.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+import torch
+from torch.distributed import TCPStore
+
+from course_lib.launching import forks
+from course_lib.launching.rank_process import leave_caller
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""What is passed on to the ranks."""
+OTHERS_END = 30.0
+"""Seconds between a rank's failure, when the others get SIGTERM, and SIGKILL."""
+
+
+@dataclass
+class RanksEnded:
+    """How the ranks of a command ended.
+
+    Attributes:
+        signal: the first that this process got and passed on, else None.
+        code: exit code of the first rank that failed, -N where signal N ended it; 0 where none did.
+    """
+
+    signal: int | None = None
+    code: int = 0
+
+
+@dataclass
+class _Launcher:
+    ranks: list[BaseProcess]
+    grace: float
+    ended: RanksEnded = field(default_factory=RanksEnded)
+    deadline: float | None = None
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.ended.signal = self.ended.signal or number
+        self._tell(number, self.grace)
+
+    def wait(self) -> RanksEnded:
+        """Wait for all; the first failure, or the signal that was passed on, gives the others some time."""
+        alive = {rank.sentinel: rank for rank in self.ranks}
+        while alive:
+            ended = wait(list(alive), self._seconds_left())
+            for rank in [alive.pop(sentinel) for sentinel in list(alive) if sentinel in ended]:
+                rank.join()
+                if rank.exitcode and not self.ended.code:
+                    self.ended.code = rank.exitcode
+                    if self.ended.signal is None:
+                        self._tell(signal.SIGTERM, OTHERS_END)
+            if alive and self._seconds_left() == 0:
+                self._tell(signal.SIGKILL, self.grace)
+        return self.ended
+
+    def _seconds_left(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def _tell(self, number: int, seconds: float) -> None:
+        if self.deadline is None or number == signal.SIGKILL:
+            self.deadline = time.monotonic() + seconds
+        for rank in self.ranks:
+            if rank.pid is not None and rank.exitcode is None:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(rank.pid, number)
+
+
+def run_forked(main: Callable[[], int], num_processes: int, *, threads: int | None, grace: float) -> RanksEnded:
+    """Call ``main()`` in ranks that are forked from here, with the environment of a process group over this machine.
+
+    What they need is best imported before: they share it. Call it in the main thread.
+
+    Args:
+        main: gives a rank's exit code.
+        num_processes: ranks.
+        threads: of each rank's torch; None to leave them.
+        grace: seconds between a signal that is passed on and SIGKILL.
+    """
+    # Here, so that its port is the system's choice and no rank is its host.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    forks.end_openmp_threads()
+    context = multiprocessing.get_context("fork")
+    ranks: list[BaseProcess] = [
+        context.Process(target=_rank, args=(main, rank, num_processes, store.port, threads))
+        for rank in range(num_processes)]
+    launcher = _Launcher(ranks, grace)
+    # A signal that comes before a rank has handlers of its own waits until it has.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = {number: signal.signal(number, launcher.pass_on) for number in SIGNALS}
+    try:
+        for rank in ranks:
+            rank.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        return launcher.wait()
+    finally:
+        _restore(before.items())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _restore(handlers: Iterable[tuple[int, object]]) -> None:
+    for number, handler in handlers:
+        signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]  # None: it was not Python's
+
+
+def _rank(main: Callable[[], int], rank: int, num_processes: int, port: int, threads: int | None) -> None:
+    """What a forked rank does, as a new interpreter would: its own signals, exit functions and exit code."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes), LOCAL_WORLD_SIZE=str(num_processes),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",  # the launcher hosts it
+    )
+    leave_caller()
+    _restore((number, signal.SIG_DFL) for number in SIGNALS if number != signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if threads and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    try:
+        code = main()
+    except Exception:  # as Python ends; here multiprocessing would write it, with the keys that the hook hides
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    finally:
+        atexit._run_exitfuncs()
+    sys.exit(code)
