@@ -50,7 +50,7 @@ def test_shape(lesson):
     assert all(text.count("\n") + 1 <= 40 for text in long)
     words = len(re.sub(r"<[^>]+>|`[^`]*`", " ", prose).split())
     code_words = sum(len(cell.source.split()) for cell in code if cell.source.split("\n", 1)[0] not in subject)
-    assert 1.5 <= words / code_words <= 9.5, f"{words / code_words:.1f} words of prose per word of code"
+    assert 1.25 <= words / code_words <= 9.5, f"{words / code_words:.1f} words of prose per word of code"
 
 
 def test_committed_with_outputs(lesson):
@@ -66,7 +66,7 @@ def test_committed_with_outputs(lesson):
 
 
 LAUNCHERS = {"launch", "launch_privately"}
-ON_THE_CPU = {"00_start_here": 1, "04_distributed_evaluation": 1, "08_tensor_and_hybrid": 2}
+ON_THE_CPU = {"00_start_here": 1, "04_distributed_evaluation": 2, "08_tensor_and_hybrid": 2}
 """Launches whose ranks compute on the CPU whatever the lesson's device is: one would need more GPUs than ranks have."""
 
 
@@ -89,7 +89,7 @@ def test_ranks_take_the_lessons_device():
         cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
         devices[name] = Counter(device for cell in cells if cell.cell_type == "code" and "%" not in cell.source[:1]
                                 for device in devices_of(cell.source))
-    assert sum(counts.total() for counts in devices.values()) == 34
+    assert sum(counts.total() for counts in devices.values()) == 35
     others = {name: counts.total() - counts["device"] for name, counts in devices.items() if set(counts) - {"device"}}
     assert others == ON_THE_CPU
     assert {device for counts in devices.values() for device in counts} == {"device", "'cpu'"}
