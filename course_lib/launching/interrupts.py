@@ -32,23 +32,6 @@ _watched = False
 _RESUME_VOTE = 1 << 20  # more than there are ranks, so that a sum of votes tells the two kinds apart
 
 
-class StoppedAtOnce(KeyboardInterrupt):
-    """A second wish: the process is to end now, without a checkpoint.
-
-    Args:
-        number: the second signal's.
-    """
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
-
-    @property
-    def exit_code(self) -> int:
-        """What a shell says of a process that the signal ended."""
-        return 128 + self.number
-
-
 class StopRequest:
     """Whether this process was asked to stop, and by which signal first."""
 
@@ -75,7 +58,8 @@ def exit_code(votes: int) -> int:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Collect SIGINT, SIGTERM and SIGUSR1 while the block runs; a second wish raises StoppedAtOnce there and then.
+    """Collect SIGINT, SIGTERM and SIGUSR1 while the block runs; a second wish raises KeyboardInterrupt there and
+    then, with the signal's number as its argument.
 
     A rank that waits in a collective runs no Python handler. So a thread of each rank reads the signals too, and ends
     it with 128 + the signal's number where the second wish has not ended it within PATIENCE seconds.
@@ -92,7 +76,7 @@ def stop_requests() -> Iterator[StopRequest]:
         if request.signal is None:
             request.signal, first_at = number, time.monotonic()
         elif time.monotonic() > first_at + SAME_WISH:
-            raise StoppedAtOnce(number)
+            raise KeyboardInterrupt(number)
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:

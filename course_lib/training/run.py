@@ -17,7 +17,6 @@ from course_lib.data.cache import progress_bars
 from course_lib.errors import DataError, TrainingInterrupted
 from course_lib.launching import launch_environment
 from course_lib.launching.determinism import PROMISE, deterministic
-from course_lib.launching.interrupts import StoppedAtOnce
 from course_lib.system import machine
 from course_lib.system.seeding import seed_everything
 from course_lib.training import baselines, launchfiles
@@ -60,12 +59,14 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
     with run_folder.held(config.output_dir) if is_main else contextlib.nullcontext():
         try:
             return _trained(config, callbacks, is_main)
-        except StoppedAtOnce as stopped:
-            kept = checkpoint.in_order(config.output_dir)
+        except KeyboardInterrupt as stopped:
+            if not stopped.args:  # before training, or after it: nothing to go on with
+                raise
+            number, kept = signal.Signals(stopped.args[0]), checkpoint.in_order(config.output_dir)
             raise TrainingInterrupted(
-                f"stopped at once by a second {signal.Signals(stopped.number).name}; "
+                f"stopped at once by a second {number.name}; "
                 + (f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint"),
-                "go on with --resume_from_checkpoint auto", stopped.exit_code) from None
+                "go on with --resume_from_checkpoint auto", 128 + number) from None
 
 
 def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def test_the_phases_are_those_of_the_device(gpus):
     _, summary = gpus.run(steps_of, {"training_type": "basic"}, gpus=1, environment=SLOW)
     phases, seconds = summary["train"]["phases"], summary["train"]["seconds"]
     assert set(phases) == {"data", "forward", "backward", "optimizer"}
-    assert 0.7 * seconds < sum(phases.values()) < 1.01 * seconds
+    # Launches alone would be a tenth; what a busy host adds lies between the phases.
+    assert 0.3 * seconds < sum(phases.values()) < 1.01 * seconds
     assert phases["backward"] > phases["forward"] > phases["data"]
 
 

@@ -88,5 +88,5 @@ def test_the_map_knows_the_lessons_that_are_here(values):
 def test_each_error_is_the_one_that_the_text_explains(values):
     assert values["too_many_ranks"].startswith("LaunchError: asked for 99 ranks on GPUs, and there are ")
     assert values["folder_taken"].startswith("ConfigError: output_dir ")
-    assert "already holds a run: give --overwrite_output_dir" in values["folder_taken"]
+    assert "already holds a run: go on with --resume_from_checkpoint auto" in values["folder_taken"]
     assert values["hang"].startswith("RanksHung: 1 rank was still running after 3 s")

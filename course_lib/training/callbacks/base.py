@@ -64,7 +64,8 @@ def evaluated(line: Mapping[str, Any]) -> str:
 
 def shows_bar(config: Config) -> bool:
     """Whether a progress bar is wanted and there is somebody to see it: a terminal, or a notebook's own process."""
-    in_notebook = "ipykernel" in sys.modules and "RANK" not in os.environ
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    in_notebook = hasattr(shell, "kernel") and "RANK" not in os.environ
     return config.run.progress_bar and (sys.stderr.isatty() or in_notebook)
 
 

@@ -23,7 +23,7 @@ model = AutoModelForCausalLM.from_config(config)
 folder = Path(sys.argv[1])
 engine = AccelerateDDP(Config())
 engine.accelerator = Accelerator(cpu=True)
-engine.wrapped = engine.accelerator.prepare(model)
+engine.model, engine.wrapped = model, engine.accelerator.prepare(model)
 assert engine.bare_model() is model
 write_model(folder / "ours", engine.bare_model(), model.state_dict(), tokenizer, "# a card")
 imported = ["deepspeed" in sys.modules]
