@@ -231,7 +231,7 @@ def trained(tmp_path, runs, ranks=2):
     return {name: [results[name] for results in every] for name in runs}
 
 
-OFF = {"desync_check": "off"}
+OFF = {"desync_check": "off", "desync_steps": 100}
 DISAGREEMENTS = {
     "config": ({"rank_1": {"learning_rate": 2e-3}}, "`learning_rate` is 0.001 on rank 0 and 0.002 on rank 1"),
     "data": ({"plant": ("on_connect", another_label)},

@@ -55,7 +55,7 @@ RUNS = {  # strategy, more options, step and deed
     "zero3": ("zero3", {}, None),
     "zero1 changed": ("zero1", {}, (2, one_element)),
     "zero2 changed": ("zero2", {}, (2, one_element)),
-    "zero1 unguarded": ("zero1", {"desync_check": "off", "max_steps": 2}, (2, one_element)),
+    "zero1 unguarded": ("zero1", {"desync_check": "off", "desync_steps": 100, "max_steps": 2}, (2, one_element)),
     "zero1 between": ("zero1", {}, (1, one_element)),
     "zero3 changed": ("zero3", {}, (2, one_element_of_the_shard)),
     "zero3 ahead": ("zero3", {}, (2, ahead)),
