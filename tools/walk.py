@@ -62,8 +62,13 @@ def walk(strategy: str, engine: str) -> list[tuple[str, str]]:
 
 
 def _second_step(values: dict[str, Any]) -> list[tuple[str, str]]:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     from course_lib.training.run import build_trainer
 
+    # This process may have trained by fast kernels before: transformers' attention is its own again.
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
     trainer, _ = build_trainer(build(values))
     step, calls = trainer.train_step, []
 
