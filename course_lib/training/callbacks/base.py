@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from course_lib import learner_files
 from course_lib.config import Config
 from course_lib.training.checkpoints import checkpoint
 from course_lib.writing import JsonLines
@@ -64,8 +65,7 @@ def evaluated(line: Mapping[str, Any]) -> str:
 
 def shows_bar(config: Config) -> bool:
     """Whether a progress bar is wanted and there is somebody to see it: a terminal, or a notebook's own process."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    in_notebook = hasattr(shell, "kernel") and "RANK" not in os.environ
+    in_notebook = learner_files.is_live() and "RANK" not in os.environ
     return config.run.progress_bar and (sys.stderr.isatty() or in_notebook)
 
 
