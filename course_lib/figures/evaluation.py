@@ -31,7 +31,7 @@ def metric_by_ranks(ranks: Sequence[int], right: float, wrong: Mapping[str, Sequ
         shown = -1.0
         for value, name, colour in ends:
             shown = max(value, shown + room)  # labels of lines that end close together step aside
-            end_label(axes, ranks[-1], shown, name, colour)
+            end_label(axes, ranks[-1] + 0.1, shown, name, colour)  # where the axes end
         for (_, series), colour in coloured:
             axes.plot(ranks, series, "o--", color=colour)
         axes.set(xlabel="ranks", ylabel=metric, xticks=list(ranks))
