@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from course_lib.errors import LaunchError
 from course_lib.launching import forks
 from course_lib.launching.netns import CLONE_NEWNET, NAMESPACE, call_libc, new_network
+from course_lib.launching.rank_process import forget_accelerators
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x00020000, 0x04000000
 MS_REC, MS_PRIVATE, MS_BIND = 0x4000, 0x40000, 0x1000
@@ -217,6 +218,7 @@ def _new_host(switch: int, name: str, names: Path) -> None:
 def _on_host(call: Callable[[], Any], host: Host) -> None:
     _join(host.keeper)
     os.environ.update(host.environment)
+    forget_accelerators()
     call()
 
 

@@ -148,6 +148,14 @@ def _outcome(job: RankJob, rank: int) -> Returned | Failure:
         return _failure(error)
 
 
+def forget_accelerators() -> None:
+    """Let a forked process make an Accelerator of its own, whatever its caller made for itself."""
+    state = sys.modules.get("accelerate.state")
+    if state:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 def leave_caller() -> None:
     """Cut what a forked process shares with the caller: terminal signals, exit handlers, the notebook's sockets."""
     os.setsid()
@@ -156,10 +164,7 @@ def leave_caller() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit._clear()
-    state = sys.modules.get("accelerate.state")
-    if state:  # an Accelerator that the caller made for itself: the rank is to make its own
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+    forget_accelerators()
     shell = sys.modules.get("IPython.core.interactiveshell")
     if shell and shell.InteractiveShell.initialized():
         # display() prints from here on, and what is imported later sees a plain Python.

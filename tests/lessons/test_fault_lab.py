@@ -4,10 +4,12 @@ import math
 import re
 
 import pytest
+import torch
 
-from course_lib.launching.launch import RanksHung
+from course_lib.launching.launch import RanksHung, launch
 from course_lib.lessons.faults import lab, numerical_faults
 from course_lib.lessons.faults.tools import TORCH_RECORDER, WATCHDOG
+from course_lib.training.cpu_kernels import keep_freed_memory
 from tests.virtual_time import VirtualTime
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
@@ -126,3 +128,17 @@ def test_torchs_recorder_and_the_watchdogs_agree():
     assert [state.sequence for state in watched.reports[0].states] == [4, 3, 4]
     assert [entries[-1]["collective_seq_id"] for entries in recorded.records] == [4, 3, 4]
     assert TORCH_RECORDER.named(lab.run(scenario, RANKS, "fixed")) == set(), "where nobody records"
+
+
+def room_beside_freed_memory():
+    """Whether 512 MiB are refused and 64 given where 256 are left, after malloc kept a GiB of what was freed."""
+    keep_freed_memory()
+    del [torch.empty(2**30, dtype=torch.uint8)][:]
+    numerical_faults._leave_room(2**28)
+    with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate 536870912 bytes"):
+        torch.empty(2**29, dtype=torch.uint8)
+    return torch.empty(2**26, dtype=torch.uint8).nbytes
+
+
+def test_freed_memory_that_a_process_has_kept_is_no_room():
+    assert launch(room_beside_freed_memory, num_processes=1, device="cpu", timeout=60) == [2**26]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 
 from course_lib import cli
 from course_lib.config import build
@@ -125,6 +126,21 @@ def meet(folder, host, head):
     found = torchrun(total, nodes=(3, 3), ranks=1, endpoint=f"{head.name}:29400", is_head=host == head,
                      address=host.address)
     (folder / f"{host.name}.json").write_text(json.dumps(list(found.values())))
+
+
+def joined_before(folder):
+    (folder / "joined").write_text(str(PartialState._shared_state != {}))
+
+
+def test_a_host_knows_nothing_of_the_accelerator_that_its_caller_made(three, tmp_path):
+    """Ranks that inherited it would each believe that they are alone."""
+    PartialState(cpu=True)
+    try:
+        assert codes([three[0].start(joined_before, tmp_path)]) == [0]
+        assert PartialState._shared_state, "the caller keeps its own"
+    finally:
+        PartialState._reset_state()
+    assert (tmp_path / "joined").read_text() == "False"
 
 
 def test_torchrun_meets_across_hosts_with_names_and_addresses_of_their_own(three, tmp_path):

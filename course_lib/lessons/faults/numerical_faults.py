@@ -1,10 +1,11 @@
 """Five faults of lesson 10 with their cures: a straggler, a NaN, diverging parameters, no memory, a full disk."""
 
+import contextlib
 import math
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,20 @@ def _leave_room(size: int) -> None:
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + min(size, free)) / total)
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + size, hard))
+    process, (_, hard) = psutil.Process(), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms, hard))
+    _taken.extend(_kept_by_malloc(size))
+    resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms + size, hard))
+
+
+_taken: list[Tensor] = []
+
+
+def _kept_by_malloc(size: int) -> Iterator[Tensor]:
+    """Blocks that malloc has of what was freed before the fork: it gives them without asking the system for room."""
+    with contextlib.suppress(RuntimeError):  # the first that it would have to ask for is the last
+        while True:
+            yield torch.empty(size, dtype=torch.uint8)
 
 
 def full_disk(folder: Path) -> str:
