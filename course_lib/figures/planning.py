@@ -6,10 +6,11 @@ import ipywidgets as widgets
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_lib.figures.diagrams.memory import KIND_COLOURS
 from course_lib.figures.explorer import Explorer
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
 from course_lib.planning.hardware import Accelerator
-from course_lib.planning.memory import RUNTIME, Memory, estimate
+from course_lib.planning.memory import RUNTIME, USABLE, Memory, estimate
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Engine, Plan
 from course_lib.planning.strategy_map import Place
@@ -19,9 +20,6 @@ FAMILY_COLOURS = {"DDP": "#56B4E9", "ZeRO-1": "#B7E3D4", "ZeRO-2": "#66C2A5", "Z
 ENGINES: dict[str, tuple[Engine, int]] = {"DDP": ("ddp", 0), "ZeRO-1": ("deepspeed", 1), "ZeRO-2": ("deepspeed", 2),
                                           "ZeRO-3": ("deepspeed", 3), "FSDP": ("fsdp", 3)}
 """Engine and ZeRO stage by the name of a data-parallel strategy."""
-KIND_COLOURS = {"parameters": COLOURS["parameters"], "gradients": COLOURS["gradients"],
-                "optimizer": COLOURS["optimizer states"], "activations": COLOURS["activations"],
-                "logits": "#8C4D76", "buffers": COLOURS["communication"]}
 
 
 def strategy_map(places: Sequence[Sequence[Place]], gpu: str) -> Figure:
@@ -33,7 +31,7 @@ def strategy_map(places: Sequence[Sequence[Place]], gpu: str) -> Figure:
     """
     empty = sum(place.best is None for row in places for place in row)
     whole = sum(len(row) for row in places)
-    title = f"{gpu}: what fits, and what is fastest ({empty} of {whole} places hold nothing)"
+    title = f"{gpu}: what fits, and what is fastest (nothing fits in {empty} of {whole} cells)"
     with canvas(title, width=8.2, height=0.52 * len(places) + 1.3) as (figure, axes):
         for y, row in enumerate(places):
             for x, place in enumerate(row):
@@ -70,7 +68,7 @@ def memory(predicted: Mapping[str, float], measured: Mapping[str, float], title:
 
     Args:
         predicted: bytes by kind, by formula.
-        found: bytes by the same kinds, simulated or measured.
+        measured: bytes by the same kinds, simulated or measured.
         title: the finding.
         name: what the solid bars are.
     """
@@ -92,27 +90,41 @@ def memory(predicted: Mapping[str, float], measured: Mapping[str, float], title:
 
 
 def rank(held: Memory, chip: Accelerator, title: str) -> Figure:
-    """What one rank holds, by formula, as a bar over the GPU's whole memory."""
-    with canvas(title, height=1.7) as (figure, axes):
-        left = 0.0
-        for kind, size in {**held.at_peak(), "CUDA": float(RUNTIME)}.items():
-            colour = KIND_COLOURS.get(kind, COLOURS["neutral"])
-            axes.barh(0, size / 2**30, left=left, height=0.6, **PREDICTED, edgecolor=colour)
-            if size > 0.05 * chip.memory:
-                axes.annotate(kind, (left + size / 2**31, 0), ha="center", va="center", fontsize=8, fontweight="bold",
-                              color=colour, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
-            left += size / 2**30
-        axes.axvline(chip.memory / 2**30, color=COLOURS["wrong"], linewidth=2)
-        axes.annotate(chip.name, (chip.memory / 2**30, 0.36), xytext=(-4, 0), textcoords="offset points",
-                      ha="right", color=COLOURS["wrong"], fontsize=9)
-        axes.set(yticks=[], xlabel="GiB on one rank, by formula", ylim=(-0.45, 0.5),
-                 xlim=(0, 1.08 * max(left, chip.memory / 2**30)))
+    """What one rank holds at its peak, by formula: a row per kind, each beginning where the one above ends.
+
+    Two lines are the limits: what :meth:`course_lib.planning.memory.Memory.fits` lets tensors fill, and the GPU's
+    whole memory.
+    """
+    gib = 2**30
+    kinds = {"CUDA and libraries": float(RUNTIME), **held.at_peak()}
+    usable, whole = usable_bytes(chip) / gib, chip.memory / gib
+    total = sum(kinds.values()) / gib
+    with canvas(title, height=3.0) as (figure, axes):
+        left, room = 0.0, 1.42 * max(total, whole)
+        for row, (kind, size) in enumerate(kinds.items()):
+            axes.barh(row, size / gib, left=left, height=0.72, **PREDICTED,
+                      edgecolor=KIND_COLOURS.get(kind, COLOURS["neutral"]))
+            left += size / gib
+            axes.text(left + 0.008 * room, row, f"{kind} {size / gib:.1f}", va="center", fontsize=9, zorder=4,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})
+        for limit, style in ((usable, "--"), (whole, "-")):
+            axes.axvline(limit, color=COLOURS["wrong"], linewidth=1.6, linestyle=style, zorder=3)
+        axes.text(usable - 0.008 * room, -0.85, f"usable {usable:.1f}", ha="right", va="center", fontsize=9,
+                  color=COLOURS["wrong"])
+        axes.text(whole + 0.008 * room, -0.85, f"{chip.name} {whole:.1f}", va="center", fontsize=9,
+                  color=COLOURS["wrong"])
+        axes.set(yticks=[], xlabel="GiB on one rank, by formula", xlim=(0, room), ylim=(len(kinds) - 0.5, -1.3))
         axes.grid(visible=False)
     return figure
 
 
-def memory_view(model: Model, chip: Accelerator, strategy: str, ranks: int, micro_batch: int, sequence_length: int,
-                recompute: bool) -> tuple[str, Figure]:
+def usable_bytes(chip: Accelerator) -> float:
+    """Bytes up to which a rank may fill a GPU, with what CUDA takes: the limit of ``Memory.fits``."""
+    return RUNTIME + (chip.memory - RUNTIME) * USABLE
+
+
+def memory_view(model: Model, chip: Accelerator, strategy: str, ranks: int, micro_batch: int, accumulation: int,
+                sequence_length: int, recompute: bool, compiled: bool) -> tuple[str, Figure]:
     """What a rank holds under a data-parallel strategy, in words and drawn.
 
     Args:
@@ -121,26 +133,35 @@ def memory_view(model: Model, chip: Accelerator, strategy: str, ranks: int, micr
         strategy: a key of ``ENGINES``.
         ranks: GPUs.
         micro_batch: sequences of one rank.
+        accumulation: micro-batches of one step.
         sequence_length: tokens.
         recompute: every block's activations in the backward pass.
+        compiled: by torch.compile, as the search's layouts are.
     Raises:
         ConfigError: there is no such plan.
     """
     engine, stage = ENGINES[strategy]
     plan = Plan(sequence_length, engine=engine, stage=stage, data=ranks, micro_batch=micro_batch,
-                checkpointing="full" if recompute else "none")
+                accumulation=accumulation, checkpointing="full" if recompute else "none", compiled=compiled)
     held = estimate(model, plan)
     verdict = "fits" if held.fits(chip.memory) else "does not fit"
-    text = f"{model.name}, {plan.strategy} on {ranks} ranks: {held.total / 2**30:.1f} GiB per rank"
-    return text, rank(held, chip, f"{plan.strategy} on {ranks} x {chip.name}: {verdict}")
+    how = "compiled" if compiled else "not compiled"
+    title = f"{plan.strategy} on {ranks} x {chip.name}, {how}: {verdict}"
+    text = (f"{model.name}, {title}. {held.total / 2**30:.1f} GiB per rank, and {RUNTIME / 2**30:.1f} that CUDA takes; "
+            f"{usable_bytes(chip) / 2**30:.1f} are usable")
+    return text, rank(held, chip, title)
 
 
-def memory_explorer(model: Model, chip: Accelerator) -> Explorer:
-    """What :func:`memory_view` draws, above its sliders."""
+def memory_explorer(model: Model, chip: Accelerator, plan: Plan) -> Explorer:
+    """What :func:`memory_view` draws, above its controls, which begin at a data-parallel plan."""
+    def powers(most: int, value: int) -> widgets.SelectionSlider:
+        return widgets.SelectionSlider(options=sorted({2**n for n in range(most + 1)} | {value}), value=value)
+
+    strategy = next(name for name, engine in ENGINES.items() if engine == (plan.engine, plan.stage))
     controls: dict[str, widgets.Widget] = {
-        "strategy": widgets.Dropdown(options=list(ENGINES), value="FSDP"),
-        "ranks": widgets.SelectionSlider(options=[2**n for n in range(11)], value=8),
-        "micro_batch": widgets.SelectionSlider(options=[2**n for n in range(7)], value=4),
-        "sequence_length": widgets.SelectionSlider(options=[2**n for n in range(7, 16)], value=2048),
-        "recompute": widgets.Checkbox(value=False)}
+        "strategy": widgets.Dropdown(options=list(ENGINES), value=strategy),
+        "ranks": powers(10, plan.data), "micro_batch": powers(6, plan.micro_batch),
+        "accumulation": powers(6, plan.accumulation), "sequence_length": powers(15, plan.sequence_length),
+        "recompute": widgets.Checkbox(value=plan.checkpointing == "full"),
+        "compiled": widgets.Checkbox(value=plan.compiled)}
     return Explorer(controls, lambda **chosen: memory_view(model, chip, **chosen))

@@ -7,22 +7,44 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
 
 from course_lib.errors import ConfigError
-from course_lib.figures.diagrams import collectives, data_parallel, pipelines, sharding, states, tensors
+from course_lib.figures.diagrams import (
+    collectives,
+    data_parallel,
+    meeting,
+    memory,
+    pipelines,
+    sharding,
+    states,
+    tensors,
+)
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.marks import contrast
 from course_lib.parallel import collectives as real_collectives
 from course_lib.parallel.pipeline.actions import v_shape
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import simulate
-from course_lib.planning.memory import zero_model_states
+from course_lib.planning.memory import Memory, zero_model_states
 
+GIB = 2**30
+SHARDED = Memory(0.5 * GIB, 0.5 * GIB, 1 * GIB, 12 * GIB, 3 * GIB, 2.5 * GIB, gradients_wait=False)
+WAITING = Memory(4 * GIB, 4 * GIB, 8 * GIB, 10 * GIB, 5 * GIB, 0)
+SMALL_BATCH = Memory(0.5 * GIB, 4 * GIB, 1 * GIB, 1 * GIB, 0.5 * GIB, 1 * GIB, gradients_wait=False)
 DRAWN = {
     "ring": [lambda n=n: collectives.ring(n) for n in (2, 3, 4)],
     "all_reduce_in_two": [lambda n=n: collectives.all_reduce_in_two(n) for n in (2, 3, 4, 5)],
     "buckets": [data_parallel.buckets, lambda: data_parallel.buckets(bucket_size=4, send_per_unit=0.5),
                 lambda: data_parallel.buckets({"a": 2, "b": 2, "c": 2})],
+    "dealing": [data_parallel.dealing, lambda: data_parallel.dealing(24, 4, 2), lambda: data_parallel.dealing(10, 4, 3),
+                lambda: data_parallel.dealing(5, 2, 4), lambda: data_parallel.dealing(8, 4, 1)],
+    "no_sync": [lambda n=n: data_parallel.no_sync(n) for n in (2, 4, 5)],
+    "rendezvous": [meeting.rendezvous, lambda: meeting.rendezvous(1, 2), lambda: meeting.rendezvous(2, 3),
+                   lambda: meeting.rendezvous(1, 1)],
+    "step_memory": [lambda h=h, n=n: memory.step_memory(h, n) for h, n in (
+        (SHARDED, 4), (SHARDED, 2), (SHARDED, 6), (WAITING, 4), (SMALL_BATCH, 4))],
     "who_holds_what": [lambda n=n: sharding.who_holds_what(n) for n in (2, 3, 4)],
     "fsdp_cuts": [lambda n=n: sharding.fsdp_cuts(ranks=n) for n in (2, 3, 4)],
     "hybrid": [sharding.hybrid, lambda: sharding.hybrid(3, 2), lambda: sharding.hybrid(2, 8)],
@@ -210,6 +232,47 @@ def test_buckets_leave_in_the_librarys_order_when_their_last_gradient_is_there()
         (0, 1, 3), (1, 5, 13), (2, 13, 19)]
 
 
+@pytest.mark.parametrize("held", [SHARDED, WAITING, SMALL_BATCH], ids=["sharded", "waiting", "small batch"])
+def test_the_highest_column_of_a_step_is_the_formulas_peak(held):
+    columns = {}
+    for box in memory.step_memory(held).boxes:
+        if box.means[0] != "key":
+            number, phase, kind, size = box.means
+            columns.setdefault((number, phase), {})[kind] = size
+    totals = {column: sum(kinds.values()) for column, kinds in columns.items()}
+    assert max(totals.values()) == held.total and len(columns) == 10
+    peak = max(totals, key=totals.get)[1]
+    assert peak == ("backward" if held is SMALL_BATCH else "loss")
+    first, last = columns[0, "forward"], columns[9, "update"]
+    assert first["activations"] == held.activations / 4 and ("gradients" in first) == held.gradients_wait
+    assert last == {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
+
+
+@pytest.mark.parametrize(("rows", "batch_size", "ranks"), [(10, 4, 2), (24, 4, 2), (10, 4, 3),
+                                                           (5, 2, 4), (8, 4, 1), (9, 4, 3)])
+def test_rows_are_dealt_as_accelerate_deals_them(rows, batch_size, ranks):
+    sampler = BatchSampler(range(rows), batch_size, drop_last=False)
+    dealt = data_parallel.dealt_rows(rows, batch_size, ranks)
+    assert dealt == [list(BatchSamplerShard(sampler, ranks, rank)) for rank in range(ranks)]
+    diagram = data_parallel.dealing(rows, batch_size, ranks)
+    drawn = [box.means[1:] for box in diagram.boxes if box.means[0] == "dealt"]
+    assert sorted(row for *_, row, again in drawn if not again) == list(range(rows)), "each row once, and again dashed"
+    assert len(drawn) == sum(len(batch) for batches in dealt for batch in batches)
+
+
+def test_no_sync_leaves_one_all_reduce():
+    kinds = [box.means for box in data_parallel.no_sync(3).boxes if box.means[0] != "lane"]
+    assert [number for lane, number, kind in kinds if kind == "all-reduce" and lane == 0] == [0, 1, 2]
+    assert [number for lane, number, kind in kinds if kind == "all-reduce" and lane == 1] == [2]
+
+
+def test_every_rank_asks_the_store_of_rank_0():
+    diagram = meeting.rendezvous(2, 2)
+    assert [box.means[1:] for box in diagram.boxes if box.means[0] == "rank"] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    for verb in ("starts", "asks"):
+        assert [arrow.means[1] for arrow in diagram.arrows if arrow.means[0] == verb] == [0, 1, 2, 3]
+
+
 def test_hybrid_links_a_row_for_shards_and_a_column_for_copies():
     diagram = sharding.hybrid(2, 3)
     shard_of = dict(box.means for box in diagram.boxes if box.means)
@@ -232,7 +295,9 @@ def test_the_v_is_the_librarys_placement():
 
 @pytest.mark.parametrize("draw", [lambda: collectives.ring(1), lambda: collectives.ring(9),
                                   lambda: sharding.who_holds_what(8), lambda: sharding.fsdp_cuts({"a": (9, 9)}),
-                                  lambda: data_parallel.buckets({"a": 1})])
+                                  lambda: data_parallel.buckets({"a": 1}), lambda: data_parallel.dealing(99),
+                                  lambda: data_parallel.no_sync(9), lambda: meeting.rendezvous(3),
+                                  lambda: memory.step_memory(SHARDED, 9)])
 def test_what_does_not_fit_on_the_page_is_refused(draw):
     with pytest.raises(ConfigError, match="a diagram"):
         draw()

@@ -1,4 +1,4 @@
-"""Diagrams of data parallelism: when buckets leave, and what no_sync saves."""
+"""Diagrams of data parallelism: who gets which rows, when buckets leave, and what no_sync saves."""
 
 from collections.abc import Mapping
 
@@ -7,8 +7,8 @@ import torch
 from course_lib.errors import ConfigError
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT
-from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH
-from course_lib.figures.style import COLOURS
+from course_lib.figures.diagrams.marks import EMPTY, GREY, MARGIN, SMALL, WIDTH, tint
+from course_lib.figures.style import COLOURS, SERIES
 from course_lib.parallel.ddp import in_buckets
 
 LAYERS = {"embedding": 3, "block 0": 2, "block 1": 2, "block 2": 2, "head": 1}
@@ -78,4 +78,102 @@ def buckets(layers: Mapping[str, int] | None = None, bucket_size: int = 3, first
     diagram.text(finish, lower + 52, "backward ends", SMALL, colour=GREY)
     diagram.text(left + 4, (top + 36 + lower) / 2, "full", SMALL, "start", SENT)
     diagram.time_axis(left, left + max(end, total) * scale, lower + 68)
+    return diagram
+
+
+def dealt_rows(rows: int, batch_size: int, ranks: int) -> list[list[list[int]]]:
+    """Row numbers by rank and round, as Accelerate deals the batches of a loader.
+
+    Batch k goes to rank k modulo the ranks. The last round is filled up from the first rows, so that every rank has
+    as many whole batches.
+
+    Source: ``accelerate.data_loader.BatchSamplerShard`` with its default ``even_batches``.
+    """
+    rounds = -(-rows // (batch_size * ranks))
+    order = [place % rows for place in range(rounds * ranks * batch_size)]
+    batches = [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
+    return [batches[rank::ranks] for rank in range(ranks)]
+
+
+def dealing(rows: int = 10, batch_size: int = 4, ranks: int = 2) -> Diagram:
+    """Which rank computes which rows, and which rows are computed twice.
+
+    Args:
+        rows: of the data, at most 24.
+        batch_size: rows of a batch of the loader, 1 to 6.
+        ranks: 1 to 4.
+    Raises:
+        ConfigError: it does not fit on the page.
+    """
+    dealt = dealt_rows(rows, batch_size, ranks)
+    rounds = len(dealt[0])
+    if not (0 < rows <= 24 and 1 <= batch_size <= 6 and 1 <= ranks <= 4 and rounds * batch_size <= 16):
+        raise ConfigError(f"a diagram of {rows} rows in batches of {batch_size} on {ranks} ranks",
+                          "take at most 24 rows, batches of 1 to 6, 1 to 4 ranks and 16 rows per rank")
+    computed = ranks * rounds * batch_size
+    diagram = Diagram(
+        f"{ranks} rank{'s' * (ranks > 1)} compute{'s' * (ranks == 1)} {computed} rows of {rows}: "
+        + (f"the last round repeats {computed - rows}" if computed > rows
+           else "no row comes twice"),
+        f"A lane of {rows} rows, cut into batches of {batch_size}. Below it a lane per rank: in each round a rank "
+        "takes the next batch. What is missing in the last round is filled up with the first rows again, drawn dashed; "
+        "gather_for_metrics drops those.")
+    left, top = 72.0, diagram.head + 12
+    size = min(26.0, (WIDTH - MARGIN - left) / rows)
+    diagram.text(left - 8, top + 14, "the data", anchor="end")
+    for row in range(rows):
+        owner = row // batch_size % ranks
+        diagram.box(left + row * size, top, size - 2, 28, str(row), fill=tint(SERIES[owner], 0.35), stroke="none",
+                    size=SMALL, means=("data", row, owner))
+    gap, seen = 40.0, set[int]()
+    pitch = batch_size * 26.0 + gap
+    for number in range(rounds):
+        x = left + number * pitch
+        diagram.text(x + batch_size * 13.0, top + 52, f"round {number + 1}", SMALL, colour=GREY)
+        for rank in range(ranks):
+            y = top + 66 + rank * 38
+            if not number:
+                diagram.text(left - 8, y + 14, f"rank {rank}", anchor="end")
+            for position, row in enumerate(dealt[rank][number]):
+                again = row in seen
+                seen.add(row)
+                fill = EMPTY if again else tint(SERIES[rank], 0.35)
+                diagram.box(x + position * 26, y, 24, 28, str(row), fill=fill, stroke=GREY if again else "none",
+                            dashed=again, size=SMALL, means=("dealt", rank, number, row, again))
+    if computed > rows:
+        diagram.text(left, top + 80 + ranks * 38, "dashed: repeated, so that every rank has a whole batch; "
+                     "gather_for_metrics drops these rows", SMALL, "start", GREY)
+    return diagram
+
+
+def no_sync(micro_batches: int = 4, all_reduce: float = 1.5) -> Diagram:
+    """A step of several micro-batches on one rank, with an all-reduce after each backward pass, and with one.
+
+    Args:
+        micro_batches: 2 to 5.
+        all_reduce: time of an all-reduce of the whole gradient, in units of a forward pass; a backward pass takes 2.
+    Raises:
+        ConfigError: too few or too many micro-batches.
+    """
+    if not 2 <= micro_batches <= 5:
+        raise ConfigError(f"a diagram of {micro_batches} micro-batches", "take 2 to 5")
+    diagram = Diagram(
+        f"With no_sync the gradient travels once per step; without it {micro_batches} times",
+        f"Two lanes over time, each with {micro_batches} forward and backward passes. In the upper lane an all-reduce "
+        "follows every backward pass; in the lower one only the last, and the step ends earlier.")
+    left, top = 92.0, diagram.head + 12
+    scale = (WIDTH - MARGIN - left) / (micro_batches * (3 + all_reduce))
+    for lane, (name, every) in enumerate((("without", True), ("with no_sync", False))):
+        y, clock = top + lane * 62, 0.0
+        diagram.lane(y, name, left, WIDTH - MARGIN, 40)
+        for number in range(micro_batches):
+            parts = [("F", 1.0, COLOURS["forward"]), ("B", 2.0, COLOURS["backward"])]
+            if every or number == micro_batches - 1:
+                parts.append(("all-reduce", all_reduce, SENT))
+            for kind, length, colour in parts:
+                label = kind if len(kind) == 1 or length * scale > 66 else "all-\nreduce"
+                diagram.box(left + clock * scale, y, length * scale, 40, label, fill=colour, size=SMALL,
+                            means=(lane, number, kind))
+                clock += length
+    diagram.time_axis(left, WIDTH - MARGIN, top + 116)
     return diagram
