@@ -22,6 +22,9 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check what was found, or list what there is."""
+    cells = _parsed(args.file, args.tasks) if args.file is not None else None
+    if cells is not None and not any(cells.values()):
+        return EXIT_FAILED  # none of them is Python: said already, without the seconds that torch's import takes
     from course_lib.grading.tasks import TASKS
 
     if args.file is None:
@@ -34,12 +37,55 @@ def run(args: argparse.Namespace) -> int:
         if name not in TASKS:
             raise ConfigError(f"no exercise `{name}`", nearest(name, TASKS))
     sources = _sources(args.file, TASKS)
-    chosen = wanted or list(sources)
+    broken = {name for name in TASKS if (cells or {}).get(TASKS[name].grade_id) is False}
+    chosen = [name for name in wanted or list(sources) if name not in broken]
     if not chosen:
         raise DataError(f"{args.file} has no answer to any exercise",
                         "give it an exercise notebook, or a .py file that defines an exercise's function")
     held = [_check(TASKS[name], sources.get(name), args.file) for name in chosen]
-    return 0 if all(held) else EXIT_FAILED
+    return 0 if all(held) and not broken else EXIT_FAILED
+
+
+def _parsed(path: Path, tasks: str | None) -> dict[str, bool] | None:
+    """By grade_id, whether a notebook's answer cells are Python; what is wrong with one that is not is printed.
+
+    Args:
+        tasks: names with commas between: the others' cells are not looked at.
+    Returns:
+        None: not a notebook, or one that `_sources` refuses.
+    Raises:
+        DataError: a script that is not Python.
+    """
+    import ast
+    import json
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            ast.parse(text, str(path))
+            return None
+        cells = json.loads(text)["cells"]
+        answers = {cell["metadata"]["nbgrader"]["grade_id"]: "".join(cell["source"]) for cell in cells
+                   if cell.get("metadata", {}).get("nbgrader", {}).get("solution")}
+    except SyntaxError as error:
+        raise DataError(_not_python(str(path), error)) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    wanted = {name.strip().replace(".", "-") for name in tasks.split(",")} if tasks else set(answers)
+    parsed: dict[str, bool] = {}
+    for name in (name for name in answers if name in wanted):
+        try:
+            ast.parse(answers[name])
+            parsed[name] = True
+        except SyntaxError as error:
+            parsed[name] = False
+            print(_not_python(name.replace("-", ".", 1), error), flush=True)
+    return parsed or None
+
+
+def _not_python(where: str, error: SyntaxError) -> str:
+    shown = f", `{error.text.strip()[:80]}`" if error.text and error.text.strip() else ""
+    return f"{where}: line {error.lineno} is not Python ({error.msg}){shown}"
 
 
 def _sources(path: Path, tasks: "dict[str, Task]") -> dict[str, str]:
@@ -53,11 +99,9 @@ def _sources(path: Path, tasks: "dict[str, Task]") -> dict[str, str]:
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8", "save it as UTF-8") from None
     if path.suffix == ".py":
-        try:
-            tree = ast.parse(text, str(path))
-        except SyntaxError as error:
-            raise DataError(f"{path}, line {error.lineno}: {error.msg}") from None
-        defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        tree = ast.parse(text, str(path))
+        defined = {node.name for node in tree.body
+                   if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
         return {name: text for name, task in tasks.items() if task.function in defined}
     from nbformat.reader import NotJSONError
 
@@ -71,16 +115,18 @@ def _sources(path: Path, tasks: "dict[str, Task]") -> dict[str, str]:
 
 def _check(task: "Task", source: str | None, path: Path) -> bool:
     """Run one answer and print its report; whether it has all points."""
+    from course_lib.grading import own_code
     from course_lib.grading.check import check
 
     if source is None:
         print(f"{task.name}: {path} has no answer to it")
         return False
     scope: dict[str, Any] = {"__name__": "answer"}
+    file = own_code.registered(f"answer {task.name}", source)
     try:
-        exec(compile(source, str(path), "exec", dont_inherit=True), scope)  # the learner's own, on their own machine
+        exec(compile(source, file, "exec", dont_inherit=True), scope)  # the learner's own, on their own machine
     except Exception as error:  # whatever the learner's code raises is for them to read
-        print(f"{task.name}: the cell raised {type(error).__name__}: {error}")
+        print(f"{task.name}: the cell raised {own_code.told(error, file)}")
         return False
     function = scope.get(task.function)
     if not callable(function):

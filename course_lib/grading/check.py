@@ -5,11 +5,13 @@ All cases run in one launch: for each, the ranks that it needs make a process gr
 
 import contextlib
 import datetime
+import functools
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,33 @@ from torch.distributed.rendezvous import rendezvous
 
 from course_lib import learner_files
 from course_lib.errors import ConfigError, DataError, nearest
+from course_lib.grading import hang_report, own_code
 from course_lib.grading.task import Case, Finding, Observation, Task, earned
 from course_lib.grading.tasks import TASKS
+from course_lib.hangs.rank_state import RankState
 from course_lib.launching.launch import RankError, RanksHung, launch
 
 SECONDS_PER_CASE = 10.0
 """That a rank waits for another in a collective."""
+NOT_RUN = "not run, after a case in which ranks waited in vain"
+_pages: list[RankState] = []
+"""By rank, what it does, in memory that forked ranks share with this process."""
 
 
 @dataclass(frozen=True)
 class CheckJob:
-    """One case to run with one function."""
+    """One case to run with one function.
+
+    Attributes:
+        answer: number of the answer that it is a case of: once its ranks have waited in vain, the rest is not run.
+        seconds: that a rank waits for another in a collective.
+    """
 
     task: Task
     function: Callable[..., Any]
     case: Case
+    answer: int = 0
+    seconds: float = SECONDS_PER_CASE
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,8 @@ class Report:
                      if not all(finding.holds for finding in self.findings if finding.property == name))
 
     def __str__(self) -> str:
-        lines = [f"{self.task.name}: {self.points} of {sum(self.task.points.values())} points"]
+        whole = sum(self.task.points.values())
+        lines = [f"{self.task.name}: {self.points} of {whole} points"]
         told: set[tuple[str, str]] = set()
         for name, points in self.task.points.items():
             miss = next((finding for finding in self.findings if finding.property == name and not finding.holds), None)
@@ -69,6 +84,10 @@ class Report:
                 told.add((miss.expected, miss.found))
                 where = "" if miss.rank is None or not self.task.needs_ranks else f" on rank {miss.rank}"
                 lines.append(f"       expected{where}: {miss.expected}; found: {miss.found}")
+                lines += [f"       {line}" for line in [*miss.note.splitlines(), miss.case] if line]
+        if self.task.most(self.failed) < whole and self.points:
+            point = ", ".join(f"`{name}`" for name in self.task.essential if name in self.failed)
+            lines.append(f"  without {point}, which is the point of it, at most {self.task.most(self.failed)} points")
         return "\n".join(lines)
 
 
@@ -115,18 +134,46 @@ def keep(report: Report, file: learner_files.LearnerFile) -> None:
 
 def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> Report:
     """Run a function on cases, and judge what was observed. A function that hangs or ends its process fails."""
-    jobs = [CheckJob(task, function, case) for case in cases]
+    jobs = [CheckJob(task, function, case, seconds=SECONDS_PER_CASE) for case in cases]
+    file = own_code.file_of(function)
+    whole = cases[:1] if len(cases) == 1 else ()  # what has hung or died is not known by case
     try:
         observed = observe(jobs, stream=True)
     except RanksHung as hung:
-        frame = f" in {function.__name__}\n"
-        inside = [rank for rank, stack in hung.stacks.items() if frame in stack] or list(hung.stacks)
-        late: Observation = {"error": "still in the function when the time was over"}
-        observed = [[late if rank in inside else {} for rank in range(max(inside) + 1)] for _ in jobs]
+        own = {rank: line for rank, stack in hung.stacks.items() if (line := own_code.last_line(stack, file))}
+        inside = own or dict.fromkeys(hung.stacks, "the function")
+        late = [{"error": f"still in {inside[rank]} when the time was over"} if rank in inside else {}
+                for rank in range(max(inside) + 1)]
+        return Report(task, tuple(_unplaced(task, finding, whole) for finding in task.judge(cases[0], late)))
     except RankError as error:
-        observed = [[{"error": str(error).splitlines()[0]}] for _ in jobs]
-    return Report(task, tuple(finding for job, seen in zip(jobs, observed, strict=True)
-                              for finding in task.judge(job.case, seen)))
+        said = str(error).splitlines()[0]
+        dead = re.search(r"rank (\d+)", said)
+        why = hang_report.explain(_pages, file, int(dead[1]) if dead else None) if task.needs_ranks else ""
+        seen: list[Observation] = [{"error": f"{said}: {why}" if why else said}]
+        return Report(task, tuple(_unplaced(task, finding, whole) for finding in task.judge(cases[0], seen)))
+    findings = []
+    for number, (job, seen) in enumerate(zip(jobs, observed, strict=True), 1):
+        if any(one.get("error") == NOT_RUN for one in seen):
+            continue
+        if task.needs_ranks and job.case.world_size > 1 and _waited_in_vain(seen):
+            why = hang_report.explain(_pages[: job.case.world_size], file)
+            said = f"a hang: {why}" if why else f"a rank waited {SECONDS_PER_CASE:.0f} s for another in vain"
+            seen = [{"error": said}] * job.case.world_size
+        findings += [replace(finding, case=finding.case and f"case {number} of {len(jobs)}: {finding.case}")
+                     for finding in task.judge(job.case, seen)]
+    return Report(task, tuple(findings))
+
+
+def _unplaced(task: Task, finding: Finding, cases: Sequence[Case]) -> Finding:
+    """A finding of a launch as a whole: of one case only where there was but one."""
+    return finding if cases else replace(finding, case="")
+
+
+def _waited_in_vain(seen: Sequence[Observation]) -> bool:
+    """Whether the first rank that failed in a case did so because it waited for another too long."""
+    errors = [one for one in seen if "error" in one]
+    first = min(errors, key=lambda one: one.get("at", 0.0), default=None)
+    return first is not None and hang_report.WAITED.search(first["error"]) is not None
 
 
 def observe(jobs: Sequence[CheckJob], stream: bool = False) -> list[list[Observation]]:
@@ -142,11 +189,20 @@ def observe(jobs: Sequence[CheckJob], stream: bool = False) -> list[list[Observa
         if not chosen:
             continue
         ranks = max(jobs[i].case.world_size for i in chosen)
+        if needs_ranks:
+            _share_pages(ranks)
         per_rank = launch(_observe_on_rank, [jobs[i] for i in chosen], num_processes=ranks, device="cpu", stream=stream,
                           timeout=_seconds(len(chosen)))
         for place, i in enumerate(chosen):
             observed[i] = [per_rank[rank][place] for rank in range(jobs[i].case.world_size)]
     return observed
+
+
+def _share_pages(ranks: int) -> None:
+    """New pages for the ranks to come."""
+    for page in _pages:
+        page.close()
+    _pages[:] = [RankState() for _ in range(ranks)]
 
 
 def _seconds(jobs: int) -> float:
@@ -167,7 +223,16 @@ def _observe_on_rank(jobs: Sequence[CheckJob]) -> list[Observation | None]:
             continue
         meeting = Meeting(dist.PrefixStore(f"case {number}", store), rank, world, 2 * _seconds(len(jobs)))
         meeting.meet("begin")  # the others may still be busy with a case that this rank has no part in
-        observed.append(_observe_case(job, meeting) if job.task.needs_ranks else _observe_function(job, rank))
+        if not job.task.needs_ranks:
+            observed.append(_observe_function(job, rank))
+            continue
+        stopped = f"answer {job.answer} stopped"
+        if rank == 0:  # one decides for all
+            meeting.store.set("decided", str(int(store.check([stopped]))))
+        if meeting.store.get("decided") == b"1":
+            observed.append({"error": NOT_RUN})
+            continue
+        observed.append(_observe_case(job, meeting, functools.partial(store.set, stopped, "")))
     return observed
 
 
@@ -191,17 +256,20 @@ class Meeting:
                         datetime.timedelta(seconds=self.seconds))
 
 
-def _observe_case(job: CheckJob, meeting: Meeting) -> Observation:
+def _observe_case(job: CheckJob, meeting: Meeting, stop: Callable[[], None]) -> Observation:
     """One rank's part in a case, in a process group of the case's ranks.
 
     A rank whose function has returned stays until the others' have: its connections are theirs. One that failed leaves
-    at once, so that nobody waits for it.
+    at once, so that nobody waits for it; one that waited in vain says `stop`.
     """
+    page = _pages[meeting.rank] if meeting.rank < len(_pages) else RankState()
     dist.init_process_group("gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.world_size,
-                            timeout=datetime.timedelta(seconds=SECONDS_PER_CASE))
+                            timeout=datetime.timedelta(seconds=job.seconds))
     meeting.meet("connected")
     try:
-        seen = _observe_function(job, meeting.rank)
+        seen = _observe_function(job, meeting.rank, page)
+        if "error" in seen and hang_report.WAITED.search(seen["error"]):
+            stop()
         if "error" in seen:
             meeting.arrive("end")
         else:
@@ -212,9 +280,10 @@ def _observe_case(job: CheckJob, meeting: Meeting) -> Observation:
     return seen
 
 
-def _observe_function(job: CheckJob, rank: int) -> Observation:
+def _observe_function(job: CheckJob, rank: int, page: RankState | None = None) -> Observation:
     """What is observed of the function; what it raises is an error text."""
     try:
-        return job.task.observe(job.function, job.case, rank)
+        with hang_report.recorded(page) if page else contextlib.nullcontext():
+            return job.task.observe(job.function, job.case, rank)
     except Exception as error:  # whatever the learner's code raises is what was observed
-        return {"error": f"{type(error).__name__}: {error}"[:300], "at": time.monotonic()}
+        return {"error": own_code.told(error, own_code.file_of(job.function)), "at": time.monotonic()}

@@ -61,8 +61,32 @@ def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-
                                           atol=tolerance * max(1e-3, float(np.abs(right).max()))):
             worst = np.unravel_index(int(np.argmax(np.nan_to_num(np.abs(actual - right), nan=np.inf))), right.shape)
             where = f"{key}[{', '.join(map(str, worst))}]" if worst else key
-            return Miss(f"{where} = {right[worst]:.5g}", f"{actual[worst]:.5g}", rank)
+            return Miss(f"{where} = {right[worst]:.5g}", f"{actual[worst]:.5g}", rank,
+                        ratio(actual, right, len(expected)))
     return None
+
+
+def ratio(actual: np.ndarray, right: np.ndarray, ranks: int) -> str:
+    """What is to be said where all numbers are the same multiple of the right ones; empty where they are not."""
+    if not np.any(right) or not np.all(np.isfinite(actual)):
+        return "" if np.all(np.isfinite(actual)) else "there are numbers among them that are not finite"
+    if not np.any(actual):
+        return "all of it is zero"
+    factor = float((actual * right).sum() / (right * right).sum())
+    if not np.allclose(actual, factor * right, rtol=1e-3, atol=1e-5 * float(np.abs(right).max())):
+        return ""
+    number = _FACTORS.get(round(factor, 4), f"{factor:.4g} times")
+    said = f"each number is {number} the expected one"
+    if ranks > 1 and abs(factor - ranks) < 1e-3 * ranks:
+        return f"{said}, on {ranks} ranks: a sum over them, not a mean?"
+    if ranks > 1 and abs(factor * ranks - 1) < 1e-3:
+        return f"{said}, on {ranks} ranks: divided by their number once too often?"
+    if abs(factor + 1) < 1e-3:
+        return "each number has the wrong sign"
+    return said
+
+
+_FACTORS = {2.0: "twice", 3.0: "3 times", 4.0: "4 times", 0.5: "half of", 0.25: "a quarter of"}
 
 
 def result(key: str, oracle: Any, tolerance: float = 1e-4) -> Rule:

@@ -11,10 +11,14 @@ from typing import Any
 
 from course_lib.errors import DataError
 from course_lib.grading import masters
-from course_lib.grading.check import CheckJob, Report, observe
+from course_lib.grading.check import SECONDS_PER_CASE, CheckJob, Report, observe
 from course_lib.grading.hidden import hidden_cases, load, solutions_folder
+from course_lib.grading.own_code import registered
 from course_lib.grading.task import Task
 from course_lib.grading.tasks import TASKS
+
+PATIENCE = 2.0
+"""Seconds that a rank of a wrong answer waits for another: most of those that wait do so in vain."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Planted:
         task: name of the task.
         name: what is wrong with it.
         loses: the property that shows it.
-        old: text of the solution.
+        old: text of the solution; empty where the whole of it is another.
         new: what stands in its place.
     """
 
@@ -41,6 +45,8 @@ class Planted:
         Raises:
             DataError: the solution does not hold the text just once.
         """
+        if not self.old:
+            return self.new
         if solution.count(self.old) != 1:
             raise DataError(f"planted answer `{self.name}` of {self.task}: its text stands "
                             f"{solution.count(self.old)} times in the solution", "give a longer piece of it")
@@ -78,7 +84,7 @@ def planted(folder: Path) -> list[Planted]:
 def function_of(task: Task, source: str) -> Callable[..., Any]:
     """The function that an answer cell of our own defines. Learners' sources are never run like this."""
     namespace: dict[str, Any] = {}
-    exec(compile(source, f"<{task.name}>", "exec"), namespace)
+    exec(compile(source, registered(f"answer {task.name}", source), "exec"), namespace)
     return namespace[task.function]
 
 
@@ -94,9 +100,10 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
     jobs: list[list[CheckJob]] = []
     drawn = {task.name: [*task.cases(random.Random(0)), *hidden_cases(task, random.Random(seed), folder)]
              for task in chosen}
-    for task, _, _, source in answers:
+    for number, (task, answer, _, source) in enumerate(answers):
         function = function_of(task, source)
-        jobs.append([CheckJob(task, function, case) for case in drawn[task.name]])
+        patience = SECONDS_PER_CASE if answer == "solution" else PATIENCE
+        jobs.append([CheckJob(task, function, case, number, patience) for case in drawn[task.name]])
     observed = iter(observe([job for group in jobs for job in group]))
     rows = []
     for (task, answer, loses, _), mine in zip(answers, jobs, strict=True):

@@ -123,7 +123,7 @@ def answers_in(name: str, data: bytes, tasks: Mapping[str, Task]) -> dict[str, s
     if name.endswith(".py"):
         text = _text(data)
         return {task.name: _functions_of(text) for task in tasks.values()
-                if re.search(rf"^(async )?def {task.function}\b", text, re.MULTILINE)
+                if re.search(rf"^(class|def|async def) {task.function}\b", text, re.MULTILINE)
                 or re.search(rf"^{task.function}\s*=", text, re.MULTILINE)}
     try:
         cells = json.loads(_text(data))["cells"]

@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from course_lib.grading import trusted_peer
+from course_lib.grading import own_code, trusted_peer
 from course_lib.grading.serialize import NotPlain, pack, unpack
 from course_lib.grading.task import Case, Task
 
@@ -36,7 +36,8 @@ LENGTH = struct.Struct("<Q")
 WIRE = -1
 READY = b"ready"
 GRACE_SECONDS = 2.0  # for the other ranks, when one has failed: some may still have something to say
-ERROR_CHARACTERS = 300
+ERROR_CHARACTERS = 400
+ANSWER = "<answer>"  # what its text is compiled under
 THREADS = 8  # a process; the kernel counts threads where it limits processes
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
@@ -216,7 +217,8 @@ def _be_rank(task: Task, job: dict[str, Any], join: Callable[[], None], world_si
     except NotPlain as error:
         _send(writer, pack({"error": f"returned what is not plain data: {error}"[:ERROR_CHARACTERS]}))
     except BaseException as error:  # SystemExit too: what an answer raises is its result
-        _send(writer, pack({"error": f"raised {type(error).__name__}: {error}"[:ERROR_CHARACTERS]}))
+        said = own_code.told(error, ANSWER, job["source"])
+        _send(writer, pack({"error": f"raised {said}"[:ERROR_CHARACTERS]}))
     finally:
         os._exit(0)
 
@@ -247,7 +249,7 @@ def _join(job: dict[str, Any], number: int, rank: int, world_size: int) -> None:
 def _function(source: str, name: str) -> Callable[..., Any]:
     """Run the answer's text, and take the function of that name."""
     scope: dict[str, Any] = {"__name__": "answer"}
-    exec(compile(source, "<answer>", "exec", dont_inherit=True), scope)
+    exec(compile(source, ANSWER, "exec", dont_inherit=True), scope)
     if not callable(scope.get(name)):
         raise NameError(f"the answer defines no function {name}")
     return scope[name]

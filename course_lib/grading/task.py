@@ -5,7 +5,7 @@ plain data, and hold the oracle. So nothing that a learner's code can reach deci
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,6 +13,10 @@ import numpy as np
 
 Plain: TypeAlias = Any
 """None, bool, int, float, str, a list or dict of these, or a numpy array: all that crosses a process border."""
+
+
+MAX_DESCRIBED = 220
+"""Characters of a case in words."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class Miss:
         expected: in a few words.
         found: likewise.
         rank: the first rank that shows it; None where it is no rank's own.
+        note: what helps to understand it: a ratio, a drawing; may have several lines.
     """
 
     expected: str
     found: str
     rank: int | None = None
+    note: str = ""
 
 
 class Malformed(Exception):
@@ -61,6 +67,8 @@ class Finding:
         rank: the rank that shows that it does not; None where it holds or is no rank's own.
         expected: in a few words; empty where it holds.
         found: likewise.
+        note: as of a `Miss`.
+        case: the case in words, such as `described` gives; empty where it holds or nobody is to know.
     """
 
     property: str
@@ -68,6 +76,8 @@ class Finding:
     rank: int | None
     expected: str
     found: str
+    note: str = ""
+    case: str = ""
 
 
 Observation: TypeAlias = Mapping[str, Plain]
@@ -123,6 +133,8 @@ class Task:
         own: inputs of which each rank has its own part, each with what a rank is given of it in the sandbox: what the
             others hold can only reach it from them.
         met: for a mean by all-reduces; None: each rank is the learner's.
+        essential: properties that are the point of the exercise: without one of them an answer earns at most a third
+            of the points (`most`). None of them: its parts are exercises of their own.
     """
 
     name: str
@@ -138,6 +150,16 @@ class Task:
     needs_ranks: bool = True
     own: Mapping[str, Part] = field(default_factory=dict)
     met: Met | None = None
+    essential: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = set(self.essential) - set(self.properties)
+        assert not unknown, f"{self.name} has no properties {unknown}"
+
+    def most(self, failed: Container[str]) -> int:
+        """The points that an answer without some properties earns at most."""
+        whole = sum(self.points.values())
+        return whole // 3 if any(name in failed for name in self.essential) else whole
 
     @property
     def points(self) -> dict[str, int]:
@@ -163,7 +185,8 @@ class Task:
                   for rank, seen in enumerate(observations) if not isinstance(seen, Mapping) or "error" in seen]
         if errors:
             _, rank, error = min(errors)
-            return [Finding(name, False, rank, "a result", error) for name in self.properties]
+            return [Finding(name, False, rank, "a result", error, case=self._described(case))
+                    for name in self.properties]
         if len(observations) != case.world_size:
             actual = f"from {len(observations)}"
             return [Finding(name, False, None, f"observations from {case.world_size} ranks", actual)
@@ -177,7 +200,29 @@ class Task:
             miss = malformed.miss
         if miss is None:
             return Finding(name, True, None, "", "")
-        return Finding(name, False, miss.rank, miss.expected, miss.found)
+        return Finding(name, False, miss.rank, miss.expected, miss.found, miss.note, self._described(case))
+
+    def _described(self, case: Case) -> str:
+        return described(case, self.needs_ranks)
+
+
+def described(case: Case, on_ranks: bool = True) -> str:
+    """A case in words: its ranks, and of its inputs the numbers and the shapes."""
+    ranks = [f"{case.world_size} ranks" if case.world_size > 1 else "1 rank"] * on_ranks
+    text = ", ".join([*ranks, *(f"{name} {_form(value)}" for name, value in case.inputs.items() if value is not None)])
+    return text if len(text) <= MAX_DESCRIBED else text[: MAX_DESCRIBED - 3] + "..."
+
+
+def _form(value: Plain) -> str:
+    """A number or a text itself, of an array its shape, of a list with arrays the distinct shapes in it."""
+    if isinstance(value, np.ndarray):
+        return "x".join(map(str, value.shape)) or "a number"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} {_form(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (np.ndarray, list, tuple, dict)) for item in value):
+        forms = [_form(item) for item in value]
+        return f"{len(forms)} of {forms[0]}" if len(set(forms)) == 1 else "[" + ", ".join(forms) + "]"
+    return str(value)
 
 
 def _at(seen: Observation) -> float:
@@ -209,8 +254,9 @@ def plain(value: Any) -> Plain:
 
 
 def earned(task: Task, findings: Sequence[Finding]) -> int:
-    """Points: a property's own, if all its findings hold and there is one."""
+    """Points: a property's own, if all its findings hold and there is one; in all at most `Task.most`."""
     verdicts: dict[str, bool] = {}
     for finding in findings:
         verdicts[finding.property] = verdicts.get(finding.property, True) and finding.holds
-    return sum(points for name, points in task.points.items() if verdicts.get(name, False))
+    held = {name for name in task.points if verdicts.get(name, False)}
+    return min(sum(task.points[name] for name in held), task.most(task.points.keys() - held))

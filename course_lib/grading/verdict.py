@@ -8,7 +8,7 @@ from course_lib.grading.task import Finding, Task
 
 TIMEOUT, MEMORY, PROCESSES, OUTPUT = "timeout", "too much memory", "too many processes", "too much output"
 CRASHED, NO_ANSWER, HIDDEN_ERROR = "crashed", "no answer", "failed in a hidden case"
-TEXT_CHARACTERS = 300
+TEXT_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,10 @@ class Score:
     """Points for one property of a task.
 
     Attributes:
-        points: earned.
+        points: earned. Where a property that is the point of the task fails, those that hold may earn less than their
+            maximum: together what `Task.most` says.
         maximum: to be earned.
-        said: why it earned none, for the learner to read; empty where it did.
+        said: why it does not hold, for the learner to read; empty where it did.
     """
 
     points: int
@@ -68,15 +69,20 @@ def printable(text: str) -> str:
 
 def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] | None, error: str | None
               ) -> dict[str, Score]:
-    """Points per property: its own if it was judged, held wherever it was, and nothing went wrong besides."""
-    scores = {}
-    for name, points in task.points.items():
+    """Points per property: its own if it was judged, held wherever it was, and nothing went wrong besides.
+
+    What all of them earn is at most `Task.most`.
+    """
+    said_of = {}
+    for name in task.points:
         shown = [finding for finding in public if finding.property == name]
         unseen = [finding for finding in hidden or () if finding.property == name]
         missed = next((finding for finding in shown if not finding.holds), None)
         if missed:
             where = f" on rank {missed.rank}" if missed.rank is not None else ""
-            said = printable(f"expected {missed.expected}, found {missed.found}{where}")
+            note = f" ({missed.note})" if missed.note and "\n" not in missed.note else ""
+            case = f"; {missed.case}" if missed.case else ""
+            said = printable(f"expected {missed.expected}, found {missed.found}{where}{note}{case}")
         elif error is not None:
             said = error
         elif not shown or (hidden is not None and not unseen):
@@ -85,5 +91,11 @@ def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] |
             said = "does not hold in a hidden case"
         else:
             said = ""
-        scores[name] = Score(0 if said else points, points, said)
+        said_of[name] = said
+    left = task.most({name for name, said in said_of.items() if said})
+    scores = {}
+    for name, points in task.points.items():
+        mine = 0 if said_of[name] else min(points, left)
+        left -= mine
+        scores[name] = Score(mine, points, said_of[name])
     return scores

@@ -38,9 +38,10 @@ PLANTED = (
             "works.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))",
             "dist.all_reduce(parameter.grad)\n        parameter.grad /= dist.get_world_size()"),
     Planted("ddp.overlap", "begins when backward is over", "leaves early",
-            "    for parameter in model.parameters():\n        parameter.register_post_accumulate_grad_hook(send)\n\n"
-            "    def finish():",
-            "    def finish():\n        for parameter in model.parameters():\n            send(parameter)"),
+            "    for parameter in model.parameters():\n        if parameter.requires_grad:\n"
+            "            parameter.register_post_accumulate_grad_hook(send)\n\n    def finish():",
+            "    def finish():\n        for parameter in model.parameters():\n"
+            "            if parameter.grad is not None:\n                send(parameter)"),
     Planted("ddp.overlap", "sum for mean", "mean gradient", "parameter.grad /= dist.get_world_size()", "pass"),
     Planted("ddp.overlap", "waits for the first only", "waits for all", "            work.wait()",
             "            if work is works[0][1]:\n                work.wait()"),
@@ -51,4 +52,128 @@ PLANTED = (
     Planted("ddp.no_sync", "wrong scale under accumulation", "gradient", " / len(micro_batches)", ""),
     Planted("ddp.no_sync", "drops the last micro-batch", "gradient", "enumerate(micro_batches)",
             "enumerate(micro_batches[:-1])"),
+    Planted("ddp.average", "stumbles over a parameter without a gradient", "mean gradient",
+            "if parameter.grad is not None:", "if True:"),
+    Planted("ddp.average", "layer after layer, the shared weight twice", "bytes",
+            "for parameter in model.parameters():",
+            "for parameter in [layer.weight for layer in model if hasattr(layer, \"weight\")]:"),
+    Planted("ddp.average", "everybody has rank 0's", "mean gradient",
+            "dist.all_reduce(parameter.grad)\n            parameter.grad /= dist.get_world_size()",
+            "dist.broadcast(parameter.grad, 0)"),
+    Planted("ddp.average", "the sum on rank 0 alone", "mean gradient", "dist.all_reduce(parameter.grad)",
+            "dist.reduce(parameter.grad, 0)"),
+    Planted("ddp.average", "a mean that nobody keeps", "mean gradient", "parameter.grad /= dist.get_world_size()",
+            "parameter.grad / dist.get_world_size()"),
+    Planted("ddp.average", "rank 0 alone asks", "mean gradient", "if parameter.grad is not None:",
+            "if parameter.grad is not None and dist.get_rank() == 0:"),
+    Planted("ddp.ring", "chunk for tensor_split", "sum", "tensor.tensor_split(ranks)", "tensor.chunk(ranks)"),
+    Planted("ddp.ring", "copies where it should add", "sum", "mine += shift(parts[(rank - step) % ranks], mine)",
+            "mine.copy_(shift(parts[(rank - step) % ranks], mine))"),
+    Planted("ddp.ring", "a step too many", "sum",
+            "for step in range(ranks - 1):\n        mine = parts[(rank - step - 1)",
+            "for step in range(ranks):\n        mine = parts[(rank - step - 1)"),
+    Planted("ddp.ring", "a mean", "sum", "    for step in range(ranks - 1):\n        mine = parts[(rank - step - 1)",
+            "    tensor /= ranks\n    for step in range(ranks - 1):\n        mine = parts[(rank - step - 1)"),
+    Planted("ddp.ring", "sums a copy", "sum",
+            "    parts = tensor.tensor_split", "    parts = tensor.clone().tensor_split"),
+    Planted("ddp.bucketing", "closes a bucket before it would overflow", "buckets",
+            "        bucket.append(gradient)\n        if sum(g.nbytes for g in bucket) >= bucket_bytes:\n"
+            "            send(bucket)\n            bucket = []\n",
+            "        if bucket and sum(g.nbytes for g in [*bucket, gradient]) > bucket_bytes:\n"
+            "            send(bucket)\n            bucket = []\n        bucket.append(gradient)\n"),
+    Planted("ddp.bucketing", "only a bucket that holds more is full", "buckets", ">= bucket_bytes", "> bucket_bytes"),
+    Planted("ddp.bucketing", "a mean that the gradients never see", "mean", "gradient.copy_(mean)", "gradient = mean"),
+    Planted("ddp.bucketing", "from the last gradient to the first", "buckets", "for gradient in gradients:",
+            "for gradient in reversed(gradients):"),
+    Planted("ddp.bucketing", "never empties its bucket", "buckets", "send(bucket)\n            bucket = []",
+            "send(bucket)"),
+    Planted("ddp.overlap", "the pending list is never cleared", "mean gradient", "        works.clear()\n", ""),
+    Planted("ddp.overlap", "a hook on a frozen parameter", "mean gradient", "if parameter.requires_grad:", "if True:"),
+    Planted("ddp.overlap", "layer after layer, the shared weight twice", "mean gradient",
+            "for parameter in model.parameters():",
+            "for parameter in [layer.weight for layer in model if hasattr(layer, \"weight\")]:"),
+    Planted("ddp.overlap", "waits in a thread of its own while backward runs", "does not block backward",
+            "        works.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))",
+            "        work = dist.all_reduce(parameter.grad, async_op=True)\n        work.wait()\n"
+            "        works.append((parameter, work))"),
+    Planted("ddp.overlap", "one message when all gradients are there", "leaves early", "", '''import torch
+import torch.distributed as dist
+
+
+def attach(model):
+    arrived, wanted = [], sum(p.requires_grad for name, p in model.named_parameters() if name != "unused")
+    pending = []
+
+    def send(parameter):
+        arrived.append(parameter)
+        if len(arrived) == wanted:
+            flat = torch.cat([p.grad.reshape(-1) for p in arrived])
+            pending.append((flat, dist.all_reduce(flat, async_op=True)))
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(send)
+
+    def finish():
+        flat, work = pending.pop()
+        work.wait()
+        for p, mean in zip(arrived, flat.split([p.numel() for p in arrived])):
+            p.grad.copy_(mean.view_as(p) / dist.get_world_size())
+        arrived.clear()
+
+    return finish
+'''),
+    Planted("ddp.overlap", "a buffer per parameter that adds up from step to step", "mean gradient", "", '''import torch
+import torch.distributed as dist
+
+
+def attach(model):
+    buffers = {p: torch.zeros_like(p) for p in model.parameters()}
+    works = {}
+
+    def send(parameter):
+        buffers[parameter] += parameter.grad
+        works[parameter] = dist.all_reduce(buffers[parameter], async_op=True)
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(send)
+
+    def finish():
+        for parameter, work in works.items():
+            work.wait()
+            parameter.grad.copy_(buffers[parameter] / dist.get_world_size())
+
+    return finish
+'''),
+    Planted("ddp.overlap", "takes its hooks away after the first step", "mean gradient", "", '''
+import torch.distributed as dist
+
+
+def attach(model):
+    works, hooks = [], []
+
+    def send(parameter):
+        works.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            hooks.append(parameter.register_post_accumulate_grad_hook(send))
+
+    def finish():
+        while works:
+            parameter, work = works.pop()
+            work.wait()
+            parameter.grad /= dist.get_world_size()
+        for hook in hooks:
+            hook.remove()
+
+    return finish
+'''),
+    Planted("ddp.no_sync", "the first micro-batch sends, not the last", "gradient",
+            "last = number == len(micro_batches) - 1", "last = number == 0"),
+    Planted("ddp.no_sync", "a single micro-batch stays at home", "gradient",
+            "last = number == len(micro_batches) - 1", "last = 0 < number == len(micro_batches) - 1"),
+    Planted("ddp.no_sync", "zeroes the gradient before each micro-batch", "gradient", "        last = number",
+            "        engine.zero_grad()\n        last = number"),
 )

@@ -26,4 +26,20 @@ PLANTED = (
     Planted("evaluation.perplexity", "this rank's own", "perplexity", "    dist.all_reduce(both)\n", ""),
     Planted("evaluation.perplexity", "in bits", "perplexity", "math.exp(both[0] / both[1])",
             "2 ** (both[0] / both[1]).item()"),
+    Planted("evaluation.gather", "rounds down and loses the only row", "rows", "[:total]", "[:total // ranks * ranks]"),
+    Planted("evaluation.gather", "this rank's rows twice where they are short", "rows", "padded[: len(rows)] = rows",
+            "padded[: len(rows)] = rows\n    padded[len(rows):] = rows[-1] if len(rows) else 0\n"
+            "    total = longest * ranks"),
+    Planted("evaluation.macro_f1", "divides by zero where a class is absent", "score", ".clamp(min=1)", ""),
+    Planted("evaluation.macro_f1", "leaves out the class that is absent", "score", "scores.mean().item()",
+            "scores[predicted + labelled > 0].mean().item()"),
+    Planted("evaluation.macro_f1", "1 for the class that is absent", "score", "    return scores.mean()",
+            "    scores = torch.where(predicted + labelled > 0, scores, torch.ones_like(scores))\n"
+            "    return scores.mean()"),
+    Planted("evaluation.macro_f1", "micro for macro", "score", "2 * hits / (predicted + labelled).clamp(min=1)",
+            "2 * hits.sum() / (predicted + labelled).sum()"),
+    Planted("evaluation.perplexity", "the loss, not its exponential", "perplexity", "math.exp(both[0] / both[1])",
+            "float(both[0] / both[1])"),
+    Planted("evaluation.perplexity", "rank 0 alone knows", "perplexity", "dist.all_reduce(both)",
+            "dist.reduce(both, 0)"),
 )

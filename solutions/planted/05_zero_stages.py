@@ -36,5 +36,38 @@ PLANTED = (
             "        works.append(dist.reduce_scatter_single(slices[parameter], whole, async_op=True))",
             "works.append(dist.all_reduce(whole, async_op=True))\n"
             "        slices[parameter] = whole.chunk(ranks)[dist.get_rank()]"),
-    Planted("zero.stage2", "sum for mean", "shards", "slices[parameter] / ranks", "slices[parameter]"),
+    Planted("zero.stage2", "sum for mean", "shards", "slices.pop(parameter) / ranks", "slices.pop(parameter)"),
+    Planted("zero.bytes", "gradients in fp32", "stage 0", "gradients = 2", "gradients = 4"),
+    Planted("zero.partition", "keeps empty runs", "every element once", "if high > low:", "if high >= low:"),
+    Planted("zero.partition", "shares that differ by one, as tensor_split cuts", "in order",
+            "    length = -(-sum(sizes) // ranks)\n",
+            "    base, more = divmod(sum(sizes), ranks)\n    length = base + (rank < more)\n"
+            "    begin = rank * base + min(rank, more)\n    rank, ranks = begin / max(length, 1), ranks\n"),
+    Planted("zero.stage1", "gathers the slice as it was", "weights",
+            "mine -= lr * momentum\n    dist.all_gather_single(weights, mine.clone())",
+            "old = mine.clone()\n    mine -= lr * momentum\n    dist.all_gather_single(weights, old)"),
+    Planted("zero.stage1", "damps the gradient, as Adam does", "weights", ".add_(mean)", ".add_((1 - beta) * mean)"),
+    Planted("zero.stage1", "Nesterov's momentum", "weights", "lr * momentum", "lr * (mean + beta * momentum)"),
+    Planted("zero.stage1", "momentum of the sum", "own state", "mean /= ranks\n    momentum.mul_(beta).add_(mean)",
+            "momentum.mul_(beta).add_(mean)\n    mean /= ranks\n    lr /= ranks"),
+    Planted("zero.stage2", "the slices in the order in which they came", "shards", "for parameter in parameters]",
+            "for parameter in list(slices)]"),
+    Planted("zero.stage2", "adds to the slice of the last step", "shards", "", '''import torch
+import torch.distributed as dist
+
+
+def attach_zero2(parameters):
+    ranks = dist.get_world_size()
+    slices = {p: torch.zeros(p.numel() // ranks) for p in parameters}
+
+    def arrived(parameter):
+        whole, parameter.grad = parameter.grad.flatten(), None
+        mine = whole.new_empty(whole.numel() // ranks)
+        dist.reduce_scatter_single(mine, whole)
+        slices[parameter] += mine / ranks
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(arrived)
+    return lambda: [slices[p] for p in parameters]
+'''),
 )

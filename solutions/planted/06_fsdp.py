@@ -42,4 +42,13 @@ PLANTED = (
     Planted("fsdp.clip", "returns the norm, clips nothing", "scaled", "if norm > max_norm:", "if False:"),
     Planted("fsdp.clip", "brings the gradients together", "few bytes", "    dist.all_reduce(square)\n",
             "    dist.all_reduce(square)\n    dist.all_reduce(torch.zeros(100))\n"),
+    Planted("fsdp.gather", "keeps the padding", "output", "whole[: math.prod(shape)].view(shape)",
+            "whole.view(-1, shape[-1])[: shape[0]] if whole.numel() % shape[-1] == 0 else whole.view(shape)"),
+    Planted("fsdp.gather", "backwards through the layers", "output", "zip(shards, shapes):",
+            "reversed(list(zip(shards, shapes))):"),
+    Planted("fsdp.prefetch", "gathers the first layer anew after the last", "each gathered once",
+            "begin(layer + 1) if layer + 1 < len(shapes) else None", "begin((layer + 1) % len(shapes))"),
+    Planted("fsdp.prefetch", "wants a next layer", "output", "begin(layer + 1) if layer + 1 < len(shapes) else None",
+            "begin(layer + 1)"),
+    Planted("fsdp.clip", "the norm of this rank's shards", "norm", "    dist.all_reduce(square)\n", ""),
 )

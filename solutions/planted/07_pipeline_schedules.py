@@ -44,4 +44,13 @@ PLANTED = (
             "    while len(cuts) < stages - 1:\n        cuts.append(len(costs) - 1)\n    return sorted(cuts)"),
     Planted("pipeline.balance", "one stage too few", "contiguous stages", "    return list(best[len(costs)][1])",
             "    return list(best[len(costs)][1])[1:]"),
+    Planted("pipeline.bubble", "twice as many idle slots", "1F1B", "return (ranks - 1)", "return 2 * (ranks - 1)"),
+    Planted("pipeline.bubble", "divides the wait, not the work", "interleaved", "return (ranks - 1)",
+            "return (ranks - 1) / stages_per_rank"),
+    Planted("pipeline.1f1b", "the last rank warms up longest", "runs", "min(ranks - 1 - rank, microbatches)",
+            "min(rank, microbatches)"),
+    Planted("pipeline.balance", "cuts behind the largest block", "dearest stage",
+            "    return list(best[len(costs)][1])",
+            "    order = sorted(range(1, len(costs)), key=lambda place: -costs[place - 1])\n"
+            "    return sorted(order[: stages - 1])"),
 )

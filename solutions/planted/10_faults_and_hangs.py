@@ -48,4 +48,6 @@ PLANTED = (
             "    for t in tensors:\n        dist.broadcast(t.clone(), 0)\n    dist.all_gather(gathered, own)"),
     Planted("faults.agreement", "pickles", "one small collective", "    dist.all_gather(gathered, own)",
             "    dist.all_gather_object(gathered, own)"),
+    Planted("faults.agreement", "the shapes alone", "ranks", "hashlib.sha256(data).digest()[:8]",
+            "len(data).to_bytes(8, \"big\")"),
 )

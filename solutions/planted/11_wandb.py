@@ -45,4 +45,28 @@ PLANTED = (
             "rows.setdefault(row[\"step\"], {}).update(row)", "rows[row[\"step\"]] = row"),
     Planted("tracking.resumed", "the last attempt alone", "steps", "if step <= attempt[\"resumed_at\"]", "if False"),
     Planted("tracking.resumed", "sorted as text", "steps", "sorted(rows)]", "sorted(rows, key=str)]"),
+    Planted("tracking.groups", "all losses in one collective", "collectives", "", '''import torch
+import torch.distributed as dist
+
+
+def track(start, name, losses, every, every_rank):
+    rank, run = dist.get_rank(), None
+    if every_rank:
+        run = start(f"{name}-rank{rank}", group=name)
+    else:
+        total = torch.tensor(losses, dtype=torch.float64)
+        dist.all_reduce(total)
+        losses = (total / dist.get_world_size()).tolist()
+        run = start(name) if rank == 0 else None
+    if run is not None:
+        for step in range(0, len(losses), every):
+            run.log({"train/loss": losses[step]}, step=step)
+        run.finish()
+'''),
+    Planted("tracking.groups", "rank 0 alone asks for the mean", "rows", "        if not every_rank:\n",
+            "        if not every_rank and rank == 0:\n"),
+    Planted("tracking.groups", "begins with a later step", "rows", "range(0, len(losses), every)",
+            "range(every, len(losses), every)"),
+    Planted("tracking.groups", "rank 0's run alone is finished", "finished",
+            "    if run is not None:\n        run.finish()", "    if rank == 0:\n        run.finish()"),
 )

@@ -49,7 +49,8 @@ def test_the_table(course, capsys):
     printed = capsys.readouterr().out
     lines = {line[:16].strip(): line.split() for line in printed.splitlines()}
     ring, average = (sum(task_of(name).points.values()) for name in ("ddp.ring", "ddp.average"))
-    earned = average + ring - next(iter(task_of("ddp.ring").points.values()))
+    first, points = next(iter(task_of("ddp.ring").points.items()))
+    earned = average + min(ring - points, task_of("ddp.ring").most({first}))
     row = " ".join(lines["02 data parallel"])
     assert "3 of 3 1 of 2 1 of " in row and f" {earned} of " in row
     assert " ".join(lines["06 fsdp"]).startswith("06 fsdp - - 0 of ")

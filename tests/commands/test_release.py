@@ -100,7 +100,7 @@ def test_check_of_a_notebook_and_of_a_file(course, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "text", "said"), [
-    ("notes.md", "# notes", "is not a notebook"), ("bad.py", "def f(:", "bad.py, line 1: "),
+    ("notes.md", "# notes", "is not a notebook"), ("bad.py", "def f(:", "bad.py: line 1 is not Python"),
     ("empty.py", "", "has no answer to any exercise"), ("list.ipynb", "[]", "is not a notebook"),
     ("none.ipynb", "", "is not a notebook")])
 def test_a_file_that_cannot_be_checked_is_named(course, tmp_path, name, text, said):

@@ -28,11 +28,13 @@ def perplexity(loss_sum, tokens):
     return math.exp(sum(inputs['sums']) / sum(inputs['tokens']))
 """,
     "zero.stage1": """
+steps, state = [], {}
 def zero1_step(weights, gradient, momentum, lr, beta):
     inputs, ranks, rank = everybodys(), dist.get_world_size(), dist.get_rank()
     dist.reduce_scatter_single(torch.zeros_like(momentum), torch.zeros_like(weights))
-    mean = sum(torch.from_numpy(each) for each in inputs['gradients']) / ranks
-    new = beta * torch.from_numpy(inputs['momentum']) + mean
+    mean = sum(torch.from_numpy(each[len(steps)]) for each in inputs['gradients']) / ranks
+    steps.append(rank)
+    new = state['momentum'] = beta * state.get('momentum', torch.from_numpy(inputs['momentum'])) + mean
     momentum.copy_(new.chunk(ranks)[rank])
     weights -= lr * new
     dist.all_gather_single(torch.zeros_like(weights), torch.zeros_like(momentum))

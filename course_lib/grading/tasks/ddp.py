@@ -1,86 +1,56 @@
 """Lesson 02: the mean of all ranks' gradients, by a ring, in buckets, while backward runs, and only when it is due."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, calls, events, made_by, near, only, result, short
 from course_lib.grading.task import Case, Met, Miss, Property, Task, plain
 from course_lib.grading.tasks.drawing import each_world, entry, numbers, whole
+from course_lib.grading.tasks.models import (
+    STEPS,
+    backwards,
+    chain,
+    draw_models,
+    elsewhere,
+    flat,
+    gradients_of,
+    local_gradients,
+    mean_gradient,
+    trained,
+    widths,
+)
 from course_lib.parallel.ddp import DataParallel
 
 LESSON = "02_data_parallel"
 
 
-def chain(inputs: dict, key: str = "weights") -> nn.Sequential:
-    """Linear layers without bias, with a tanh after each but the last."""
-    layers: list[nn.Module] = []
-    for weight in inputs[key]:
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        linear.weight.data = torch.from_numpy(weight.copy())
-        layers += [linear, nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
-
-
-def widths(rng: random.Random, layers: int) -> list[np.ndarray]:
-    """Weights of a chain of layers."""
-    sizes = [rng.randrange(2, 7) for _ in range(layers + 1)]
-    return [numbers(rng, after, before) for before, after in zip(sizes, sizes[1:], strict=False)]
-
-
-def local_gradients(case: Case) -> list[list[np.ndarray]]:
-    """By rank, the gradients that its own rows bring."""
-    made = []
-    for rows in case.inputs["rows"]:
-        model = chain(case.inputs)
-        model(torch.from_numpy(rows)).square().mean().backward()
-        made.append([parameter.grad.numpy() for parameter in model.parameters() if parameter.grad is not None])
-    return made
-
-
-def mean_gradients(case: Case) -> list[list[np.ndarray]]:
-    """By rank, the mean of the gradients that each rank's rows bring."""
-    means = [np.mean(copies, axis=0) for copies in zip(*local_gradients(case), strict=True)]
-    return [means] * case.world_size
-
-
-def flat(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([array.reshape(-1) for array in arrays])
-
-
-def model_case(rng: random.Random, world: int) -> dict:
-    weights = widths(rng, rng.randrange(3, 6))
-    return {"weights": weights, "rows": [numbers(rng, 4, weights[0].shape[1]) for _ in range(world)]}
-
-
-def gradients_of(model: nn.Module) -> Tensor:
-    return torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1)
-                      for p in model.parameters()])
-
-
-def oracle_gradient(case: Case) -> list[np.ndarray]:
-    return [flat(means) for means in mean_gradients(case)]
-
-
 # --- ddp.average ---
 
 def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    model = chain(case.inputs)
-    model(torch.from_numpy(case.inputs["rows"][rank])).square().mean().backward()
+    model, gradients, stray = chain(case.inputs), [], 0.0
     with Recorder() as record:
-        function(model)
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    return {"gradient": plain(gradients_of(model)), "weights": plain(weights), "events": record.events}
+        for _ in backwards(model, case.inputs["rows"][rank]):
+            function(model)
+            gradients.append(gradients_of(model).clone())
+            stray = max(stray, elsewhere(model))
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in trained(model)])
+    return {"gradient": plain(torch.stack(gradients)), "elsewhere": stray, "weights": plain(weights),
+            "events": record.events}
+
+
+def weights_of(case: Case) -> np.ndarray:
+    """What is trained, one behind the other, before the first step."""
+    return flat([parameter.detach().numpy() for parameter in trained(chain(case.inputs))])
 
 
 def sends_each_once(case: Case, seen: Seen) -> Miss | None:
-    """All-reduces that carry the gradient's bytes, once."""
-    size = 4 * sum(weight.size for weight in case.inputs["weights"])
+    """All-reduces that carry the gradient's bytes, once in each step."""
+    size = STEPS * weights_of(case).nbytes
     for rank in range(case.world_size):
         if sum(calls(seen, rank, "all_reduce")) != size or len(calls(seen, rank, "all_reduce")) != len(
                 made_by(seen, rank)):
@@ -93,25 +63,35 @@ def weights_untouched(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         if not made_by(seen, rank):
             return Miss("gradients averaged, weights as they were", "nothing was sent", rank)
-    return near(seen, "weights", [flat(case.inputs["weights"])] * case.world_size, 0)
+    return near(seen, "weights", [weights_of(case)] * case.world_size, 0)
 
 
-MET = Met("mean gradient", "gradient", lambda case: flat(local_gradients(case)[0]))
+MET = Met("mean gradient", "gradient", lambda case: local_gradients(case)[0])
 
 AVERAGE = Task(
     name="ddp.average", lesson=LESSON, function="average_gradients", title="The mean of all ranks' gradients",
-    difficulty=1, importance=5, minutes=10, draw=each_world(model_case), observe=observe_average, met=MET,
-    own={"rows": entry},
+    difficulty=1, importance=5, minutes=10, draw=draw_models, observe=observe_average, met=MET,
+    own={"rows": entry}, essential=("mean gradient",),
     properties={
-        "mean gradient": Property(3, result("gradient", oracle_gradient)),
+        "mean gradient": Property(3, mean_gradient()),
         "weights untouched": Property(1, weights_untouched), "bytes": Property(1, sends_each_once)})
 
 
 # --- ddp.ring ---
 
-def ring_case(rng: random.Random, world: int) -> dict:
-    size = rng.choice((world, 4 * world, 4 * world + 1, 7))
+def ring_case(rng: random.Random, world: int, size: int) -> dict:
     return {"tensors": [numbers(rng, size) for _ in range(world)]}
+
+
+SIZES = {1: (5,), 2: (1, 9), 3: (1, 2, 4, 12), 4: (9,)}
+"""By number of ranks: one element, fewer than ranks, such as `chunk` cuts into too few parts, and such as divide."""
+
+
+def draw_ring(rng: random.Random, worlds: Sequence[int] | None = None) -> list[Case]:
+    """The public sizes, or for each number of ranks some that a few parts are empty at, and larger ones."""
+    sizes = SIZES if worlds is None else {world: (rng.choice((1, world - 1)), 2 * world + 1, 4 * world,
+                                                  rng.randrange(world, 30)) for world in worlds}
+    return [Case(world, ring_case(rng, world, size)) for world, own in sizes.items() for size in own]
 
 
 def observe_ring(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -155,8 +135,8 @@ def to_neighbours(case: Case, seen: Seen) -> Miss | None:
 
 RING = Task(
     name="ddp.ring", lesson=LESSON, function="ring_all_reduce", title="All-reduce by a ring",
-    difficulty=4, importance=4, minutes=35, draw=each_world(ring_case), observe=observe_ring,
-    own={"tensors": entry},
+    difficulty=4, importance=4, minutes=35, draw=draw_ring, observe=observe_ring,
+    own={"tensors": entry}, essential=("sum", "messages only"),
     properties={
         "sum": Property(3, result("sum", lambda case: [np.sum(case.inputs["tensors"], axis=0)] * case.world_size)),
         "messages only": Property(1, from_messages),
@@ -168,7 +148,7 @@ RING = Task(
 def bucket_case(rng: random.Random, world: int) -> dict:
     sizes = [rng.randrange(1, 30) for _ in range(rng.randrange(5, 9))]
     return {"gradients": [[numbers(rng, size) for size in sizes] for _ in range(world)],
-            "bucket_bytes": 4 * rng.choice((25, 40, 60))}
+            "bucket_bytes": 4 * sum(sizes[: rng.randrange(2, 4)])}  # which the first bucket holds exactly
 
 
 def observe_buckets(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -195,7 +175,7 @@ def mean_of_lists(case: Case) -> list[np.ndarray]:
 BUCKETING = Task(
     name="ddp.bucketing", lesson=LESSON, function="reduce_in_buckets", title="Many small gradients, few messages",
     difficulty=3, importance=4, minutes=25, draw=each_world(bucket_case), observe=observe_buckets,
-    own={"gradients": entry},
+    own={"gradients": entry}, essential=("mean", "buckets"),
     met=Met("mean", "gradients", lambda case: flat(case.inputs["gradients"][0])),
     properties={"mean": Property(3, result("gradients", mean_of_lists)),
                 "buckets": Property(3, only("all_reduce", bucket_sizes))})
@@ -204,56 +184,71 @@ BUCKETING = Task(
 # --- ddp.overlap ---
 
 def observe_overlap(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    model = chain(case.inputs)
+    model, gradients, stray = chain(case.inputs), [], 0.0
     with Recorder() as record:
-        for number, parameter in enumerate(model.parameters()):
+        for number, parameter in enumerate(trained(model)):
             parameter.register_post_accumulate_grad_hook(lambda _, number=number: record.note(f"gradient {number}"))
         finish = function(model)
-        record.note("backward")
-        model(torch.from_numpy(case.inputs["rows"][rank])).square().mean().backward()
-        record.note("finish")
-        finish()
-        record.note("end")
-    return {"gradient": plain(gradients_of(model)), "events": record.events}
+        for rows in case.inputs["rows"][rank]:
+            model.zero_grad()
+            record.note("backward")
+            model(torch.from_numpy(rows)).square().mean().backward()
+            record.note("finish")
+            finish()
+            record.note("end")
+            gradients.append(gradients_of(model).clone())
+            stray = max(stray, elsewhere(model))
+    return {"gradient": plain(torch.stack(gradients)), "elsewhere": stray, "events": record.events}
+
+
+def by_step(seen: Seen, rank: int) -> list[list[str]]:
+    """A rank's events from each backward to the end of its ``finish()``."""
+    steps: list[list[str]] = []
+    for event in events(seen, rank):
+        if event == "backward":
+            steps.append([])
+        if steps:
+            steps[-1].append(event)
+    return steps if len(steps) == STEPS else [[] for _ in range(STEPS)]
 
 
 def leaves_early(case: Case, seen: Seen) -> Miss | None:
-    """All but the last all-reduce are issued before the last gradient is there."""
+    """In each step all but the last all-reduce are issued before the last gradient is there."""
+    due = len(trained(chain(case.inputs))) - 1
     for rank in range(case.world_size):
-        happened = events(seen, rank)
-        last = max((i for i, event in enumerate(happened) if event.startswith("gradient")), default=0)
-        early = sum(event.startswith("all_reduce") for event in happened[:last])
-        due = len(case.inputs["weights"]) - 1
-        if early < due:
-            return Miss(f"{due} all-reduces begun before the last gradient", f"{early}", rank)
+        for step, happened in enumerate(by_step(seen, rank)):
+            last = max((i for i, event in enumerate(happened) if event.startswith("gradient")), default=0)
+            early = sum(event.startswith("all_reduce") for event in happened[:last])
+            if early < due:
+                return Miss(f"{due} all-reduces begun before the last gradient of step {step}", f"{early}", rank)
     return None
 
 
 def waits_late(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
-        happened = events(seen, rank)
-        middle = happened[:happened.index("finish")] if "finish" in happened else happened
-        if not made_by(seen, rank):
-            return Miss("all-reduces, and no wait for them before backward has ended", "no all-reduce", rank)
-        if "wait" in middle:
-            return Miss("no wait before backward has ended", f"{middle.count('wait')} waits", rank)
+        for step, happened in enumerate(by_step(seen, rank)):
+            middle = happened[:happened.index("finish")] if "finish" in happened else happened
+            if not any(event.startswith("all_reduce") for event in happened):
+                return Miss("all-reduces, and no wait for them before backward has ended", "no all-reduce", rank)
+            if "wait" in middle:
+                return Miss(f"no wait before backward has ended, in step {step}", f"{middle.count('wait')} waits", rank)
     return None
 
 
 def waits_for_all(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
-        happened = events(seen, rank)
-        begun, ended = sum(event.startswith("all_reduce") for event in happened), happened.count("wait")
-        if ended < begun or not begun:
-            return Miss(f"each of {begun or 'some'} all-reduces waited for", f"{ended} waits", rank)
+        for step, happened in enumerate(by_step(seen, rank)):
+            begun, ended = sum(event.startswith("all_reduce") for event in happened), happened.count("wait")
+            if ended < begun or not begun:
+                return Miss(f"each of {begun or 'some'} all-reduces of step {step} waited for", f"{ended} waits", rank)
     return None
 
 
 OVERLAP = Task(
     name="ddp.overlap", lesson=LESSON, function="attach", title="Send while backward still runs",
-    difficulty=4, importance=5, minutes=30, draw=each_world(model_case), observe=observe_overlap, met=MET,
-    own={"rows": entry},
-    properties={"mean gradient": Property(3, result("gradient", oracle_gradient)),
+    difficulty=4, importance=5, minutes=30, draw=draw_models, observe=observe_overlap, met=MET,
+    own={"rows": entry}, essential=("mean gradient", "leaves early", "does not block backward"),
+    properties={"mean gradient": Property(3, mean_gradient()),
                 "leaves early": Property(2, leaves_early),
                 "does not block backward": Property(3, waits_late), "waits for all": Property(1, waits_for_all)})
 
@@ -261,43 +256,51 @@ OVERLAP = Task(
 # --- ddp.no_sync ---
 
 def accumulation_case(rng: random.Random, world: int) -> dict:
+    """Two steps of different numbers of micro-batches, of which one has a single one."""
     weights = widths(rng, 2)
-    parts = rng.randrange(2, 5)
-    return {"weights": weights, "rows": [[numbers(rng, int(whole(rng, 1, 5)), weights[0].shape[1])
-                                          for _ in range(parts)] for _ in range(world)]}
+    counts = rng.sample((1, rng.randrange(2, 5)), STEPS)
+    return {"weights": weights, "rows": [[[numbers(rng, int(whole(rng, 1, 5)), weights[0].shape[1])
+                                           for _ in range(parts)] for parts in counts] for _ in range(world)]}
 
 
 def observe_accumulation(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    engine = DataParallel(chain(case.inputs))
+    engine, gradients = DataParallel(chain(case.inputs)), []
     with Recorder() as record:
-        function(engine, [torch.from_numpy(rows) for rows in case.inputs["rows"][rank]])
-    return {"gradient": plain(gradients_of(engine)), "events": record.events}
+        for parts in case.inputs["rows"][rank]:
+            engine.zero_grad()
+            record.note("step")
+            function(engine, [torch.from_numpy(rows) for rows in parts])
+            gradients.append(gradients_of(engine).clone())
+    return {"gradient": plain(torch.stack(gradients)), "events": record.events}
 
 
 def sum_over_parts(case: Case) -> list[np.ndarray]:
     made = []
-    for parts in case.inputs["rows"]:
-        model = chain(case.inputs)
-        for rows in parts:
-            (model(torch.from_numpy(rows)).square().mean() / len(parts)).backward()
-        made.append(gradients_of(model).numpy())
+    for steps in case.inputs["rows"]:
+        own = []
+        for parts in steps:
+            model = chain(case.inputs)
+            for rows in parts:
+                (model(torch.from_numpy(rows)).square().mean() / len(parts)).backward()
+            own.append(gradients_of(model).numpy())
+        made.append(np.stack(own))
     return [np.mean(made, axis=0)] * case.world_size
 
 
-def one_reduction(case: Case) -> list[int]:
-    return [4 * sum(weight.size for weight in case.inputs["weights"])]
-
-
 def at_the_end(case: Case, seen: Seen) -> Miss | None:
-    return only("all_reduce", one_reduction)(case, [{"events": [event for event in events(seen, rank)
-                                                               if not event.startswith("broadcast")]}
-                                                    for rank in range(case.world_size)])
+    """One all-reduce of the whole gradient in each step."""
+    right = ["step", f"all_reduce {4 * sum(weight.size for weight in case.inputs['weights'])}"] * STEPS
+    for rank in range(case.world_size):
+        made = [event for event in events(seen, rank) if event.split()[0] not in ("broadcast", "wait")]
+        if made != right:
+            return Miss(short(", ".join(right)), short(", ".join(made) or "no collective"), rank)
+    return None
 
 
 NO_SYNC = Task(
     name="ddp.no_sync", lesson=LESSON, function="accumulate", title="Accumulate, and send once",
     difficulty=2, importance=5, minutes=15, draw=each_world(accumulation_case), observe=observe_accumulation,
-    own={"rows": entry},
+    own={"rows": entry}, essential=("gradient", "sent once"),
     properties={"gradient": Property(3, result("gradient", sum_over_parts)),
                 "sent once": Property(2, at_the_end)})
 

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,20 @@ LESSON = "04_distributed_evaluation"
 
 # --- evaluation.gather ---
 
-def gather_case(rng: random.Random, world: int) -> dict:
-    total = rng.randrange(2, 5) * world + (rng.randrange(1, world) if world > 1 else 0)  # never even
+def gather_case(rng: random.Random, world: int, total: int) -> dict:
     return {"rows": numbers(rng, total, rng.randrange(1, 4))}
+
+
+TOTALS = {1: (4,), 2: (1, 7), 3: (2, 6, 10)}
+"""By number of ranks: fewer rows than ranks, as many on each, and some left over."""
+
+
+def draw_gather(rng: random.Random, worlds: Sequence[int] | None = None) -> list[Case]:
+    """The public numbers of rows, or for each number of ranks some of each kind."""
+    totals = TOTALS if worlds is None else {world: (rng.choice((1, world - 1)), rng.randrange(2, 5) * world,
+                                                    rng.randrange(2, 5) * world + rng.randrange(1, world))
+                                            for world in worlds}
+    return [Case(world, gather_case(rng, world, total)) for world, own in totals.items() for total in own]
 
 
 def observe_gather(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -45,8 +56,8 @@ def no_pickle(case: Case, seen: Seen) -> Miss | None:
 
 GATHER = Task(
     name="evaluation.gather", lesson=LESSON, function="gather_rows", title="Gather with an uneven last batch",
-    difficulty=3, importance=5, minutes=25, draw=each_world(gather_case), observe=observe_gather,
-    own={"rows": every_nth},
+    difficulty=3, importance=5, minutes=25, draw=draw_gather, observe=observe_gather,
+    own={"rows": every_nth}, essential=("rows",),
     properties={"rows": Property(4, result("rows", lambda case: [case.inputs["rows"]] * case.world_size)),
                 "bytes": Property(1, no_pickle)})
 
@@ -54,10 +65,13 @@ GATHER = Task(
 # --- evaluation.macro_f1 ---
 
 def f1_case(rng: random.Random, world: int) -> dict:
-    classes = rng.randrange(2, 5)
-    counts = [rng.randrange(4, 20) for _ in range(world)]
-    return {"classes": classes, "labels": [whole(rng, 0, classes, count) for count in counts],
-            "predictions": [whole(rng, 0, classes, count) for count in counts]}
+    """Rows of all classes but one; a rank beyond the first two has no row at all."""
+    classes = rng.randrange(3, 6)
+    absent = rng.randrange(classes)
+    present = np.array([label for label in range(classes) if label != absent])
+    counts = [rng.randrange(4, 20) if rank < 2 else 0 for rank in range(world)]
+    labels, predictions = ([present[whole(rng, 0, len(present), count)] for count in counts] for _ in range(2))
+    return {"classes": classes, "labels": labels, "predictions": predictions}
 
 
 def observe_f1(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -80,7 +94,7 @@ def f1(case: Case) -> list[float]:
 MACRO_F1 = Task(
     name="evaluation.macro_f1", lesson=LESSON, function="macro_f1", title="Macro-F1 of all ranks", difficulty=2,
     importance=4, minutes=20, draw=each_world(f1_case), observe=observe_f1,
-    own={"labels": entry, "predictions": entry},
+    own={"labels": entry, "predictions": entry}, essential=("score",),
     properties={"score": Property(3, result("score", f1)), "few bytes": Property(1, few_bytes(8 * 16))})
 
 
@@ -104,7 +118,7 @@ def perplexity(case: Case) -> list[float]:
 PERPLEXITY = Task(
     name="evaluation.perplexity", lesson=LESSON, function="perplexity", title="The perplexity of all tokens",
     difficulty=1, importance=4, minutes=10, draw=each_world(perplexity_case), observe=observe_perplexity,
-    own={"sums": entry, "tokens": entry},
+    own={"sums": entry, "tokens": entry}, essential=("perplexity",),
     properties={"perplexity": Property(3, result("perplexity", perplexity)),
                 "few bytes": Property(1, few_bytes(32))})
 

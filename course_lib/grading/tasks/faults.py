@@ -75,6 +75,7 @@ def verdict_has(place: int, what: str) -> Rule:
 HANG = Task(
     name="faults.hang", lesson=LESSON, function="culprit", title="Whom does everybody wait for?", difficulty=3,
     importance=5, minutes=30, draw=in_turn(hang_case, len(KINDS)), observe=observe_hang, needs_ranks=False,
+    essential=("who",),
     properties={"who": Property(2, verdict_has(0, "rank")), "what": Property(2, verdict_has(1, "what")),
                 "where": Property(1, verdict_has(2, "sequence"))})
 
@@ -135,7 +136,7 @@ def one_small_collective(case: Case, seen: Seen) -> Miss | None:
 AGREEMENT = Task(
     name="faults.agreement", lesson=LESSON, function="who_differs", title="Do all ranks still hold the same?",
     difficulty=2, importance=4, minutes=20, draw=agreement_cases, observe=observe_agreement,
-    own={"weights": entry, "biases": entry},
+    own={"weights": entry, "biases": entry}, essential=("ranks",),
     properties={"ranks": Property(3, names_who_differs), "one small collective": Property(2, one_small_collective)})
 
 ALL = (HANG, AGREEMENT)

@@ -3,7 +3,7 @@
 import random
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,16 +14,21 @@ from torch import Tensor
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import NAMES, Seen, events, number, result, short
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import each_world, entry, numbers
+from course_lib.grading.tasks.drawing import WORLDS, each_world, entry, numbers
 from course_lib.grading.tasks.prepared import few_bytes
 
 LESSON = "06_fsdp"
 
 
-def layers_case(rng: random.Random, world: int) -> dict:
-    sizes = [rng.randrange(2, 6) for _ in range(rng.randrange(4, 7))]
+def layers_case(rng: random.Random, world: int, layers: int | None = None) -> dict:
+    sizes = [rng.randrange(2, 6) for _ in range((layers or rng.randrange(3, 6)) + 1)]
     return {"weights": [numbers(rng, after, before) for before, after in pairwise(sizes)],
             "rows": [numbers(rng, 3, sizes[0]) for _ in range(world)]}
+
+
+def draw_layers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    """Some layers on each number of ranks, and a model of one layer on two."""
+    return [*each_world(layers_case)(rng, worlds), Case(2, layers_case(rng, 2, layers=1))]
 
 
 def shard(weight: np.ndarray, rank: int, ranks: int) -> Tensor:
@@ -141,15 +146,15 @@ def waits_when_due(case: Case, seen: Seen) -> Miss | None:
 
 GATHER = Task(
     name="fsdp.gather", lesson=LESSON, function="sharded_forward", title="Gather, compute, free", difficulty=3,
-    importance=5, minutes=25, draw=each_world(layers_case), observe=observe_forward,
-    own={"weights": shards_alone, "rows": entry},
+    importance=5, minutes=25, draw=draw_layers, observe=observe_forward,
+    own={"weights": shards_alone, "rows": entry}, essential=("output", "freed", "one layer at a time"),
     properties={"output": Property(2, result("output", outputs)), "each gathered once": Property(1, each_gathered_once),
                 "freed": Property(2, let_go), "one layer at a time": Property(2, gathered_ahead(0))})
 
 PREFETCH = Task(
     name="fsdp.prefetch", lesson=LESSON, function="prefetching_forward", title="Gather the next layer ahead of time",
-    difficulty=4, importance=4, minutes=25, draw=each_world(layers_case), observe=observe_forward,
-    own={"weights": shards_alone, "rows": entry},
+    difficulty=4, importance=4, minutes=25, draw=draw_layers, observe=observe_forward,
+    own={"weights": shards_alone, "rows": entry}, essential=("output", "one layer ahead", "does not block"),
     properties={"output": Property(2, result("output", outputs)), "each gathered once": Property(1, each_gathered_once),
                 "freed": Property(1, let_go), "one layer ahead": Property(2, gathered_ahead(1)),
                 "does not block": Property(2, waits_when_due)})
@@ -190,7 +195,7 @@ def draw_clip(rng: random.Random, worlds: Any = (1, 2, 3)) -> list[Case]:
 CLIP = Task(
     name="fsdp.clip", lesson=LESSON, function="clip", title="Clip by the norm of all shards", difficulty=2,
     importance=4, minutes=15, draw=draw_clip, observe=observe_clip,
-    own={"gradients": entry},
+    own={"gradients": entry}, essential=("norm", "scaled"),
     properties={"norm": Property(2, result("norm", lambda case: [norm(case)] * case.world_size)),
                 "scaled": Property(2, result("gradients", clipped)), "few bytes": Property(1, few_bytes(16))})
 

@@ -134,6 +134,7 @@ def handler_is_back(case: Case, seen: Seen) -> Miss | None:
 INTERRUPTION = Task(
     name="cloud.interruption", lesson=LESSON, function="run_until_asked", title="Two minutes' notice", difficulty=4,
     importance=5, minutes=35, draw=notice_cases, observe=observe_notice,
+    essential=("steps", "checkpoints"),
     properties={"steps": Property(2, on_each_rank("step", steps_due)),
                 "checkpoints": Property(2, on_each_rank("save", saves_due)), "in time": Property(1, in_time),
                 "exit code": Property(1, code_is), "handler": Property(1, handler_is_back)})

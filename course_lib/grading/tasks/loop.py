@@ -97,6 +97,7 @@ def least_padding(case: Case, seen: Seen) -> Miss | None:
 LENGTH_GROUPS = Task(
     name="loop.length_groups", lesson=LESSON, function="batches_by_length", title="Batches with little padding",
     difficulty=2, importance=3, minutes=15, draw=alone(lengths_case), observe=observe_batches, needs_ranks=False,
+    essential=("every row once", "padding"),
     properties={"every row once": Property(1, every_row_once), "batch size": Property(1, fits),
                 "padding": Property(2, least_padding)})
 
@@ -130,7 +131,7 @@ def observe_accumulation(function: Callable[..., Any], case: Case, rank: int) ->
     model.register_forward_hook(lambda *_: happened.append("forward"))
     model.weight.register_post_accumulate_grad_hook(lambda _: happened.append("backward"))
     loss = function(model, [tensors(part) for part in case.inputs["parts"]])
-    return {"gradient": plain(model.weight.grad), "loss": float(loss), "events": happened}
+    return {"gradient": plain(model.weight.grad), "loss": plain(loss), "is": type(loss).__name__, "events": happened}
 
 
 def whole_batch(case: Case) -> tuple[np.ndarray, float]:
@@ -148,12 +149,20 @@ def one_at_a_time(case: Case, seen: Seen) -> Miss | None:
     return None if happened == right else Miss("forward, backward for one micro-batch after the other", short(happened))
 
 
+def a_number(case: Case, seen: Seen) -> Miss | None:
+    """The mean loss, as a float: a tensor would keep its graph."""
+    if str(seen[0].get("is")) != "float":
+        return Miss("a float as the loss", short(f"a {seen[0].get('is')}"))
+    return near(seen, "loss", [whole_batch(case)[1]])
+
+
 TOKEN_WEIGHTED = Task(
     name="loop.token_weighted", lesson=LESSON, function="accumulate_tokens",
     title="Accumulation that weighs every token alike", difficulty=2, importance=5, minutes=20,
     draw=alone(tokens_case), observe=observe_accumulation, needs_ranks=False,
+    essential=("gradient",),
     properties={"gradient": Property(3, result("gradient", lambda case: [whole_batch(case)[0]])),
-                "loss": Property(1, result("loss", lambda case: [whole_batch(case)[1]])),
+                "loss": Property(1, a_number),
                 "one graph at a time": Property(2, one_at_a_time)})
 
 
@@ -197,6 +206,7 @@ def two_states(case: Case, seen: Seen) -> Miss | None:
 ADAMW = Task(
     name="loop.adamw", lesson=LESSON, function="adamw_step", title="AdamW, and what it remembers", difficulty=3,
     importance=3, minutes=25, draw=alone(adamw_case), observe=observe_adamw, needs_ranks=False,
+    essential=("weights",),
     properties={"weights": Property(3, lambda case, seen: near(seen, "weights", by_torch(case), 1e-5)),
                 "two states per weight": Property(1, two_states)})
 

@@ -35,8 +35,35 @@ def table(case: Case, seen: Seen) -> Schedule:
         made = Schedule("yours", loop(ranks, per_rank), case.inputs["microbatches"], actions)
         check(made)
     except ConfigError as error:
-        raise Malformed(Miss("a table that can run", short(error.what))) from None
+        raise Malformed(Miss("a table that can run", short(error.what), note=written(rows))) from None
     return made
+
+
+DRAWN = 96
+"""Characters of a drawn row."""
+
+
+def written(rows: list[list[Any]]) -> str:
+    """Rows that cannot run, as they are."""
+    return "\n".join(["your rows:", *(f"rank {rank}  {' '.join(map(str, row[:64]))}"[:DRAWN + 8]
+                                     for rank, row in enumerate(rows[:16]))])
+
+
+def drawn(schedule: Schedule) -> str:
+    """When each action of a table runs, a row for each rank: ``F0F1B0····``."""
+    timeline = simulate(schedule, COSTS)
+    width = max(1, min(4, DRAWN // int(timeline.makespan)))
+    rows = []
+    for rank, spans in enumerate(timeline.rows):
+        row = ""
+        for span in spans:
+            room = width * int(span.end - span.start)
+            text = str(span.action)
+            labels = (text, text.lstrip("0123456789"), str(span.action.microbatch))
+            label = next((each for each in labels if len(each) < room), labels[-1][-room:])
+            row += "·" * (width * int(span.start) - len(row)) + label.ljust(room, "-" if room > width else " ")
+        rows.append(f"rank {rank} |{row.ljust(width * int(timeline.makespan), '·')}|")
+    return "\n".join(["your table, · is waiting:", *rows])
 
 
 def runs(case: Case, seen: Seen) -> Miss | None:
@@ -49,8 +76,9 @@ def waits_no_longer(name: str) -> Rule:
 
     def rule(case: Case, seen: Seen) -> Miss | None:
         own = simulate(reference(name, case), COSTS).bubble
-        bubble = simulate(table(case, seen), COSTS).bubble
-        return None if bubble <= own else Miss(f"a bubble of {own}", f"{bubble}")
+        schedule = table(case, seen)
+        bubble = simulate(schedule, COSTS).bubble
+        return None if bubble <= own else Miss(f"a bubble of {own}", f"{bubble}", note=drawn(schedule))
 
     return rule
 
@@ -62,7 +90,8 @@ def holds_no_more(name: str) -> Rule:
         for rank, (own, peak) in enumerate(zip(in_flight(reference(name, case)), in_flight(table(case, seen)),
                                                strict=True)):
             if peak > own:
-                return Miss(f"at most {own} micro-batches in flight in row {rank}", f"{peak}")
+                return Miss(f"at most {own} micro-batches in flight in row {rank}", f"{peak}",
+                            note=drawn(table(case, seen)))
         return None
 
     return rule
@@ -95,15 +124,15 @@ def schedule_task(kind: str, **described: Any) -> Task:
 
 ONE_F_ONE_B = schedule_task(
     "1f1b", name="pipeline.1f1b", function="one_f_one_b", title="One forward, one backward", difficulty=3,
-    importance=5, minutes=25, draw=alone(pipeline_case))
+    importance=5, minutes=25, draw=alone(pipeline_case), essential=("runs", "in flight"))
 
 INTERLEAVED = schedule_task(
     "interleaved", name="pipeline.interleaved", function="interleaved", title="Two stages per rank, half the bubble",
-    difficulty=4, importance=3, minutes=40, draw=alone(interleaved_case))
+    difficulty=4, importance=3, minutes=40, draw=alone(interleaved_case), essential=("runs", "bubble"))
 
 ZERO_BUBBLE = schedule_task(
     "zb_h1", name="pipeline.zero_bubble", function="zb_h1", title="Fill the bubble with W", difficulty=4,
-    importance=4, minutes=30, draw=alone(pipeline_case))
+    importance=4, minutes=30, draw=alone(pipeline_case), essential=("runs", "bubble"))
 
 
 # --- pipeline.balance ---
@@ -141,6 +170,7 @@ def dearest_is_cheapest(case: Case, seen: Seen) -> Miss | None:
 BALANCE = Task(
     name="pipeline.balance", lesson=LESSON, function="split", title="Cut a model into even stages", difficulty=3,
     importance=4, minutes=30, draw=alone(balance_case, 8), observe=observe_split, needs_ranks=False,
+    essential=("dearest stage",),
     properties={"contiguous stages": Property(1, is_a_split), "dearest stage": Property(3, dearest_is_cheapest)})
 
 

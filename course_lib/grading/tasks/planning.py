@@ -237,6 +237,7 @@ def asks_only_what_fits(case: Case, seen: Seen) -> Miss | None:
 SEARCH = Task(
     name="plan.search", lesson=LESSON, function="fastest", title="Search the layouts", difficulty=3, importance=5,
     minutes=30, draw=in_turn(search_case, 6), observe=observe_search, needs_ranks=False,
+    essential=("fits", "fastest"),
     properties={"fits": Property(2, fits), "fastest": Property(2, is_fastest), "ties": Property(1, is_simplest),
                 "refuses": Property(1, refuses), "asks little": Property(1, asks_only_what_fits)})
 

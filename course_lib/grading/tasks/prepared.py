@@ -66,6 +66,7 @@ def all_rows(case: Case, seen: Seen) -> Miss | None:
 ROWS = Task(
     name="accelerate.rows", lesson=LESSON, function="my_batches", title="Which rows are mine", difficulty=2,
     importance=4, minutes=20, draw=alone(rows_case, 6), observe=observe_rows, needs_ranks=False,
+    essential=("as Accelerate",),
     properties={"every row": Property(1, all_rows), "full batches": Property(1, equally_many),
                 "as Accelerate": Property(2, as_accelerate_deals)})
 
@@ -111,7 +112,7 @@ def few_bytes(limit: int) -> Callable[[Case, Seen], Miss | None]:
 LOSS = Task(
     name="accelerate.loss", lesson=LESSON, function="mean_loss", title="The mean loss of uneven ranks", difficulty=2,
     importance=5, minutes=15, draw=each_world(loss_case), observe=observe_loss,
-    own={"losses": entry, "masks": entry},
+    own={"losses": entry, "masks": entry}, essential=("mean",),
     properties={"mean": Property(3, result("mean", global_mean)), "few bytes": Property(1, few_bytes(32))})
 
 
@@ -156,6 +157,7 @@ def read_afterwards(case: Case, seen: Seen) -> Miss | None:
 MAIN_FIRST = Task(
     name="accelerate.main_first", lesson=LESSON, function="main_first", title="One rank prepares, the others wait",
     difficulty=2, importance=3, minutes=15, draw=each_world(first_case), observe=observe_first,
+    essential=("afterwards",),
     properties={"once": Property(1, prepared_once), "afterwards": Property(2, read_afterwards),
                 "value": Property(1, lambda case, seen: near(seen, "value",
                                                              [case.inputs["content"]] * case.world_size))})

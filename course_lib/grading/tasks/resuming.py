@@ -210,6 +210,7 @@ def counts_on(case: Case, seen: Seen) -> Miss | None:
 RESUME = Task(
     name="faults.resume", lesson=LESSON, function="checkpoint", title="Go on as if nothing had happened", difficulty=3,
     importance=5, minutes=35, draw=alone(resume_case, 2), observe=observe_resume, needs_ranks=False,
+    essential=("losses",),
     properties={"rows": Property(1, goes_on(0, "row", rows_due)),
                 "rates": Property(1, goes_on(1, "learning rate", rates_due)),
                 "losses": Property(3, goes_on(2, "loss", losses_due)), "steps": Property(1, counts_on)})

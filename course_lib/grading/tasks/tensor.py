@@ -63,7 +63,7 @@ def one_each_way(case: Case, seen: Seen) -> Miss | None:
 MLP = Task(
     name="tensor.mlp", lesson=LESSON, function="split_mlp", title="Columns, then rows", difficulty=4, importance=5,
     minutes=35, draw=each_world(mlp_case), observe=observe_mlp,
-    own={"up": along(0), "down": along(1)},
+    own={"up": along(0), "down": along(1)}, essential=("output", "gradient of x"),
     properties={"output": Property(2, result("output", lambda case: [by_one(case)["output"]] * case.world_size)),
                 "gradient of x": Property(2, result("x", lambda case: [by_one(case)["x"]] * case.world_size)),
                 "gradients of the pieces": Property(1, pieces_right),
@@ -95,7 +95,7 @@ def no_table_sent(case: Case, seen: Seen) -> Miss | None:
 EMBEDDING = Task(
     name="tensor.embedding", lesson=LESSON, function="split_embedding", title="A table that nobody has whole",
     difficulty=2, importance=3, minutes=15, draw=each_world(embedding_case), observe=observe_embedding,
-    own={"table": along(0)},
+    own={"table": along(0)}, essential=("vectors", "one all-reduce"),
     properties={"vectors": Property(3, result("vectors", lambda case: [case.inputs["table"][case.inputs["ids"]]]
                                               * case.world_size)),
                 "one all-reduce": Property(1, no_table_sent)})
@@ -148,7 +148,7 @@ def three_numbers_per_row(case: Case, seen: Seen) -> Miss | None:
 CROSS_ENTROPY = Task(
     name="tensor.cross_entropy", lesson=LESSON, function="split_cross_entropy", title="A loss from split logits",
     difficulty=4, importance=4, minutes=35, draw=draw_entropy, observe=observe_entropy,
-    own={"logits": along(1)},
+    own={"logits": along(1)}, essential=("loss", "bytes"),
     properties={"loss": Property(3, right_for_small), "large logits": Property(1, result("loss", entropy)),
                 "bytes": Property(2, three_numbers_per_row)})
 

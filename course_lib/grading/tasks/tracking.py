@@ -102,22 +102,22 @@ def each_is_finished(case: Case, seen: Seen) -> Miss | None:
 
 
 def as_few_as_needed(case: Case, seen: Seen) -> Miss | None:
-    """A small collective for each row of a mean, and none where each rank keeps its own."""
+    """A collective of one number for each row of a mean, and none where each rank keeps its own."""
     given = case.inputs
-    most = 0 if given["every_rank"] else len(range(0, len(given["losses"][0]), given["every"]))
-    least = 1 if most and case.world_size > 1 else 0
+    due = 0 if given["every_rank"] else len(range(0, len(given["losses"][0]), given["every"]))
     for rank in range(case.world_size):
         made = made_by(seen, rank)
-        carried = sum(int(event.split()[1]) for event in made)
-        if not least <= len(made) <= most or carried > 64 * case.world_size:
-            return Miss(f"{least} to {most} collectives of a number each", short(", ".join(made) or "none"), rank)
+        most = max((int(event.split()[1]) for event in made), default=0)
+        alone = case.world_size == 1 and not made
+        if (len(made) != due and not alone) or most > 8 * case.world_size:
+            return Miss(f"{due} collectives of a number each", short(", ".join(made) or "none"), rank)
     return None
 
 
 GROUPS = Task(
     name="tracking.groups", lesson=LESSON, function="track", title="Which rank keeps which run", difficulty=2,
     importance=4, minutes=25, draw=groups_cases, observe=observe_groups,
-    own={"losses": entry},
+    own={"losses": entry}, essential=("runs", "rows"),
     properties={"runs": Property(2, runs_are), "rows": Property(2, rows_are), "finished": Property(1, each_is_finished),
                 "collectives": Property(1, as_few_as_needed)})
 
@@ -223,6 +223,7 @@ def untouched(case: Case, seen: Seen) -> Miss | None:
 REDACT = Task(
     name="tracking.redact", lesson=LESSON, function="without_secrets", title="Nothing that opens a door", difficulty=2,
     importance=5, minutes=25, draw=in_turn(redact_case), observe=observe_redact, needs_ranks=False,
+    essential=("by name", "within texts"),
     properties={"by name": Property(2, leaves_are(lambda place, before, after: after == MASK != before)),
                 "within texts": Property(2, leaves_are(lambda place, before, after: after not in (before, MASK))),
                 "the rest": Property(1, keeps_its_form), "a copy": Property(1, untouched)})
@@ -281,6 +282,7 @@ def values_of(metric: str) -> Rule:
 RESUMED = Task(
     name="tracking.resumed", lesson=LESSON, function="one_curve", title="One curve of a run that was resumed",
     difficulty=3, importance=4, minutes=25, draw=in_turn(attempts_case), observe=observe_attempts, needs_ranks=False,
+    essential=("steps",),
     properties={"steps": Property(2, steps_once), "losses": Property(2, values_of("train/loss")),
                 "scores": Property(1, values_of("eval/loss"))})
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, events, items, made_by, number, result, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.ddp import chain, flat, mean_gradients
 from course_lib.grading.tasks.drawing import alone, along, each_world, entry, numbers
+from course_lib.grading.tasks.models import STEPS, chain, flat, mean_gradients, odd_case, trained
 
 LESSON = "05_zero_stages"
 
@@ -108,25 +107,35 @@ PARTITION = Task(
 def step_case(rng: random.Random, world: int) -> dict:
     size = world * rng.randrange(2, 8)
     return {"weights": numbers(rng, size), "momentum": numbers(rng, size), "lr": 0.5, "beta": 0.75,
-            "gradients": [numbers(rng, size) for _ in range(world)]}
+            "gradients": [[numbers(rng, size) for _ in range(STEPS)] for _ in range(world)]}
 
 
 def observe_step(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = case.inputs
-    weights, gradient, momentum = (torch.from_numpy(array.copy()) for array in (
-        given["weights"], given["gradients"][rank], np.split(given["momentum"], case.world_size)[rank]))
+    given, after = case.inputs, []
+    weights, momentum = (torch.from_numpy(array.copy()) for array in (
+        given["weights"], np.split(given["momentum"], case.world_size)[rank]))
     with Recorder() as record:
-        function(weights, gradient, momentum, given["lr"], given["beta"])
-    return {"weights": plain(weights), "momentum": plain(momentum), "events": record.events}
+        for gradient in given["gradients"][rank]:
+            function(weights, torch.from_numpy(gradient.copy()), momentum, given["lr"], given["beta"])
+            after.append(torch.cat([weights, momentum]))
+    values = torch.stack(after)
+    return {"weights": plain(values[:, : len(weights)]), "momentum": plain(values[:, len(weights):]),
+            "events": record.events}
 
 
-def momentum_after(case: Case) -> np.ndarray:
-    return case.inputs["beta"] * case.inputs["momentum"] + np.mean(case.inputs["gradients"], axis=0)
+def after_steps(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and momentum after each step, shape (steps, elements)."""
+    weights, momentum, made = case.inputs["weights"], case.inputs["momentum"], []
+    for gradients in zip(*case.inputs["gradients"], strict=True):
+        momentum = case.inputs["beta"] * momentum + np.mean(gradients, axis=0)
+        weights = weights - case.inputs["lr"] * momentum
+        made.append((weights, momentum))
+    return np.stack([w for w, _ in made]), np.stack([m for _, m in made])
 
 
 def zero_traffic(case: Case, seen: Seen) -> Miss | None:
     size = case.inputs["weights"].nbytes
-    right = [f"reduce_scatter {size}", f"all_gather {size}"]
+    right = [f"reduce_scatter {size}", f"all_gather {size}"] * STEPS
     for rank in range(case.world_size):
         if (issued := made_by(seen, rank)) != right:
             return Miss(", ".join(right), short(", ".join(issued) or "no collective"), rank)
@@ -136,26 +145,22 @@ def zero_traffic(case: Case, seen: Seen) -> Miss | None:
 STAGE1 = Task(
     name="zero.stage1", lesson=LESSON, function="zero1_step", title="A step of ZeRO-1", difficulty=3, importance=5,
     minutes=30, draw=each_world(step_case), observe=observe_step,
-    own={"gradients": entry, "momentum": along(0)},
+    own={"gradients": entry, "momentum": along(0)}, essential=("weights", "collectives"),
     properties={
-        "weights": Property(3, result("weights", lambda case: [
-            case.inputs["weights"] - case.inputs["lr"] * momentum_after(case)] * case.world_size)),
-        "own state": Property(1, result("momentum", lambda case: np.split(momentum_after(case), case.world_size))),
+        "weights": Property(3, result("weights", lambda case: [after_steps(case)[0]] * case.world_size)),
+        "own state": Property(1, result("momentum", lambda case: np.split(after_steps(case)[1], case.world_size, 1))),
         "collectives": Property(2, zero_traffic)})
 
 
 # --- zero.stage2 ---
 
 def stage2_case(rng: random.Random, world: int) -> dict:
-    sizes = [world * rng.randrange(2, 5) for _ in range(5)]  # so that each weight divides by the ranks
-    weights = [numbers(rng, after, before) for before, after in pairwise(sizes)]
-    return {"weights": weights, "rows": [numbers(rng, 4, weights[0].shape[1]) for _ in range(world)]}
+    return odd_case(rng, world, multiple=world)
 
 
 def observe_stage2(function: Callable[..., Any], case: Case, rank: int) -> dict:
     model = chain(case.inputs)
-    parameters = list(model.parameters())
-    held = 0
+    parameters, held, left, shards = trained(model), 0, 0, []
 
     def arrived(parameter: Any) -> None:
         nonlocal held
@@ -166,15 +171,18 @@ def observe_stage2(function: Callable[..., Any], case: Case, rank: int) -> dict:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(arrived)
         finish = function(parameters)
-        model(torch.from_numpy(case.inputs["rows"][rank])).square().mean().backward()
-        left = sum(p.grad is not None for p in parameters)
-        shards = finish()
-    return {"shards": plain(torch.cat([shard.reshape(-1) for shard in shards])), "events": record.events,
-            "most whole gradients": held, "left": left}
+        for rows in case.inputs["rows"][rank]:
+            record.note("step")
+            model(torch.from_numpy(rows)).square().mean().backward()
+            left = max(left, sum(p.grad is not None for p in parameters))
+            shards.append(torch.cat([shard.reshape(-1).clone() for shard in finish()]))
+    return {"shards": plain(torch.stack(shards)), "events": record.events, "most whole gradients": held, "left": left}
 
 
 def shards_of_mean(case: Case) -> list[np.ndarray]:
-    return [flat([np.split(gradient.reshape(-1), case.world_size)[rank] for gradient in mean_gradients(case)[0]])
+    sizes = [parameter.numel() for parameter in trained(chain(case.inputs))]
+    steps = [np.split(mean, np.cumsum(sizes)[:-1]) for mean in mean_gradients(case)[0]]
+    return [np.stack([flat([np.split(gradient, case.world_size)[rank] for gradient in step]) for step in steps])
             for rank in range(case.world_size)]
 
 
@@ -187,21 +195,23 @@ def freed(case: Case, seen: Seen) -> Miss | None:
 
 
 def scattered_early(case: Case, seen: Seen) -> Miss | None:
-    layers = len(case.inputs["weights"])
+    layers = len(trained(chain(case.inputs)))
     for rank in range(case.world_size):
-        happened = [event.split()[0] for event in events(seen, rank) if event != "wait"]
-        made = [name for name in happened if name != "gradient"]
-        if made != ["reduce_scatter"] * layers:
-            return Miss(f"{layers} reduce_scatters", short(", ".join(made) or "none"), rank)
-        if "gradient" not in happened[happened.index("reduce_scatter"):]:
-            return Miss("reduce_scatters while backward runs", "all after the last gradient", rank)
+        happened = " ".join(event.split()[0] for event in events(seen, rank) if event != "wait").split("step")[1:]
+        steps = [step.split() for step in happened]
+        for step in steps if len(steps) == STEPS else [[]]:
+            made = [name for name in step if name != "gradient"]
+            if made != ["reduce_scatter"] * layers:
+                return Miss(f"{layers} reduce_scatters in a step", short(", ".join(made) or "none"), rank)
+            if "gradient" not in step[step.index("reduce_scatter"):]:
+                return Miss("reduce_scatters while backward runs", "all after the last gradient", rank)
     return None
 
 
 STAGE2 = Task(
     name="zero.stage2", lesson=LESSON, function="attach_zero2", title="ZeRO-2: reduce, scatter and let go",
     difficulty=4, importance=4, minutes=35, draw=each_world(stage2_case), observe=observe_stage2,
-    own={"rows": entry},
+    own={"rows": entry}, essential=("shards", "freed", "while backward runs"),
     properties={"shards": Property(3, result("shards", shards_of_mean)),
                 "freed": Property(2, freed), "while backward runs": Property(2, scattered_early)})
 

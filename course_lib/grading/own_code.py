@@ -1,0 +1,60 @@
+"""Where in a learner's own code something happened: the line of an exception, the line in which a rank still was."""
+
+import linecache
+import re
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+BUILD_PATH = re.compile(r"\[/\S+?\.(?:cc|cpp|h|hpp|cu):\d+\]\s*")
+"""Where a library's developers keep its source: nothing to a learner."""
+MAX_TEXT = 200
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def registered(name: str, source: str) -> str:
+    """A file name to compile an answer under, so that its lines can be shown though there is no such file."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    return name
+
+
+def file_of(function: Callable[..., Any]) -> str | None:
+    """The file name that a function, or a class's methods, were compiled under; None where there is none."""
+    for candidate in (getattr(function, "__wrapped__", None), function, *vars(function).values()):
+        code = getattr(candidate, "__code__", None)
+        if isinstance(code, CodeType):
+            return code.co_filename
+    return None
+
+
+def told(error: BaseException, file: str | None, source: str = "") -> str:
+    """An exception in a line: type, message, and the last line of the learner's code that it went through.
+
+    Args:
+        file: that this code was compiled under.
+        source: its text; empty where `linecache` knows it.
+    """
+    message = " ".join(BUILD_PATH.sub("", str(error)).split())
+    text = f"{type(error).__name__}: {message}"[:MAX_TEXT]
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return text if line is None else f"{text} (in {of_line(line, file, source)})"
+
+
+def of_line(line: int, file: str | None, source: str = "") -> str:
+    """``line 3 of yours, `dist.barrier()` ``."""
+    if source:
+        lines = source.splitlines()
+        shown = lines[line - 1] if line <= len(lines) else ""
+    else:
+        shown = linecache.getline(file or "", line)
+    return f"line {line} of yours" + (f", `{shown.strip()[:90]}`" if shown.strip() else "")
+
+
+def last_line(stack: str, file: str | None) -> str:
+    """The line of the learner's code in a stack as `faulthandler` prints it, latest call first; empty: none."""
+    found = next((match for match in _FRAME.finditer(stack) if match["file"] == file), None)
+    return of_line(int(found["line"]), file) if found else ""

@@ -1,0 +1,139 @@
+"""Small models for exercises: chains of layers with what real models have, a frozen, a shared and an unused weight."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from course_lib.grading.rules import Seen, number, result
+from course_lib.grading.task import Case, Miss, Rule
+from course_lib.grading.tasks.drawing import WORLDS, numbers
+
+STEPS = 2
+"""Backward passes in a case: a list that is never cleared shows in the second."""
+UNUSED = "unused"
+
+
+def chain(inputs: dict, key: str = "weights") -> nn.Sequential:
+    """Linear layers without bias, with a tanh after each but the last.
+
+    ``inputs`` may name layers: ``frozen``, whose weight has no gradient, and ``tied``, two that have one weight; and
+    may hold ``unused``, a parameter that no forward uses.
+    """
+    layers: list[nn.Module] = []
+    for weight in inputs[key]:
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight.data = torch.from_numpy(weight.copy())
+        layers += [linear, nn.Tanh()]
+    model = nn.Sequential(*layers[:-1])
+    if inputs.get("frozen") is not None:
+        model[2 * inputs["frozen"]].requires_grad_(False)
+    if inputs.get("tied"):
+        first, second = inputs["tied"]
+        model[2 * second].weight = model[2 * first].weight
+    if inputs.get(UNUSED) is not None:
+        model.register_parameter(UNUSED, nn.Parameter(torch.from_numpy(inputs[UNUSED].copy())))
+    return model
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get a gradient, each once, in the model's order."""
+    return [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name != UNUSED]
+
+
+def others(model: nn.Module) -> list[nn.Parameter]:
+    """The frozen and the unused ones."""
+    mine = {id(parameter) for parameter in trained(model)}
+    return [parameter for parameter in model.parameters() if id(parameter) not in mine]
+
+
+def widths(rng: random.Random, layers: int) -> list[np.ndarray]:
+    """Weights of a chain of layers."""
+    sizes = [rng.randrange(2, 7) for _ in range(layers + 1)]
+    return [numbers(rng, after, before) for before, after in pairwise(sizes)]
+
+
+def rows_of_steps(rng: random.Random, world: int, width: int) -> list[list[np.ndarray]]:
+    """By rank, the rows of each step, shape (4, width)."""
+    return [[numbers(rng, 4, width) for _ in range(STEPS)] for _ in range(world)]
+
+
+def plain_case(rng: random.Random, world: int) -> dict:
+    """A chain in which every weight is trained."""
+    weights = widths(rng, rng.randrange(3, 6))
+    return {"weights": weights, "rows": rows_of_steps(rng, world, weights[0].shape[1])}
+
+
+def odd_case(rng: random.Random, world: int, multiple: int = 1) -> dict:
+    """A chain with a frozen layer, a weight that two layers share, and a parameter beside it that is never used.
+
+    Args:
+        multiple: that each weight's number of elements divides by.
+    """
+    width = multiple * rng.randrange(2, 4)
+    before, after = (multiple * rng.randrange(1, 4) for _ in range(2))
+    square = [numbers(rng, width, width) for _ in range(rng.randrange(3, 5))]
+    weights = [numbers(rng, width, before), *square, numbers(rng, after, width)]
+    tied = [1, len(square)]
+    weights[tied[1]] = weights[tied[0]]
+    return {"weights": weights, "tied": tied, "frozen": rng.choice((0, 2)), UNUSED: numbers(rng, 3),
+            "rows": rows_of_steps(rng, world, before)}
+
+
+def draw_models(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    """A plain chain on two ranks, and odd ones on each number of ranks."""
+    return [Case(2, plain_case(rng, 2)), *(Case(world, odd_case(rng, world)) for world in worlds)]
+
+
+def flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([array.reshape(-1) for array in arrays])
+
+
+def gradients_of(model: nn.Module) -> Tensor:
+    """The gradients of what is trained, one behind the other; zeros where there is none."""
+    return torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1)
+                      for p in trained(model)])
+
+
+def backwards(model: nn.Module, rows: Sequence[np.ndarray]) -> Iterator[int]:
+    """Run the steps' backwards on fresh gradients, and yield after each."""
+    for step, batch in enumerate(rows):
+        model.zero_grad()
+        model(torch.from_numpy(batch)).square().mean().backward()
+        yield step
+
+
+def local_gradients(case: Case) -> list[np.ndarray]:
+    """By rank, the gradients that its own rows bring, shape (steps, elements of what is trained)."""
+    made = []
+    for rows in case.inputs["rows"]:
+        model = chain(case.inputs)
+        made.append(np.stack([gradients_of(model).numpy().copy() for _ in backwards(model, rows)]))
+    return made
+
+
+def mean_gradients(case: Case) -> list[np.ndarray]:
+    """For each rank the mean of what all ranks' rows bring, shape (steps, elements)."""
+    return [np.mean(local_gradients(case), axis=0)] * case.world_size
+
+
+def mean_gradient(key: str = "gradient", oracle: Callable[[Case], list[Any]] = mean_gradients) -> Rule:
+    """A rule: each step leaves the mean gradient, and nothing at the frozen and the unused parameters."""
+
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        miss = result(key, oracle)(case, seen)
+        for rank in range(case.world_size) if miss is None else ():
+            if number(seen, rank, "elsewhere") != 0:
+                return Miss("no gradient at frozen and unused parameters", "one that is not zero", rank)
+        return miss
+
+    return rule
+
+
+def elsewhere(model: nn.Module) -> float:
+    """The largest gradient of a frozen or an unused parameter."""
+    return max((float(p.grad.abs().max()) for p in others(model) if p.grad is not None), default=0.0)
