@@ -14,6 +14,8 @@ WIDTHS = (8.0, 4.0, 1.4)
 
 EQUAL = 1e-9
 """Nats at which equal losses are drawn, as a logarithmic axis has no zero."""
+BETWEEN = 3e-8
+"""Nats at the upper edge of the gap above them: float32 losses from 0.25 on that differ do so by 2**-25 at least."""
 
 
 def world_sizes(curves: Mapping[int, Sequence[float]], predicted: Sequence[float], other: Sequence[float],
@@ -59,10 +61,14 @@ def _draw_differences(axes: Axes, curves: Mapping[int, Sequence[float]], predict
     drawn += [(_name(ranks), colour, width, curve)
               for (ranks, curve), colour, width in zip(rest, SERIES[1:], WIDTHS, strict=False)]
     ends = [("predicted", COLOURS["neutral"], len(predicted), predicted[-1])]
-    for name, colour, size, curve in drawn:
+    for number, (name, colour, size, curve) in enumerate(drawn):
         apart = np.maximum(np.abs(np.asarray(curve) - np.asarray(first)[: len(curve)]), EQUAL)
         axes.plot(range(1, len(curve) + 1), apart, color=colour, linestyle="", marker="o", markersize=size)
-        ends.append((name, colour, len(curve), apart[-1]))
+        if number:  # the points of each lie on two levels, so that a name at either would be that level's
+            axes.text(len(first) + 1.2, BETWEEN / 3**number, f"\u25cf {name}", color=colour, va="center",
+                      fontweight="bold")
+        else:
+            ends.append((name, colour, len(curve), apart[-1]))
     axes.plot(range(1, len(predicted) + 1), predicted, color=COLOURS["neutral"], linewidth=1.2, linestyle="--")
     axes.set(yscale="log", xlabel="optimizer step", ylabel=f"difference from {_name(reference)} (nats)")
     powers = range(-7, 2, 2)

@@ -18,7 +18,8 @@ SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "W
             "Questions", "Read next")
 
 
-SUBJECTS = {"02_data_parallel": ("class TinyDDP:", 'SCRIPT = """')}
+SUBJECTS = {"02_data_parallel": ("class TinyDDP:", 'SCRIPT = """'),
+            "03_accelerate": ("def every_day(folder, batches=8, resume=False):",)}
 """First lines of the cells that hold a lesson's subject whole: up to 40 lines, all others up to 20."""
 
 

@@ -59,7 +59,7 @@ def step_memory(held: Memory, groups: int = 4) -> Diagram:
         + ("gradients are there all the time." if held.gradients_wait else "gradients come in their place."))
     top = diagram.head + 6
     for number, (kind, colour) in enumerate(KIND_COLOURS.items()):
-        x, y = MARGIN + 4 + number % 3 * 230, top + number // 3 * 20
+        x, y = MARGIN + 4.0 + number % 3 * 230, top + number // 3 * 20
         diagram.box(x, y, 12, 12, fill=colour, stroke="none", means=("key", kind))
         diagram.text(x + 18, y + 6, f"{kind} {getattr(held, kind) / 2**30:.2f} GiB", SMALL, "start")
     left, base = MARGIN + 4, top + 62 + HEIGHT
