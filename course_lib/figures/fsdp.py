@@ -1,5 +1,6 @@
 """Figures of FSDP: when weights are resident, and when a rank waits for them."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -7,7 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
-from course_lib.lessons.fsdp_lab import Waits, WatchedSharding
+from course_lib.lessons.fsdp_lab import WatchedSharding
+from course_lib.lessons.overlap_lab import Overlap, TraceEvent
+from course_lib.lessons.slow_link import Waits
 
 MB = 1e6
 
@@ -77,6 +80,57 @@ def waiting(runs: Mapping[str, Waits]) -> Figure:
         axes.grid(axis="y", visible=False)
         axes.set(xlabel="ms since the step began (orange: waiting for weights)",
                  xlim=(0, 1.13 * max(1e3 * run.step for run in runs.values())))
+    return figure
+
+
+def overlap(measured: Sequence[Overlap]) -> Figure:
+    """Seconds of a step over a slow link against the rows per rank, with and without prefetch: every try, and on paper.
+
+    Args:
+        measured: by rising number of rows.
+    """
+    best = max(measured, key=lambda one: one.gain)
+    with canvas(f"Prefetch over a slow link: {best.gain:.2f} times as fast at {best.rows} rows per rank",
+                height=3.2) as (figure, axes):
+        rows = [one.rows for one in measured]
+        for prefetch, name, colour in ((False, "without prefetch", COLOURS["communication"]),
+                                       (True, "with prefetch", COLOURS["forward"])):
+            for one in measured:
+                axes.plot([one.rows] * len(one.steps[prefetch]), one.steps[prefetch], "o", color=colour, markersize=5)
+            axes.plot(rows, [one.predicted[prefetch] for one in measured], "--", color=colour, linewidth=1.3)
+            axes.annotate(name, (rows[-1], statistics.median(measured[-1].steps[prefetch])), xytext=(9, 0),
+                          textcoords="offset points", color=colour, va="center", fontweight="bold")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(rows, [f"{one.rows}\n{one.forward / one.gather:.2g}" for one in measured])
+        axes.set(xlim=(0.8 * rows[0], 3.2 * rows[-1]), ylim=(0, None), ylabel="s of a step",
+                 xlabel="rows per rank; below, a block's forward over its gather\n(dots: every try; broken: on paper)")
+    return figure
+
+
+def trace(events: Sequence[TraceEvent]) -> Figure:
+    """The engine's own events in a profiler's trace, over the blocks' computation.
+
+    Args:
+        events: in the order of their beginnings.
+    """
+    lanes = {"compute": COLOURS["forward"], "all-gather": COLOURS["communication"],
+             "reduce-scatter": COLOURS["gradients"]}
+    early = sum(event.early for event in events if event.lane == "all-gather")
+    gathers = sum(event.lane == "all-gather" and event.block is not None for event in events)
+    with canvas(f"{early} of {gathers} gathers of blocks begin while the block before still has work",
+                height=2.2) as (figure, axes):
+        for row, (lane, colour) in enumerate(lanes.items()):
+            spans = [event for event in events if event.lane == lane]
+            axes.broken_barh([(event.begin, event.end - event.begin) for event in spans], (row - 0.35, 0.7),
+                             facecolors=colour, edgecolors="white", linewidth=0.6)
+            for event in spans:
+                if event.block is not None and event.end - event.begin > 0.02 * events[-1].end:
+                    axes.text((event.begin + event.end) / 2, row, str(event.block), ha="center", va="center",
+                              fontsize=8)
+        axes.set_yticks(range(len(lanes)), list(lanes))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set(xlabel="ms since the forward began, as rank 0's processor called them")
     return figure
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
 from course_lib.parallel.topology import AXES, RankGrid
@@ -12,6 +13,8 @@ AXIS_COLOURS = {"dp": COLOURS["gradients"], "pp": COLOURS["activations"], "tp": 
 """An axis has the colour of what it carries: gradients, activations; partial sums have none of their own."""
 CARRIES = {"dp": "dp: gradients", "pp": "pp: hidden states", "tp": "tp: partial sums"}
 PARTS = {"compute": COLOURS["forward"], **AXIS_COLOURS, "idle": COLOURS["idle"]}
+OUTLINE = {**PREDICTED, "hatch": None, "edgecolor": "black", "linestyle": "--"}
+"""A prediction over a solid bar: hatching on a colour is hard to look at."""
 KB, MB = 1e3, 1e6
 
 
@@ -34,11 +37,11 @@ def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: M
                 axes.barh(row, value, height=0.55, color=colour)
                 axes.annotate(f"{value:.3g}", (value, row), xytext=(5, 0), textcoords="offset points", va="center")
             if name in predicted:
-                right.barh(row, predicted[name] / MB, height=0.74, edgecolor="black", **PREDICTED)
+                right.barh(row, predicted[name] / MB, height=0.74, **OUTLINE)
         left.set_yticks(range(len(held)), list(held))
         left.invert_yaxis()
         left.set_xlabel("kB sent by a rank in a step")
-        right.set_xlabel("MB of activations at the peak\n(hatched: predicted)")
+        right.set_xlabel("MB of activations at the peak\n(broken line: predicted)")
         for axes in (left, right):
             axes.margins(x=0.18)
             axes.grid(axis="y", visible=False)
@@ -62,14 +65,14 @@ def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[st
         for row, axis in enumerate(AXES):
             value = sent[axis] / KB
             right.barh(row, value, height=0.5, color=AXIS_COLOURS[axis])
-            right.barh(row, predicted[axis] / KB, height=0.7, edgecolor="black", **PREDICTED)
+            right.barh(row, predicted[axis] / KB, height=0.7, **OUTLINE)
             right.annotate(f"{value:.0f}", (value, row), xytext=(6, 0), textcoords="offset points", va="center")
         right.set_yticks(range(len(AXES)), AXES, fontweight="bold")
         right.invert_yaxis()
         right.margins(x=0.17)
         right.grid(axis="y", visible=False)
         right.grid(axis="x")
-        right.set_xlabel("kB sent by rank 0 in a step\n(hatched: predicted)")
+        right.set_xlabel("kB sent by rank 0 in a step\n(broken line: predicted)")
     return figure
 
 
@@ -119,18 +122,18 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
                 axes.barh(row, parts[part], left=left, height=0.66, facecolor=colour, edgecolor="white", linewidth=0.5)
                 left += parts[part]
             axes.annotate(f"{left:.1f} s", (left, row), xytext=(5, 0), textcoords="offset points", va="center")
-        _name_parts(axes, max(totals))
+        _name_parts(axes)
         axes.axhline(len(steps) - 0.5, color="black", linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
-        axes.set(ylim=(len(rows) - 0.5, -1.0), xlabel="computed seconds of a step, nothing hidden behind computation")
+        axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="computed seconds of a step, nothing hidden behind computation")
         axes.margins(x=0.13)
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x")
     return figure
 
 
-def _name_parts(axes: Axes, end: float) -> None:
-    """The names of the parts above the bars, in their colours."""
-    for place, (part, colour) in enumerate(PARTS.items()):
-        axes.text(0.16 * end * place, -0.75, part, va="center", fontweight="bold",
-                  color=COLOURS["neutral"] if part == "idle" else colour, fontsize=9)
+def _name_parts(axes: Axes) -> None:
+    """A square of its colour and a name for each part, in one line above the bars."""
+    handles = [Patch(facecolor=colour, edgecolor=COLOURS["neutral"], linewidth=0.5) for colour in PARTS.values()]
+    axes.legend(handles, list(PARTS), ncols=len(PARTS), loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2,
+                handlelength=1.0, columnspacing=1.4, fontsize=9)

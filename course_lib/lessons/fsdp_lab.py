@@ -5,7 +5,7 @@ The functions run on ranks (:func:`course_lib.launching.launch.launch`) and retu
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,9 @@ from torch.optim import AdamW
 from transformers import GPT2LMHeadModel
 
 from course_lib.lessons.lab_gpt2 import gpt2
-from course_lib.lessons.slow_link import OverSlowLink, Waits
 from course_lib.metering.meter import Meter
-from course_lib.metering.phases import between
 from course_lib.metering.storages import resizes
 from course_lib.parallel import blocks
-from course_lib.parallel.clock import Clock, Stamp
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
@@ -112,7 +109,7 @@ def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int =
     if replicas > 1:
         device = Accelerator().device.type
         options["mesh"] = hybrid_mesh(device, replicas, dist.get_world_size() // replicas)
-    model = _engine(engine, build, **options)
+    model = engine_of(engine, build, **options)
     resident = getattr(model, "resident", None)
     account = resident if engine == "scratch" else None  # FSDP2's buffers are in no list: the meter looks for itself
     losses = _train(model, steps - 1)
@@ -153,55 +150,9 @@ def apart(some: WatchedSharding, others: WatchedSharding) -> float:
     return max(abs(a - b) for a, b in zip(some.losses, others.losses, strict=True))
 
 
-def block_seconds(build: Build, rows: int) -> float:
-    """The shortest forward of a block, on any rank, in two steps with so many rows per rank."""
-    engine, clock = _engine("scratch", build), Clock(Accelerator().device)
-    begun: list[Stamp] = []
-    ended: list[Stamp] = []
-    for block in blocks.blocks(engine.module).values():
-        block.register_forward_pre_hook(lambda *_: begun.append(clock.stamp()))
-        block.register_forward_hook(lambda *_: ended.append(clock.stamp()))
-    for step in range(2):
-        batch_loss(engine, step, rows * dist.get_world_size()).backward()
-    clock.settle()
-    shortest = torch.tensor(min(map(between, begun, ended)), device=clock.device)
-    dist.all_reduce(shortest, dist.ReduceOp.MIN)
-    return shortest.item()
-
-
-def over_slow_link(build: Build, rows: int, link: float, prefetch: bool, tries: int = 5) -> Waits:
-    """A step in which every all-gather takes at least ``link`` seconds; on the CPU.
-
-    The link is simulated: the data arrive as fast as they do here, and ``wait`` returns no earlier than the link
-    would have let it. What is slow about it costs no computation, as on a GPU's own network card.
-
-    Args:
-        rows: of this rank in a step.
-        tries: steps, an odd number.
-
-    Returns:
-        The step whose waiting is the median, with what each of the steps waited.
-    """
-    clock = Clock(Accelerator().device)
-    model = build().to(clock.device)
-    engine = OverSlowLink(model, AdamW(model.parameters()), prefetch=prefetch)
-    steps = []
-    for step in range(tries):
-        spans = engine.slow_down(link)
-        dist.barrier()
-        begin = clock.stamp()
-        batch_loss(engine, step, rows * dist.get_world_size()).backward()
-        finish = clock.stamp()
-        clock.settle()
-        start, end = clock.seconds(begin), clock.seconds(finish)
-        steps.append(Waits(link, end - start, [(since - start, until - start) for since, until in spans]))
-    middle = sorted(steps, key=lambda waits: waits.waited)[(tries - 1) // 2]
-    return replace(middle, of_all=tuple(waits.waited for waits in steps))
-
-
 def gradient_after(build: Build, micro_batches: int, reduce_dtype: torch.dtype) -> Tensor:
     """This rank's part of the gradient under bf16 parameters, summed in ``reduce_dtype``; 1-D, float32."""
-    engine = _engine("scratch", build, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    engine = engine_of("scratch", build, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for i in range(micro_batches):
         with contextlib.nullcontext() if i == micro_batches - 1 else engine.no_sync():
             batch_loss(engine, i).backward()
@@ -218,15 +169,15 @@ def rounding_error(build: Build, micro_batches: int) -> float:
 
 def flat_and_rows(build: Build) -> dict[str, tuple[int, list[int]]]:
     """What this rank has of each parameter: elements of a flat piece, and the shape of FSDP2's ``DTensor`` piece."""
-    flat = _engine("scratch", build).pieces()
-    module = _engine("torch", build).module
+    flat = engine_of("scratch", build).pieces()
+    module = engine_of("torch", build).module
     return {name: (flat[name].data.numel(), list(parameter.to_local().shape))
             for name, parameter in module.named_parameters()}
 
 
 def train_and_save(build: Build, folder: Path, steps: int) -> float:
     """Train, write the pieces of all ranks below ``folder``, and return the loss of a batch that was not trained on."""
-    engine = _engine("scratch", build)
+    engine = engine_of("scratch", build)
     _train(engine, steps)
     sharded.save(engine.pieces(), folder)
     with torch.no_grad():
@@ -235,7 +186,7 @@ def train_and_save(build: Build, folder: Path, steps: int) -> float:
 
 def read_and_evaluate(build: Build, folder: Path, step: int) -> tuple[float, float]:
     """The loss of a batch with the model's own weights, and with those that any number of ranks has saved."""
-    engine = _engine("scratch", build)
+    engine = engine_of("scratch", build)
     with torch.no_grad():
         before = averaged(batch_loss(engine, step))
         sharded.load(engine.pieces(), folder)
@@ -272,7 +223,7 @@ def averaged(loss: Tensor) -> float:
     return loss.item() / dist.get_world_size()
 
 
-def _engine(name: str, build: Build, **options: Any) -> Any:
+def engine_of(name: str, build: Build, **options: Any) -> Any:
     """The model behind an engine with ``module``, ``optimizer``, ``step`` and ``zero_grad``; joins the ranks first."""
     module = build().to(Accelerator().device)
     optimizer = AdamW(module.parameters(), lr=3e-3, eps=1e-5)  # eps: Adam would blow up the noise of tiny gradients

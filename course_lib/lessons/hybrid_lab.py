@@ -70,8 +70,12 @@ class Hybrid:
         mine, theirs = (each.chunk(self.grid.dp)[self.place.dp] for each in (tokens, targets))
         done = self.executor.step(input_ids=mine, targets=theirs)
         sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
-        average_gradients(self.parameters.values(), self.groups.dp)
+        self.join_copies()
         return done.losses
+
+    def join_copies(self) -> None:
+        """Average the copies' gradients, each parameter's over its dp group."""
+        average_gradients(self.parameters.values(), self.groups.dp)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole model's tensors, on every rank's CPU, from those of its parameters by name; a collective call."""
@@ -190,11 +194,14 @@ class Work:
         return 4 * (self.layers / grid.pp * block + (VOCABULARY + self.tokens) * self.width)
 
 
-def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.device | str = "cpu") -> Step:
+def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.device | str = "cpu",
+            kind: type[Hybrid] = Hybrid) -> Step:
     """One forward and backward of a global batch; embedding and head on the first and the last stage.
 
     Args:
+        schedule: of each pipeline, by its name.
         device: of this rank's share; one process's gradients, to compare with, are always computed on the CPU.
+        kind: the engine, or one that is broken on purpose.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -208,7 +215,7 @@ def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.de
     whole_loss.backward()
     wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     table = make(schedule, grid.pp, work.microbatches)
-    hybrid = Hybrid(build().to(device), grid, table, next_token_loss, work.split_vocabulary)
+    hybrid = kind(build().to(device), grid, table, next_token_loss, work.split_vocabulary)
     with Meter() as meter:
         losses = hybrid.step(tokens.to(device), targets.to(device))
     loss = torch.stack(losses).mean() / grid.dp if losses else torch.zeros((), device=device)

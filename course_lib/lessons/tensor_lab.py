@@ -3,6 +3,7 @@
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import GPT2LMHeadModel
 
 from course_lib.lessons.lab_gpt2 import gpt2
 from course_lib.metering.meter import Meter
-from course_lib.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, vocab_parallel_cross_entropy
+from course_lib.parallel.tensor_parallel import vocab_parallel_cross_entropy
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 from course_lib.parallel.tp_collectives import gather, gathered, scatter
@@ -55,33 +56,54 @@ class Shape:
         return F.cross_entropy(model(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def pair_apart(width: int = 16) -> dict[str, float]:
-    """How far a column- and a row-parallel linear layer are from the whole two, relative to the largest number."""
-    device = Accelerator().device
+def pair(column: Callable[[nn.Linear], nn.Module], row: Callable[[nn.Linear], nn.Module], width: int = 16,
+         ) -> dict[str, tuple[Tensor, Tensor]]:
+    """A split pair of linear layers beside the whole two: the output, and the gradients of X, A and B.
+
+    Args:
+        column: makes this rank's columns of the first layer from the whole one.
+        row: makes this rank's rows of the second.
+        width: of input and output; four times as much lies between.
+
+    Returns:
+        Each as (of the split pair, of the whole one), on the CPU; of the matrices' gradients this rank's part, in
+        ``nn.Linear``'s layout.
+    """
+    device, ranks, rank = Accelerator().device, dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     first, second = nn.Linear(width, 4 * width).to(device), nn.Linear(4 * width, width).to(device)
     whole_in = torch.randn(2, 3, width, device=device, requires_grad=True)
     split_in = whole_in.detach().clone().requires_grad_()
-    column, row = ColumnParallelLinear(first), RowParallelLinear(deepcopy(second))
-    whole, split = second(F.gelu(first(whole_in))), row(F.gelu(column(split_in)))
+    columns, rows = column(deepcopy(first)), row(deepcopy(second))
+    whole, split = second(F.gelu(first(whole_in))), rows(F.gelu(columns(split_in)))
     for output in (whole, split):
         output.square().sum().backward()
-    pairs: dict[str, Any] = {"output": (split, whole), "gradient of X": (split_in.grad, whole_in.grad)}
-    layers: Any = {"A": (column, first), "B": (row, second)}
-    for name, (mine, theirs) in layers.items():
-        pairs[f"gradient of {name}"] = mine.splits["weight"].whole(mine.weight.grad), theirs.weight.grad
-    return {name: ((mine - theirs).abs().max() / theirs.abs().max()).item() for name, (mine, theirs) in pairs.items()}
+    wanted: dict[str, Any] = {"A": first.weight.grad.chunk(ranks, 0)[rank],  # type: ignore[union-attr]
+                              "B": second.weight.grad.chunk(ranks, 1)[rank]}  # type: ignore[union-attr]
+    found: dict[str, Any] = {"A": columns.get_parameter("weight").grad, "B": rows.get_parameter("weight").grad}
+    both: dict[str, Any] = {"output": (split.detach(), whole.detach()), "gradient of X": (split_in.grad, whole_in.grad)}
+    both |= {f"gradient of {name}": (found[name], wanted[name]) for name in wanted}
+    return {name: (mine.cpu(), theirs.cpu()) for name, (mine, theirs) in both.items()}
 
 
-def train(shape: Shape, steps: int, split: bool = True, seed_by_rank: bool = False, dropout: float = 0.0,
-          ) -> tuple[list[float], float]:
-    """Train on some batches; the losses on this rank, and how far the ranks' final norms have drifted apart.
+def distance(mine: Tensor, theirs: Tensor) -> float:
+    """The largest difference of two tensors, as a share of the second one's largest number."""
+    return ((mine - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def spread(tensor: Tensor) -> float:
+    """The largest distance of any rank's numbers from the first rank's; a collective call."""
+    everyones = gathered(tensor.detach()[None], None, 0)
+    return (everyones - everyones[0]).abs().max().item()
+
+
+def train(shape: Shape, steps: int, seed_by_rank: bool = False, dropout: float = 0.0) -> tuple[list[float], float]:
+    """Train a split model on some batches; this rank's losses, and how far the ranks' final norms have drifted apart.
 
     Args:
-        split: over all ranks; otherwise each rank has the whole model, on the same rows.
         seed_by_rank: give each rank its own dropout masks.
     """
-    model: Any = _engine("scratch" if split else "whole", shape.model(dropout))
+    model: Any = _engine("scratch", shape.model(dropout))
     torch.manual_seed(1 + seed_by_rank * dist.get_rank())
     optimizer = AdamW(model.parameters(), lr=3e-3, eps=1e-5)  # eps: Adam would blow up the noise of tiny gradients
     losses = []
@@ -91,9 +113,7 @@ def train(shape: Shape, steps: int, split: bool = True, seed_by_rank: bool = Fal
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    norm = next(p for name, p in model.named_parameters() if name.endswith("ln_f.weight")).detach()
-    everyones = gathered(norm[None], None, 0)
-    return losses, (everyones - everyones[0]).abs().max().item()
+    return losses, spread(next(p for name, p in model.named_parameters() if name.endswith("ln_f.weight")))
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,12 @@ from course_lib.figures.diagrams import (
 )
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.marks import contrast
+from course_lib.lessons.slow_link import timeline
 from course_lib.parallel import collectives as real_collectives
 from course_lib.parallel.pipeline.actions import v_shape
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import simulate
+from course_lib.parallel.topology import RankGrid
 from course_lib.planning.memory import Memory, zero_model_states
 
 GIB = 2**30
@@ -48,10 +50,14 @@ DRAWN = {
     "who_holds_what": [lambda n=n: sharding.who_holds_what(n) for n in (2, 3, 4)],
     "fsdp_cuts": [lambda n=n: sharding.fsdp_cuts(ranks=n) for n in (2, 3, 4)],
     "hybrid": [sharding.hybrid, lambda: sharding.hybrid(3, 2), lambda: sharding.hybrid(2, 8)],
+    "prefetch": [sharding.prefetch, lambda: sharding.prefetch(2, 1.5), lambda: sharding.prefetch(4, 1.0)],
     "who_waits": [lambda n=n, k=k: pipelines.who_waits(n, k) for n in ("gpipe", "1f1b") for k in (2, 3)],
     "the_v": [lambda n=n: pipelines.the_v(n) for n in (2, 4)],
     "who_needs_what": [pipelines.who_needs_what],
     "columns_then_rows": [lambda n=n: tensors.columns_then_rows(n) for n in (2, 3, 4)],
+    "sequence_parallel": [lambda n=n: tensors.sequence_parallel(n) for n in (2, 3, 4)],
+    "rank_grid": [lambda sizes=sizes: tensors.rank_grid(RankGrid(*sizes))
+                  for sizes in ((2, 2, 2), (1, 4, 2), (3, 2, 4), (4, 1, 1), (1, 4, 4))],
     "unit_life": [states.unit_life],
     "checkpoint_states": [states.checkpoint_states],
     "job_life": [states.job_life],
@@ -273,6 +279,16 @@ def test_every_rank_asks_the_store_of_rank_0():
         assert [arrow.means[1] for arrow in diagram.arrows if arrow.means[0] == verb] == [0, 1, 2, 3]
 
 
+def test_prefetch_is_drawn_as_the_engine_waits():
+    """By the paper's time line, which tests/lessons/test_slow_link.py compares with the engine."""
+    diagram = sharding.prefetch(3, 0.8)
+    for row, ahead in enumerate((False, True)):
+        step = timeline(3, 1.0, 0.8, 0.8, ahead)
+        drawn = [box.means[1:] for box in diagram.boxes if box.means[0] == row]
+        assert drawn == [span for span in (*step.link, *step.compute) if span[3] > span[2]] and len(drawn) == 15
+    assert diagram.title.endswith(f"{timeline(3, 1.0, 0.8, 0.8, True).waited:.1f}")
+
+
 def test_hybrid_links_a_row_for_shards_and_a_column_for_copies():
     diagram = sharding.hybrid(2, 3)
     shard_of = dict(box.means for box in diagram.boxes if box.means)
@@ -293,11 +309,41 @@ def test_the_v_is_the_librarys_placement():
     assert tuple(box.means for box in pipelines.the_v(3).boxes) == tuple(enumerate(v_shape(3, 2)))
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_cut_sequence_is_cut_as_the_exchanges_cut_it(ranks):
+    """By the area that is filled: a slice of the tokens at both ends, some columns between, whole where gathered."""
+    diagram = tensors.sequence_parallel(ranks)
+    parts = [box for box in diagram.boxes if box.means]
+    assert len(parts) == 6 * ranks
+    for rank in range(ranks):
+        own = [box for box in parts if box.means[1] == rank]
+        first = own[2]
+        tokens = [(box.y - first.y) / first.height for box in own], [box.height / first.height for box in own]
+        columns = [box.width / first.width for box in own]
+        assert tokens[0] == pytest.approx([rank / ranks, rank / ranks, 0, 0, 0, rank / ranks])
+        assert tokens[1] == pytest.approx([1 / ranks, 1 / ranks, 1, 1, 1, 1 / ranks])
+        assert columns == pytest.approx([1, 1, 1, 1 / ranks, 1, 1])
+    sends = [arrow.means for arrow in diagram.arrows if arrow.means]
+    assert sorted(sends) == sorted((name, rank) for name in ("all_gather", "reduce_scatter") for rank in range(ranks))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2), (3, 1, 2)])
+def test_the_grids_links_are_its_groups(sizes):
+    grid = RankGrid(*sizes)
+    diagram = tensors.rank_grid(grid)
+    assert sorted(box.means for box in diagram.boxes if box.means) == sorted(
+        tuple(grid.coordinates(rank)) for rank in range(grid.world_size))
+    links = sorted(arrow.means for arrow in diagram.arrows)
+    assert links == sorted((axis, *pair) for axis in ("dp", "pp", "tp") for line in grid.lines(axis)
+                           for pair in itertools.pairwise(line))
+
+
 @pytest.mark.parametrize("draw", [lambda: collectives.ring(1), lambda: collectives.ring(9),
                                   lambda: sharding.who_holds_what(8), lambda: sharding.fsdp_cuts({"a": (9, 9)}),
                                   lambda: data_parallel.buckets({"a": 1}), lambda: data_parallel.dealing(99),
                                   lambda: data_parallel.no_sync(9), lambda: meeting.rendezvous(3),
-                                  lambda: memory.step_memory(SHARDED, 9)])
+                                  lambda: memory.step_memory(SHARDED, 9),
+                                  lambda: tensors.rank_grid(RankGrid(1, 8, 4))])
 def test_what_does_not_fit_on_the_page_is_refused(draw):
     with pytest.raises(ConfigError, match="a diagram"):
         draw()

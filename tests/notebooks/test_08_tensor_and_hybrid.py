@@ -1,16 +1,19 @@
 """What lesson 08 claims, measured anew: exchanges, bytes, engines that agree, the grid, the order of its axes."""
 
+import functools
+
 import nbformat
 import pytest
 import torch.distributed as dist
 
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
-from course_lib.lessons import grid_times, hybrid_lab
-from course_lib.lessons.tensor_lab import Shape
+from course_lib.lessons import grid_times, hybrid_lab, tensor_lab
+from course_lib.lessons.tensor_lab import Shape, distance
+from course_lib.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.topology import RankGrid
-from tests.notebooks.conftest import NOTEBOOKS
+from tests.notebooks.conftest import NOTEBOOKS, says
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -23,13 +26,38 @@ def lesson(run_lesson):
                       vocabulary=VOCABULARY)
 
 
+def test_the_sum_is_all_that_the_forward_needs(lesson):
+    assert lesson["forward_apart_before_the_sum"] > 0.1 and lesson["forward_apart_after_the_sum"] < 1e-5
+
+
 def test_an_exchange_that_is_left_out(lesson):
     assert lesson["right_pair_apart"] < 1e-5 and lesson["output_apart_without_copy"] < 1e-5
     assert lesson["wrong_without_copy"] == 1 and lesson["wrong_without_reduce"] == 4
-    assert lesson["first_loss_apart_when_broken"] < 1e-5
-    assert lesson["losses_apart"] < 5e-6 < 5e-3 < lesson["losses_apart_when_broken"]
+    assert lesson["times_when_summed_twice"] == pytest.approx(2, rel=1e-5)
+
+
+def test_the_pages_own_layers_train_as_one_process(lesson):
+    assert lesson["losses_apart"] < 5e-6 < 1e-3 < lesson["losses_apart_when_broken"]
+    assert lesson["first_loss_apart_when_broken"] == 0
     assert lesson["broken_loss_fell_by"] > 0.05, "it looks as if it trained"
-    assert lesson["replicas_drifted_by"] > 1e-3
+    assert lesson["replicas_drifted_when_right"] < 1e-6 < 1e-4 < lesson["replicas_drifted_by"]
+    assert says(lesson, f"the loss fell by {lesson['broken_loss_fell_by']:.2f}. Compare gradients")
+    assert lesson["at_work_losses_apart"] < 5e-6
+
+
+def test_the_librarys_layers_differ_as_the_pages_own():
+    """The same pair with the classes that the lesson shows as the library's."""
+    ways = launch(pair_of_the_library, num_processes=2, timeout=60, device="cpu")[0]
+    assert max(ways["right"].values()) < 1e-5
+    assert {what for what, far in ways["without f"].items() if far > 1e-3} == {"gradient of X"}
+
+
+def pair_of_the_library():
+    ways = {}
+    for name, entered in (("right", False), ("without f", True)):
+        column = functools.partial(ColumnParallelLinear, entered=entered)
+        ways[name] = {what: distance(*both) for what, both in tensor_lab.pair(column, RowParallelLinear).items()}
+    return ways
 
 
 def test_what_moves_and_what_is_held(lesson):
@@ -41,6 +69,7 @@ def test_what_moves_and_what_is_held(lesson):
     assert lesson["gradients_apart"] < 1e-5 and lesson["sequence_gradients_apart"] < 1e-5
     assert lesson["kB_of_activations_saved"] == pytest.approx((LAYERS + 0.5) * hidden / 1e3, rel=0.1)
     assert 1 < lesson["sequence_sends"] < 1.15
+    assert says(lesson, f"Sequence parallelism sends {lesson['sequence_sends']:.2f} times as much")
 
 
 def test_cross_entropy_without_gathering(lesson):
@@ -66,12 +95,27 @@ def test_bytes_by_axis(lesson):
     assert lesson["dp_kB"] == lesson["parameters_on_rank_0"] == work.first_rank_bytes(grid) / 1e3
     told = lesson["pp_kB"] - work.microbatches * hidden / 1e3
     assert 0 < told < 0.5, "the shapes are told once"
+    assert lesson["pp_bytes_beyond"] == pytest.approx(1e3 * told)
     assert lesson["tp_kB"] > lesson["pp_kB"]
 
 
 def test_the_order_of_the_axes_is_worth_more_than_the_gpus(lesson):
     assert 1.5 < lesson["worst_over_best"] < 9
     assert lesson["worst_over_half_the_gpus"] > 1
+    assert says(lesson, f"need {lesson['worst_over_best']:.1f} times as long")
+
+
+def test_what_is_asked_and_what_is_computed():
+    """Three questions at least; the two boxes that nobody measured say so; f is one thing, and axes are defined."""
+    cells = nbformat.read(NOTEBOOKS / "08_tensor_and_hybrid.ipynb", as_version=4).cells
+    sources = [cell.source for cell in cells if cell.cell_type == "code"]
+    assert sum(text.count("ask=") for text in sources) >= 5
+    computed = [text for text in sources if "grid_times" in text or "total.values()" in text]
+    assert [text.count("measure(") for text in computed if "measure(" in text] == [2]
+    assert all(text.count("measure(") == text.count('how="computed"') for text in computed)
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert "cannot hide" not in prose and "f(XA)" not in prose
+    assert prose.index("Write $d$, $p$ and $t$") < prose.index(r"\frac{t-1}{t}")
 
 
 def test_where_three_axes_pay(lesson):

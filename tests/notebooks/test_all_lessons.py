@@ -18,8 +18,11 @@ SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "W
             "Questions", "Read next")
 
 
-SUBJECTS = {"02_data_parallel": ("class TinyDDP:", 'SCRIPT = """'),
-            "03_accelerate": ("def every_day(folder, batches=8, resume=False):",)}
+SUBJECTS = {
+    "02_data_parallel": ("class TinyDDP:", 'SCRIPT = """'),
+    "03_accelerate": ("def every_day(folder, batches=8, resume=False):",),
+    "06_fsdp": ("class Unit:", "class TinyFSDP:", "def at_work(dtype, steps, folder):"),
+    "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",)}
 """First lines of the cells that hold a lesson's subject whole: up to 40 lines, all others up to 20."""
 
 

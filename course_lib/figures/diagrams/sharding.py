@@ -1,4 +1,4 @@
-"""Diagrams of what is sharded: who holds what from DDP to ZeRO-3, how FSDP cuts a unit, and the grid of HSDP."""
+"""Diagrams of what is sharded: who holds what from DDP to ZeRO-3, FSDP's cuts and prefetch, and the grid of HSDP."""
 
 import itertools
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT, check_ranks
 from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
 from course_lib.figures.style import COLOURS
+from course_lib.lessons.slow_link import timeline
 from course_lib.parallel.sharding import overlap, padded
 
 NAMES = {"parameters": "weights", "gradients": "gradients", "optimizer states": "optimizer states"}
@@ -178,4 +179,47 @@ def hybrid(replicas: int = 2, shards: int = 4) -> Diagram:
                               head=False, means=(rank - shards, rank))
     diagram.text(left - 18, top + height - 24, "between machines:\nall-reduce of a\nshard's gradient", SMALL, "end",
                  COLOURS["gradients"], bold=True)
+    return diagram
+
+
+def prefetch(blocks: int = 3, gather: float = 0.8) -> Diagram:
+    """A step of FSDP on the link and on the processor, without and with prefetch.
+
+    Args:
+        blocks: 2 to 4.
+        gather: time of a block's all-gather, and of its reduce-scatter, in units of its forward; its backward takes 2.
+    Raises:
+        ConfigError: another number of blocks.
+    Source: Zhao et al., *PyTorch FSDP* (arXiv 2304.11277), section 3.3; the times are those of
+    :func:`course_lib.lessons.slow_link.timeline`.
+    """
+    check_ranks(blocks, most=4)
+    steps = {name: timeline(blocks, 1.0, gather, gather, ahead) for name, ahead in
+             (("each gather when it is needed", False), ("prefetch: the next gather while this block computes", True))}
+    longest = max(step.end for step in steps.values())
+    without, with_it = (step.waited for step in steps.values())
+    diagram = Diagram(
+        f"Prefetch moves a gather to where the block before it computes: {without:.1f} units of waiting become "
+        f"{with_it:.1f}",
+        f"Two time lines of one step with {blocks} blocks, each with a lane for the link and one for the processor. "
+        "Above, each all-gather begins when its block is needed, and the processor waits for it. Below, the all-gather "
+        "of the next block runs while a block computes; only the first of the forward and of the backward is waited "
+        "for. Reduce-scatters run while the next block's backward computes.")
+    left, top = 84.0, diagram.head + 16
+    scale = (WIDTH - MARGIN - left) / longest
+    fills = {"gather": tint(SENT, 0.9), "reduce": COLOURS["gradients"], "forward": COLOURS["forward"],
+             "backward": COLOURS["backward"]}
+    for row, (name, step) in enumerate(steps.items()):
+        y = top + row * 128
+        diagram.text(left, y, name, anchor="start", bold=True)
+        for lane, spans, down in (("link", step.link, 16), ("computes", step.compute, 56)):
+            diagram.lane(y + down, lane, left, left + step.end * scale, 32)
+            for what, block, begin, end in spans:
+                if end > begin:
+                    diagram.box(left + begin * scale, y + down, (end - begin) * scale, 32, f"{what[0].upper()}{block}",
+                                fill=fills[what], size=SMALL, means=(row, what, block, begin, end))
+    bottom = top + 2 * 128 - 18
+    diagram.text(left, bottom, "G all-gather, R reduce-scatter, F forward, B backward of a block; grey is waiting",
+                 SMALL, "start", GREY)
+    diagram.time_axis(left, WIDTH - MARGIN, bottom + 16)
     return diagram
