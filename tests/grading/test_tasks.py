@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).resolve().parents[2]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
-LESSONS = ("01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation", "05_zero_stages",
-           "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
+LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
+           "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
            "10_faults_and_hangs", "11_wandb", "12_sagemaker")
 JUNK = (None, True, 7, -1.5, float("nan"), 10**400, "", "all_reduce", "x" * 1000, [], [[]], [{}], [None], [["0F0"]],
         [["9" * 5000]], ["all_reduce " + "9" * 5000], ["all_reduce -1"], [" "], {}, {"a": []}, np.zeros(0),
@@ -54,7 +54,7 @@ def same(left, right):
 
 def test_three_exercises_per_lesson_or_more():
     counted = Counter(task.lesson for task in TASKS.values())
-    assert set(counted) == set(LESSONS) and min(counted.values()) >= 3 and sum(counted.values()) == len(TASKS) >= 43
+    assert set(counted) == set(LESSONS) and min(counted.values()) >= 3 and sum(counted.values()) == len(TASKS) >= 46
     assert len({task.function for task in TASKS.values()}) == len(TASKS), "a .py file names them by function"
     assert len({task.grade_id for task in TASKS.values()}) == len(TASKS)
     for task in TASKS.values():

@@ -7,8 +7,8 @@ import importlib
 
 from course_lib.grading.task import Task
 
-MODULES = ("loop", "ddp", "prepared", "evaluation", "zero", "fsdp", "pipeline", "tensor", "planning", "resuming",
-           "faults", "tracking", "cloud", "interruption")
+MODULES = ("start", "loop", "ddp", "prepared", "evaluation", "zero", "fsdp", "pipeline", "tensor", "planning",
+           "resuming", "faults", "tracking", "cloud", "interruption")
 """In the order of the lessons."""
 
 TASKS: dict[str, Task]

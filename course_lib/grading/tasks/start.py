@@ -1,0 +1,144 @@
+"""Lesson 00: ranks that know who they are, hear rank 0, and find out whether they hold the same."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import Seen, calls, items, made_by, near, same, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.tasks.drawing import each_world, entry, in_turn, numbers
+from course_lib.grading.tasks.prepared import few_bytes
+
+LESSON = "00_start_here"
+
+
+# --- start.environment ---
+
+def environment_case(rng: random.Random, place: int) -> dict:
+    machines = 1 if place == 0 else rng.randrange(2, 5)
+    return {"machine": 0 if place == 0 else rng.randrange(1, machines), "machines": machines,
+            "per_machine": rng.randrange(2, 5), "address": f"10.0.{rng.randrange(256)}.{rng.randrange(1, 255)}",
+            "port": rng.randrange(20000, 60000)}
+
+
+def observe_environment(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    return {"environments": plain(function(**case.inputs))}
+
+
+def told(case: Case, seen: Seen) -> list[dict]:
+    """The learner's dictionaries, one per process of the machine."""
+    listed = items(seen, 0, "environments", dict)
+    if len(listed) != case.inputs["per_machine"]:
+        raise Malformed(Miss(f"{case.inputs['per_machine']} environments", f"{len(listed)}"))
+    return listed
+
+
+def variables(*names: str) -> Callable[[Case, Seen], Miss | None]:
+    """A rule: these variables have the right text in the environment of each process."""
+
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        given = case.inputs
+        for local, environment in enumerate(told(case, seen)):
+            right = {"RANK": given["machine"] * given["per_machine"] + local, "LOCAL_RANK": local,
+                     "WORLD_SIZE": given["machines"] * given["per_machine"], "MASTER_ADDR": given["address"],
+                     "MASTER_PORT": given["port"]}
+            for name in names:
+                if environment.get(name) != str(right[name]):
+                    return Miss(f"{name}={str(right[name])!r} for process {local} of machine {given['machine']} of "
+                                f"{given['machines']}, each with {given['per_machine']}",
+                                short(repr(environment.get(name, "nothing"))))
+        return None
+
+    return rule
+
+
+ENVIRONMENT = Task(
+    name="start.environment", lesson=LESSON, function="environments", title="What a launcher tells its processes",
+    difficulty=1, importance=4, minutes=10, draw=in_turn(environment_case, 5), observe=observe_environment,
+    needs_ranks=False, essential=("numbers",),
+    properties={"numbers": Property(2, variables("RANK", "LOCAL_RANK", "WORLD_SIZE")),
+                "address": Property(1, variables("MASTER_ADDR", "MASTER_PORT"))})
+
+
+# --- start.broadcast ---
+
+def broadcast_case(rng: random.Random, world: int) -> dict:
+    values = numbers(rng, rng.randrange(3, 9))
+    rest = [np.full_like(values, (np.inf, -3.0)[other % 2]) for other in range(world - 1)]
+    return {"tensors": [values, *rest]}
+
+
+def observe_broadcast(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    tensor = torch.from_numpy(case.inputs["tensors"][rank].copy())
+    with Recorder() as record:
+        heard = function(tensor)
+    return {"heard": plain(heard), "events": record.events}
+
+
+def one_all_reduce(case: Case, seen: Seen) -> Miss | None:
+    """One all-reduce of the tensor's size on every rank, and no other collective."""
+    size = case.inputs["tensors"][0].nbytes
+    for rank in range(case.world_size):
+        made = made_by(seen, rank)
+        if len(made) != 1 or calls(seen, rank, "all_reduce") != [size]:
+            return Miss(f"all_reduce {size}", short(", ".join(made) or "no collective"), rank)
+    return None
+
+
+BROADCAST = Task(
+    name="start.broadcast", lesson=LESSON, function="from_rank_0", title="A broadcast, by an all-reduce",
+    difficulty=2, importance=3, minutes=15, draw=each_world(broadcast_case), observe=observe_broadcast,
+    own={"tensors": entry}, essential=("value",),
+    properties={"value": Property(2, lambda case, seen: near(
+        seen, "heard", [case.inputs["tensors"][0]] * case.world_size)), "one all-reduce": Property(1, one_all_reduce)})
+
+
+# --- start.one_model ---
+
+ALIKE, LAST, ONE_ULP, SHUFFLED = range(4)
+"""What is different: nothing, one number of the last rank, its last bit, the order of the numbers."""
+
+
+def model_case(rng: random.Random, world: int, kind: int) -> dict:
+    weights = numbers(rng, 24) + np.arange(24, dtype=np.float32)  # no two alike
+    held = [weights.copy() for _ in range(world)]
+    if world > 1 and kind == LAST:
+        held[-1][rng.randrange(24)] += 1
+    if world > 1 and kind == ONE_ULP:
+        at = rng.randrange(24)
+        held[-1][at] = np.nextafter(held[-1][at], np.float32(np.inf))
+    if world > 1 and kind == SHUFFLED:
+        held[-1] = held[-1][::-1].copy()
+    return {"weights": held}
+
+
+def model_cases(rng: random.Random, worlds: tuple[int, ...] = (1, 2, 3)) -> list[Case]:
+    """All kinds on each number of ranks."""
+    return [Case(world, model_case(rng, world, kind)) for world in worlds
+            for kind in ((ALIKE,) if world == 1 else (ALIKE, LAST, ONE_ULP, SHUFFLED))]
+
+
+def observe_model(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    weights = torch.from_numpy(case.inputs["weights"][rank].copy())
+    with Recorder() as record:
+        verdict = function(weights)
+    return {"verdict": plain(verdict), "events": record.events}
+
+
+def alike(case: Case) -> list[bool]:
+    first, *rest = case.inputs["weights"]
+    return [all(np.array_equal(first, other) for other in rest)] * case.world_size
+
+
+ONE_MODEL = Task(
+    name="start.one_model", lesson=LESSON, function="one_model", title="Do all ranks hold the same model?",
+    difficulty=3, importance=5, minutes=25, draw=model_cases, observe=observe_model, own={"weights": entry},
+    essential=("verdict",),
+    properties={"verdict": Property(3, lambda case, seen: same(seen, "verdict", alike(case))),
+                "few bytes": Property(1, few_bytes(64))})
+
+ALL = (ENVIRONMENT, BROADCAST, ONE_MODEL)
