@@ -47,8 +47,12 @@ check: setup  ## ruff, import-linter and mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
-lab: setup  ## open JupyterLab at lesson 0
-	$(BIN)/jupyter lab notebooks/00_start_here.ipynb
+# Lessons link to exercises and these to lessons, so the server's root is this folder. Jupyter refuses root, which in
+# a container everybody is; it listens on this machine alone, and asks for a token, all the same.
+AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
+
+lab: setup  ## open JupyterLab at lesson 0, exercises beside it; options in ARGS="--no-browser"
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(AS_ROOT) $(ARGS)
 
 notebooks: setup  ## run all lessons and store their outputs
 	$(BIN)/python tools/notebooks.py

@@ -14,17 +14,19 @@ if __name__ == "__main__":
 
 import argparse
 import os
+import shlex
 import time
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
-from course_lib import __version__
+from course_lib import __version__, config_files
 from course_lib.cloud import container
 from course_lib.commands import (
     bench,
     check,
+    completion,
     dashboard,
     doctor,
     evaluate,
@@ -41,7 +43,7 @@ from course_lib.commands import (
     sweep,
     train,
 )
-from course_lib.errors import EXIT_INTERRUPTED, ConfigError, CourseError, nearest
+from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 
 COMMANDS = (train, evaluate, schedule, plan, simulate, select, bench, runs, dashboard, sweep, submit, push, check,
@@ -55,31 +57,72 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, f"see `course {self.prog.partition(' ')[2]}".rstrip() + " --help`")
 
 
+def command_line() -> "tuple[Parser, argparse._SubParsersAction[Parser]]":
+    """The parser of the whole command line, and its commands."""
+    parser = Parser(prog="course", description="Train transformers on one process or many, and learn how it works.",
+                    allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--install_completion", nargs="?", const="", metavar="SHELL",
+                        help="have bash, zsh or fish complete commands, options and values [your shell]")
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    for command in COMMANDS:
+        own = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP, allow_abbrev=False)
+        command.register(own)
+        own.set_defaults(run=command.run, options=[o for a in own._actions for o in a.option_strings])
+    return parser, commands
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read a command line; `-` and `_` are alike in option names.
 
     Raises:
         ConfigError: no such command or option, or a value that its type refuses.
     """
-    parser = Parser(prog="course", description="Train transformers on one process or many, and learn how it works.",
-                    allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    for command in COMMANDS:
-        own = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP, allow_abbrev=False)
-        command.register(own)
-        own.set_defaults(run=command.run, options=[o for a in own._actions for o in a.option_strings])
+    parser, commands = command_line()
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
-        raise ConfigError(f"unknown command `{argv[0]}`", nearest(argv[0], commands.choices))
+        raise ConfigError(f"unknown command `{argv[0]}`", nearest(argv[0], commands.choices),
+                          spelt=_only(argv[0], near(argv[0], commands.choices)))
     args, unknown = parser.parse_known_args([underscored(token) for token in argv])
+    if args.install_completion is not None:
+        args.run = lambda _: completion.install(parser, args.install_completion)
+        return args
     if not hasattr(args, "run"):
         parser.print_help()
         raise SystemExit(2)
     if unknown:
         name = unknown[0].partition("=")[0]
-        hint = nearest(name, args.options) if name.startswith("--") else "options begin with `--`"
-        raise ConfigError(f"unknown option `{name}`", hint)
+        if not name.startswith("--"):
+            raise ConfigError(f"unknown option `{name}`", "options begin with `--`")
+        plain = [option.lstrip("-") for option in args.options]  # the hyphens make all of them alike
+        likely = [f"--{each}" for each in near(name[2:], plain)]
+        raise ConfigError(f"unknown option `{name}`", nearest(likely[0], likely, len(likely)) if likely else "",
+                          spelt=_only(name, likely))
     return args
+
+
+def _only(word: str, likely: Sequence[str]) -> dict[str, str] | None:
+    """A misspelt word of the command line by the only one that it can be."""
+    return {word: likely[0]} if len(likely) == 1 else None
+
+
+def mended(argv: Sequence[str], error: CourseError) -> str:
+    """The command line that would work, by what an error knows: misspelt words replaced, options set or left out.
+
+    Returns:
+        The command as one types it; empty where it would be the same one.
+    """
+    words: list[str] = []
+    rest = [underscored(token) for token in argv]
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        plain = name.removeprefix("--")
+        if name.startswith("--") and config_files.ALIASES.get(plain, plain) in error.cure:
+            if not equals and rest and not rest[0].startswith("--"):
+                rest.pop(0)
+        else:
+            words.append(error.spelt.get(name, name) + equals + value)
+    words += [word for name, value in error.cure.items() if value is not None for word in (f"--{name}", value) if word]
+    return shlex.join(["course", *words]) if words != [underscored(token) for token in argv] else ""
 
 
 def underscored(token: str) -> str:
@@ -91,15 +134,18 @@ def underscored(token: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a mistake of the user's is one line on stderr."""
     sys.excepthook = traceback_without_keys
+    argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        argv = sys.argv[1:] if argv is None else list(argv)
         if job := container.discover():
             argv = job.arguments(argv)
         args = parse(argv)
         args.argv, args.main = argv, main
         return args.run(args)
     except CourseError as error:
-        return report(str(error), error.exit_code)
+        line, works = str(error), mended(argv, error) if error.cure or error.spelt else ""
+        if works:
+            line += f"{'' if line.endswith('?') else '.'} Try: {works}"
+        return report(line, error.exit_code)
     except KeyboardInterrupt:
         return report("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -115,12 +161,15 @@ def report(line: str, code: int) -> int:
     ended; where one rank alone does, those seconds are all it costs.
     """
     rank = int(os.environ.get("RANK", 0))
+    # The ranks have agreed to stop, and a launcher that was asked to ends none of them early.
+    agreed = rank and code in (EXIT_INTERRUPTED, EXIT_RESUME)
     if job := container.discover():
         job.failed(redact(line))
-    if rank:
+    if rank and not agreed:
         time.sleep(5.0)
         line = f"rank {rank}: {line}"
-    print(f"course: {redact(line)}", file=sys.stderr, flush=True)
+    if not agreed:
+        print(f"course: {redact(line)}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         sys.stdout.flush()
         os._exit(code)  # Python would take its time to end, and the other ranks would speak up

@@ -22,7 +22,7 @@ from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimCo
 from course_lib.config_sections.parallel import ENGINES, ParallelConfig, PipelineConfig
 from course_lib.config_sections.unread import first_unread
 from course_lib.config_sections.watching import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig
-from course_lib.errors import ConfigError, nearest
+from course_lib.errors import ConfigError, near, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +116,12 @@ def flatten(config: Config) -> dict[str, Any]:
     return {o.name: config[o.name] for o in options()}
 
 
-def build(leaves: Mapping[str, Any], where: str = "config") -> Config:
+def build(leaves: Mapping[str, Any], where: str | Mapping[str, str] = "config") -> Config:
     """A validated :class:`Config` from leaf fields.
 
     Args:
         leaves: values by leaf name, of the field's type or as text.
-        where: what to name in an error, for example a file.
+        where: what to name in an error, for example a file; or that by leaf name.
     Raises:
         ConfigError: unknown name, wrong type or value out of range.
     """
@@ -143,7 +143,10 @@ def build(leaves: Mapping[str, Any], where: str = "config") -> Config:
         known = option(name)
         rule = first["msg"].replace("Input", "it", 1)
         wanted = nearest(str(first["input"]), known.choices) if known.choices else rule
-        raise ConfigError(f"{where}: `{name}` cannot be {first['input']!r}", wanted) from None
+        likely = near(str(first["input"]), known.choices)
+        place = where if isinstance(where, str) else where.get(name, "config")
+        raise ConfigError(f"{place}: `{name}` cannot be {first['input']!r}", wanted,
+                          cure={name: likely[0]} if len(likely) == 1 else None) from None
 
 
 def _check_together(config: Config) -> Config:
@@ -152,7 +155,7 @@ def _check_together(config: Config) -> Config:
     run, data, out = config.run, config.data, config.output
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
-                          "use --training_type accelerated")
+                          "use --training_type accelerated", cure={"training_type": "accelerated"})
     if run.training_type == "pipeline":
         config = _check_pipeline(config)
     else:
@@ -188,7 +191,8 @@ def _check_all_is_read(config: Config) -> None:
     leaves = flatten(config) | {"engine": config.parallel.chosen_engine}
     if unread := first_unread(leaves, {o.name: o.default for o in options()}):
         name, reader = unread
-        raise ConfigError(f"{name} {leaves[name]} would not be read: it is for {reader.only}", reader.instead)
+        raise ConfigError(f"{name} {leaves[name]} would not be read: it is for {reader.only}", reader.instead,
+                          cure=reader.cure if reader.cure is not None else {name: None})
 
 
 def _check_tracking(config: Config) -> None:

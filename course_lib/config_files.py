@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.config import Config, build, option, options
-from course_lib.errors import ConfigError, nearest
+from course_lib.errors import ConfigError, near, nearest
 
 # What the Hugging Face Trainer, Accelerate and common scripts call the same things.
 ALIASES = {
@@ -122,8 +122,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        raise ConfigError(f"no config file {path}", nearest(str(path), map(str, path.parent.glob("*.y*ml")))
-                          or "name a YAML file that is there, or leave it out") from None
+        there = [str(each) for folder in (path.parent, Path("configs")) for each in sorted(folder.glob("[!.]*.y*ml"))]
+        named = near(path.name, (Path(each).name for each in there))
+        hint = nearest(named[0], [each for each in there if Path(each).name == named[0]], 1) if named else ""
+        raise ConfigError(f"no config file {path}", hint or "name a YAML file that is there, or leave it out") from None
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -166,13 +168,16 @@ def load(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None =
         ConfigError: see :func:`read_yaml` and :func:`build`.
     """
     leaves: dict[str, Any] = {}
-    where = "config"
+    where: dict[str, str] = {}
     for path in paths:
-        _lay_over(leaves, read_yaml(path))
-        where = str(path)
-    _lay_over(leaves, translate(overrides or {}))
+        read = read_yaml(path)
+        _lay_over(leaves, read)
+        where |= dict.fromkeys(read, str(path))
+    given = translate(overrides or {})
+    _lay_over(leaves, given)
+    where |= {name: f"option --{name}" for name in given}
     return build({name: value.among(leaves) if isinstance(value, _UsualSteps) else value
-                  for name, value in leaves.items()}, where="option" if overrides else where)
+                  for name, value in leaves.items()}, where=where)
 
 
 def _lay_over(leaves: dict[str, Any], later: Mapping[str, Any]) -> None:

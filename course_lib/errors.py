@@ -4,7 +4,7 @@ Everything else that is raised is a defect of ours and keeps its traceback.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -21,16 +21,21 @@ class CourseError(Exception):
     Args:
         what: what is wrong and where, without a full stop.
         instead: what to do about it, without a full stop.
+        cure: options, with their values, under which the same command would work, where that is known; a value of None
+            takes the option away. The command line then ends the message with that command.
+        spelt: words of the command line by what they were meant to be, where they can only be one other.
     """
 
     exit_code = EXIT_FAILED
 
-    def __init__(self, what: str, instead: str = ""):
+    def __init__(self, what: str, instead: str = "", *, cure: Mapping[str, str | None] | None = None,
+                 spelt: Mapping[str, str] | None = None):
         self.what, self.instead = " ".join(what.split()), " ".join(instead.split())
+        self.cure, self.spelt = dict(cure or {}), dict(spelt or {})
         super().__init__(f"{self.what}: {self.instead}" if self.instead else self.what)
 
     def __reduce__(self):
-        return type(self), (self.what, self.instead)
+        return type(self), (self.what, self.instead), {"cure": self.cure, "spelt": self.spelt}
 
 
 class ConfigError(CourseError):
@@ -75,15 +80,26 @@ class TrainingInterrupted(CourseError):
         self.exit_code = exit_code
 
     def __reduce__(self):
-        return type(self), (self.what, self.instead, self.exit_code)
+        return type(self), (self.what, self.instead, self.exit_code), {"cure": self.cure, "spelt": self.spelt}
+
+
+AS_NEAR = 0.12
+"""How much less alike than the nearest name another may be and still be named; of 1 for equal ones."""
+
+
+def near(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The names most like one, the nearest first; none that is much less alike than the nearest."""
+    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.6)
+    alike = [difflib.SequenceMatcher(None, each, name).ratio() for each in found]
+    return [each for each, ratio in zip(found, alike, strict=True) if ratio > alike[0] - AS_NEAR]
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """A hint such as ``did you mean `batch_size`?``, or the choices where none is near."""
     known = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
+    close = near(name, known, count)
     if close:
-        return "did you mean " + " or ".join(f"`{near}`" for near in close) + "?"
+        return "did you mean " + " or ".join(f"`{each}`" for each in close) + "?"
     if 0 < len(known) <= 12:
         return "choose from " + ", ".join(f"`{choice}`" for choice in known)
     return ""

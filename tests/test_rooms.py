@@ -27,6 +27,7 @@ OF_ALL = {
     "test_rooms.py": "this one",
     "test_shown_commands.py": "what README and lessons tell users to type",
     "notebooks/test_all_lessons.py": "what holds for every lesson",
+    "notebooks/test_lab.py": "what `make lab` opens",
     "planning/test_measured.py": "plans beside measurements on the machine",
     "training/test_load.py": "long runs of every kind, for leaks",
     "training/checkpoints/test_exact_resume.py": "resumed runs, by `course train`, beside undisturbed ones",
@@ -158,6 +159,8 @@ REPLACED = {
                                                        "no memory",
     ("metering/collective_hooks.py", "name"): "Work.wait, coalescing and graph capture have no hook",
     ("planning/simulate.py", "find_packed_sequence_indices"): "looks at values, which fake tensors have not",
+    ("planning/simulate.py", "scaled_dot_product_attention"): "keeps the scores on CPUs where it draws a dropout, and "
+                                                              "on GPUs does not",
     ("tracking/trackio_tracker.py", "_get_default_namespace"): "trackio asks the Hub for the user's name",
     ("training/unwrapping.py", "is_deepspeed_available"): "save_pretrained imports DeepSpeed to ask whether it wrapped",
 }

@@ -32,9 +32,9 @@ class Job:
     instance_type: str
     instance_count: int = 1
     processes: int = 1
-    max_hours: float = 24.0
+    max_hours: float = 2.0
     spot: bool = False
-    max_wait_hours: float = 48.0
+    max_wait_hours: float = 4.0
     keep_alive_minutes: int = 0
     name: str = "course"
 

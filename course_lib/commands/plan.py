@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,15 @@ NAME = "plan"
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
-COLUMNS = ("strategy", "micro-batch", "accumulation", "GiB per GPU", "tokens/s", "MFU")
+COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "GiB per\nGPU", "tokens/s", "MFU")
 COLOURS = {"parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "yellow",
            "logits": "red", "buffers": "green", "runtime": "white"}
 BAR = 60
-"""Characters of the memory bar."""
+"""Characters of the memory bar, where the terminal has them."""
+BESIDE = 28
+"""Characters beside it."""
+STAND_IN = "pydocs"
+"""Data of the printed command where none are named: text that every machine has."""
 SUFFIX = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -43,6 +48,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [what the model takes, at most 2048]")
     parser.add_argument("--tokens", type=tokens, metavar="N", help="to train on, as 100B: adds hours and cost")
+    parser.add_argument("--dataset", default=STAND_IN, metavar="NAME",
+                        help=f"what the printed command and the files train on, as for `course train` [{STAND_IN}]")
     parser.add_argument("--families", nargs="+", metavar="NAME", help=f"plan only with these: {', '.join(FAMILIES)}")
     parser.add_argument("--what_if", metavar="OPTION=A,B,C", help="vary one thing: gpus, gpu, max_memory_gb, "
                         "global_batch or sequence_length; a line for each value")
@@ -59,13 +66,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        print(json.dumps(as_json(result, args.tokens), indent=2))
+        print(json.dumps(as_json(result, args.tokens, args.dataset), indent=2))
     else:
-        _show(result, args.tokens)
+        _show(result, args.tokens, args.dataset)
     if args.emit:
         from course_lib.commands import plan_files
 
-        files = plan_files.write(result, args.emit)
+        files = plan_files.write(result, args.emit, dataset=args.dataset, tokens=args.tokens)
         print(f"wrote {', '.join(files)} to {args.emit}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
@@ -87,6 +94,8 @@ def find(args: argparse.Namespace) -> "Search":
             raise ConfigError(f"--families {name}", nearest(name, FAMILIES))
     model = models.load(args.model)
     cluster = hardware.cluster(args.gpu, args.gpus, memory_gb=args.max_memory_gb)
+    if cluster.dollars_per_gpu_hour is None:  # as `course select` prices it
+        cluster = replace(cluster, dollars_per_gpu_hour=hardware.lowest_price(args.gpu))
     if args.calibration:
         cluster = benchmark.calibrated(cluster, args.calibration)
     length = min(2048, model.context or 2048) if args.sequence_length is None else args.sequence_length
@@ -146,9 +155,9 @@ def _vary(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(result: "Search", budget: float | None) -> dict[str, Any]:
+def as_json(result: "Search", budget: float | None, dataset: str | None = None) -> dict[str, Any]:
     """Everything that the page says, with bytes and seconds."""
-    from course_lib.planning import strategy, to_launchers
+    from course_lib.planning import margins, strategy, to_launchers
 
     return {
         "model": result.model.name, "parameters": result.model.parameters,
@@ -160,12 +169,12 @@ def as_json(result: "Search", budget: float | None) -> dict[str, Any]:
         "failed": [{"family": f.family, "plan": f.plan.strategy, "needs_bytes": strategy.needed(f.memory),
                     "remedy": f.remedy} for f in result.failed],
         "explanation": strategy.explain(result),
-        "launch": to_launchers.launch_line(result.best.plan, result.cluster.gpus_per_node, result.model)}
+        "error": {"tokens_per_second": asdict(margins.THROUGHPUT), "memory": asdict(margins.MEMORY)},
+        "launch": to_launchers.launch_line(result.best.plan, result.cluster.gpus_per_node, result.model,
+                                           dataset=dataset, tokens=budget)}
 
 
 def _candidate(candidate: "Candidate", budget: float | None) -> dict[str, Any]:
-    from dataclasses import asdict
-
     time: dict[str, float | None] = {"tokens_per_second": candidate.cost.tokens_per_second,
                                      "step_seconds": candidate.cost.step, "mfu": candidate.cost.mfu}
     if budget:
@@ -174,11 +183,11 @@ def _candidate(candidate: "Candidate", budget: float | None) -> dict[str, Any]:
             "memory_bytes": candidate.memory.at_peak(), "host_bytes": candidate.memory.host, **time}
 
 
-def _show(result: "Search", budget: float | None) -> None:
+def _show(result: "Search", budget: float | None, dataset: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from course_lib.planning import strategy, to_launchers
+    from course_lib.planning import margins, strategy, to_launchers
 
     console, chip = Console(), result.cluster.accelerator
     plan, model = result.best.plan, result.model
@@ -200,32 +209,47 @@ def _show(result: "Search", budget: float | None) -> None:
     for candidate in result.best_of_each():
         if reason := to_launchers.why_not(candidate.plan, model):
             console.print(f"{candidate.plan.strategy}: `course train` {reason}.", highlight=False)
+    console.print(margins.said(), highlight=False)
     if budget:
-        dollars = result.best.cost.dollars(budget)
-        price = f", ${dollars:,.0f} at list price" if dollars else "; no price is known: name a SageMaker instance"
-        console.print(f"{budget:,.0f} tokens take {result.best.cost.hours(budget):,.1f} hours{price}.", highlight=False)
-    console.print(f"\nStart it with:\n  {to_launchers.launch_line(plan, result.cluster.gpus_per_node, result.model)}",
-                  highlight=False, soft_wrap=True)
+        console.print(_bill(result, budget), highlight=False)
+    data = "" if dataset != STAND_IN else f" (on {STAND_IN}, which every machine has: name your data with --dataset)"
+    line = to_launchers.launch_line(plan, result.cluster.gpus_per_node, model, dataset=dataset, tokens=budget)
+    console.print(f"\nStart it with{data}:\n  {line}", highlight=False, soft_wrap=True)
+
+
+def _bill(result: "Search", budget: float) -> str:
+    """What so many tokens take, and cost."""
+    from course_lib.planning import margins
+
+    hours, dollars = result.best.cost.hours(budget), result.best.cost.dollars(budget)
+    low, high = margins.THROUGHPUT.around(hours)
+    whose = f"of {result.cluster.instance}" if result.cluster.instance else "of the cheapest SageMaker instance with it"
+    price = (f"${dollars:,.0f} at the list price {whose}" if dollars
+             else "no price is known: SageMaker has no instance with it")
+    return f"{budget:,.0f} tokens take {hours:,.1f} hours (nine in ten: {low:,.1f} to {high:,.1f}); {price}."
 
 
 def _bar(console: Any, result: "Search") -> None:
     """Memory of one rank of the best plan as a bar over the GPU's whole memory."""
+    from rich.padding import Padding
     from rich.text import Text
 
     from course_lib.planning.memory import RUNTIME
 
     whole = result.cluster.accelerator.memory
     parts = {**result.best.memory.at_peak(), "runtime": float(RUNTIME)}
+    length = min(BAR, console.width - BESIDE)
     bar, filled, drawn = Text("a rank  ["), 0.0, 0
     for kind, size in parts.items():
         filled += size
-        upto = round(filled / whole * BAR)
+        upto = round(filled / whole * length)
         bar.append(kind[0].upper() * (upto - drawn), style=COLOURS[kind])
         drawn = upto
-    bar.append("." * (BAR - drawn) + f"] {filled / 2**30:.1f} of {whole / 2**30:.1f} GiB\n        ")
-    for kind, size in parts.items():
-        bar.append(f"{kind[0].upper()} {kind} {size / 2**30:.1f}  ", style=COLOURS[kind])
-    if result.best.memory.host:
-        bar.append(f"\n        and {result.best.memory.host / 2**30:.1f} GiB of host memory for each GPU")
+    bar.append("." * (length - drawn) + f"] {filled / 2**30:.1f} of {whole / 2**30:.1f} GiB")
     console.print(bar, soft_wrap=True)
+    legend = Text("  ").join(Text(f"{kind[0].upper()} {kind} {size / 2**30:.1f}".replace(" ", "\u00a0"), COLOURS[kind])
+                             for kind, size in parts.items())
+    if result.best.memory.host:
+        legend.append(f"  and {result.best.memory.host / 2**30:.1f} GiB of host memory for each GPU")
+    console.print(Padding(legend, (0, 0, 0, 8)))
     console.print()

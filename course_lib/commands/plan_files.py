@@ -1,6 +1,8 @@
 """What ``course plan --emit`` writes: one plan as files that this trainer, other trainers and launchers read."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +10,7 @@ import yaml
 
 from course_lib.config import Config, build
 from course_lib.errors import ConfigError
-from course_lib.planning import hardware, to_launchers
+from course_lib.planning import hardware, margins, to_launchers
 from course_lib.planning.strategy import Candidate, Search
 from course_lib.writing import write_text
 
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from course_lib.cloud.job import Job
 
 
-def write(result: Search, folder: Path) -> list[str]:
-    """Write the fastest plan that ``course train`` runs.
+def write(result: Search, folder: Path, *, dataset: str | None = None, tokens: float | None = None) -> list[str]:
+    """Write the fastest plan that ``course train`` runs, with the data and the steps that it was planned for.
 
     ``course.yaml`` (the run), ``accelerate.yaml``, for DeepSpeed's plans ``deepspeed.json``, without pipelines
     and split layers ``training_arguments.json`` (the Hugging Face Trainer's), a script or task for torchrun, Slurm and
@@ -35,8 +37,9 @@ def write(result: Search, folder: Path) -> list[str]:
                           f"{result.best.plan.strategy}, it {to_launchers.why_not(result.best.plan, result.model)}",
                           "plan with more GPUs or a shorter sequence, or run the plan with "
                           + to_launchers.elsewhere(result.best.plan, result.model))
-    fields = to_launchers.options(chosen.plan, result.model) | {"num_processes": chosen.plan.gpus}
-    texts = _texts(result, chosen, fields, build(fields))
+    fields = to_launchers.options(chosen.plan, result.model, dataset=dataset, tokens=tokens)
+    fields["num_processes"] = chosen.plan.gpus
+    texts = _texts(result, chosen, fields, build(fields), tokens)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -46,14 +49,15 @@ def write(result: Search, folder: Path) -> list[str]:
     return list(texts)
 
 
-def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Config) -> dict[str, str]:
+def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Config, tokens: float | None,
+           ) -> dict[str, str]:
     """The files' contents by name."""
     from course_lib.cloud.launchers import LAUNCHERS
     from course_lib.training.engines.with_deepspeed import deepspeed_config
     from course_lib.training.launchfiles import ACCELERATE, DEEPSPEED, accelerate_settings, accelerate_yaml
 
     plan, cluster, precision = chosen.plan, result.cluster, fields["mixed_precision"]
-    job = _job(result, config)
+    job = _job(result, config, chosen.cost.hours(tokens) if tokens else None)
     head = f"# {result.model.name} on {cluster.gpus} x {cluster.accelerator.name}: {plan.strategy}\n"
     texts = {"course.yaml": head + yaml.safe_dump(fields, sort_keys=False)}
     settings = accelerate_settings(config, precision, plan.gpus, block_classes(result.model.family))
@@ -63,18 +67,23 @@ def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Co
     if config.parallel.chosen_engine == "deepspeed":
         texts[DEEPSPEED] = json.dumps(deepspeed_config(config, precision), indent=1) + "\n"
     if plan.pipeline == plan.tensor == 1:
-        texts["training_arguments.json"] = json.dumps(to_launchers.training_arguments(plan, DEEPSPEED), indent=1) + "\n"
+        arguments = to_launchers.training_arguments(plan, DEEPSPEED, tokens)
+        texts["training_arguments.json"] = json.dumps(arguments, indent=1) + "\n"
     for kind in ("torchrun", "slurm", "skypilot"):
         name, text = LAUNCHERS[kind]
         texts[name] = text(job)
     if job.instance_type.startswith("ml."):
+        limit = f" --max_hours {job.max_hours:g}" if tokens else ""
         texts["sagemaker.sh"] = (f"#!/bin/bash\n{head}exec course submit --config course.yaml --instance_type "
-                                 f"{job.instance_type} --instance_count {job.instance_count} \"$@\"\n")
+                                 f"{job.instance_type} --instance_count {job.instance_count}{limit} \"$@\"\n")
     return texts
 
 
-def _job(result: Search, config: Config) -> "Job":
-    """The run on as many machines as its GPUs fill; on a SageMaker instance where one has just such a node."""
+def _job(result: Search, config: Config, hours: float | None) -> "Job":
+    """The run on as many machines as its GPUs fill; on a SageMaker instance where one has just such a node.
+
+    It is stopped after the hours that nine in ten plans stay below, or, where no tokens were planned, as any job is.
+    """
     from course_lib.cloud.job import Job
 
     cluster = result.cluster
@@ -82,7 +91,11 @@ def _job(result: Search, config: Config) -> "Job":
         raise ConfigError(f"{cluster.gpus} GPUs fill no whole number of nodes of {cluster.gpus_per_node}",
                           f"give --gpus {cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node}")
     machine = cluster.instance or hardware.instance(cluster.accelerator.name, cluster.gpus_per_node)
-    return Job(config, machine or cluster.accelerator.name, cluster.nodes, cluster.gpus_per_node, name="planned")
+    job = Job(config, machine or cluster.accelerator.name, cluster.nodes, cluster.gpus_per_node, name="planned")
+    if hours is None:
+        return job
+    limit = math.ceil(margins.THROUGHPUT.around(hours)[1] * 10) / 10
+    return replace(job, max_hours=limit, max_wait_hours=2 * limit)
 
 
 def block_classes(family: str) -> str:

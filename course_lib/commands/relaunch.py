@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from course_lib.commands.crowding import crowding
 from course_lib.commands.options import importing
 from course_lib.config import Config
 from course_lib.errors import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_RESUME, LaunchError
@@ -45,18 +46,24 @@ def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, ou
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     with importing():
+        import psutil
         import torch
 
         from course_lib.launching import forked_ranks, forks
+        from course_lib.system import machine
 
     gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
     if gpus and num_processes > gpus:
         raise LaunchError(f"num_processes is {num_processes}, and this machine has {gpus} GPUs",
-                          f"use --num_processes {gpus}, or --device cpu")
+                          f"use --num_processes {gpus}, or --device cpu", cure={"num_processes": str(gpus)})
     if not gpus:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as rank_process.py does
+    free = min(psutil.virtual_memory().available, machine.cgroup_memory_limit() or sys.maxsize)
+    warning = None if gpus else crowding(num_processes, usable_cores(), free)
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     started = time.time()
     if gpus or sys.platform == "darwin" or forks.why_not_fork("cpu"):
         ended = start_anew(num_processes, args.argv)

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.report) if args.report else None
     if path and path.suffix not in (".md", ".html"):
         raise ConfigError(f"report {path} is neither Markdown nor HTML", "name it FILE.md or FILE.html")
-    from course_lib.tracking import collect, report
+    from course_lib.tracking import collect
 
     runs = collect.distinct(collect.read_runs(*args.folders))
     if args.json:
@@ -38,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
     elif not runs:
         print(f"no tracked runs in {', '.join(args.folders)}")
     else:
-        print(_aligned(*report.summary_table(runs)))
+        _print(runs)
     if path:
+        from course_lib.tracking import report
+
         chosen = args.metrics.split(",") if args.metrics else []
         figures = figures_of(runs, chosen)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +63,7 @@ def figures_of(runs: "list[TrackedRun]", names: list[str]) -> "dict[str, Figure]
     """
     from course_lib.errors import nearest
     from course_lib.figures import runs as plots
-    from course_lib.tracking import collect
+    from course_lib.tracking import collect, summary
 
     metrics = collect.metrics_frame(runs)
     known = sorted(set(metrics["metric"]))
@@ -70,10 +72,8 @@ def figures_of(runs: "list[TrackedRun]", names: list[str]) -> "dict[str, Figure]
             raise ConfigError(f"no run has the metric `{name}`", nearest(name, known))
     shown = names or [name for name in ("train/loss", "eval/loss", "train/samples_per_second") if name in known]
     figures = {"curves": plots.compare_curves(metrics, shown)} if shown else {}
-    for name in ("test/macro_f1", "test/loss", "eval/loss"):
-        if name in known:
-            figures["results"] = plots.compare_results(collect.runs_frame(runs), name)
-            break
+    for name in summary.score_columns(runs)[:1]:
+        figures["results"] = plots.compare_results(collect.runs_frame(runs), name)
     return figures
 
 
@@ -86,7 +86,22 @@ def _json_of(row: dict) -> str:
                       default=str)
 
 
-def _aligned(columns: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-                     for line in (columns, *rows))
+def _print(runs: "list[TrackedRun]") -> None:
+    """The runs in a table that fits the terminal, or 80 columns where there is none."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from course_lib.tracking import summary
+
+    console = Console(highlight=False)
+    fitting = summary.summary_table(runs).within(console.width)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in fitting.columns:
+        table.add_column(column, no_wrap=True, overflow="ellipsis",
+                         justify="left" if column in ("run", "state") else "right")
+    for row in fitting.rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    if fitting.left_out:
+        console.print(f"No room for {', '.join(fitting.left_out)}: use --json, --report runs.html or a wider terminal.")

@@ -59,6 +59,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--bytes", type=number, default=1, metavar="X", help="held from forward to backward [1]")
     costs.add_argument("--bytes_w", type=number, metavar="X", help="of these, needed by the backward for weights [all]")
     costs.add_argument("--memory_limit", type=number, metavar="X", help="what a rank may hold, in the unit of --bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
     out = parser.add_argument_group("files")
     out.add_argument("--svg", metavar="FILE", help="write the time line as SVG (with --compare: bubbles and memory)")
     out.add_argument("--png", metavar="FILE", help="write it as PNG")
@@ -103,8 +104,12 @@ def _show(args: argparse.Namespace, costs: "Costs") -> int:
     per_stage = stage_costs(costs, stages)
     in_flight = check(schedule)
     timeline = simulate(schedule, per_stage)
-    console = Console()
-    schedule_report.show(console, timeline, per_stage, in_flight, args.memory_limit)
+    if args.json:
+        import json
+
+        print(json.dumps(schedule_report.as_json(timeline, in_flight)))
+    else:
+        schedule_report.show(Console(), timeline, per_stage, in_flight, args.memory_limit)
     if args.csv:
         csv_form.write(without_communication(schedule), args.csv)
     if args.svg or args.png:
@@ -139,7 +144,12 @@ def _compare(args: argparse.Namespace, costs: "Costs") -> int:
         raise ConfigError("--csv with --compare", "write one table, with --schedule NAME")
     virtual = 2 if args.virtual is None else args.virtual
     candidates = search(args.ranks, args.microbatches, costs, args.memory_limit, stages_per_rank=[virtual])
-    schedule_report.compare(Console(), candidates, args.memory_limit)
+    if args.json:
+        import json
+
+        print(json.dumps(schedule_report.candidates_json(candidates), indent=1))
+    else:
+        schedule_report.compare(Console(), candidates, args.memory_limit)
     if args.svg or args.png:
         _save(_comparison(candidates, args), args)
     return 0

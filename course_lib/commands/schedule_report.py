@@ -1,6 +1,9 @@
 """What ``course schedule`` prints."""
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +17,12 @@ from course_lib.parallel.pipeline.simulation import Costs, Number, Span, Timelin
 STYLES = {F: "black on #56B4E9", B: "white on #0072B2", I: "white on #0072B2", W: "black on #F0E442"}
 MESSAGE = "#D55E00"
 IDLE = "bright_black"
-PRINTED = 4000
-"""Actions beyond which the table is not printed."""
+PRINTED = 500
+"""Actions beyond which the table is not printed: it would be longer than a screen."""
+LANES = 96
+"""Most lines of a time line that is cut into bands under each other, so that its blocks have room for numbers."""
+INDENT = 8
+"""Characters of a rank's name before its line."""
 
 
 def show(console: Console, timeline: Timeline, costs: Costs, in_flight: Sequence[int], limit: Number | None) -> None:
@@ -24,16 +31,20 @@ def show(console: Console, timeline: Timeline, costs: Costs, in_flight: Sequence
     actions = sum(map(len, schedule.rows))
     if actions <= PRINTED:
         for rank, row in enumerate(schedule.rows):
-            cells = Text.assemble((f"rank {rank}  ", "bold"))
-            for action in row:
-                cells.append(str(action), STYLES.get(action.kind, MESSAGE)).append(" ")
-            console.print(cells, soft_wrap=not console.is_terminal)
+            cells = Text(" ").join(Text(str(action), STYLES.get(action.kind, MESSAGE)) for action in row)
+            for i, line in enumerate(cells.wrap(console, console.width - INDENT)):
+                line.rstrip()
+                console.print(Text.assemble((f"rank {rank}".ljust(INDENT) if i == 0 else " " * INDENT, "bold"), line))
         console.print()
     else:
         console.print(f"The table has {actions} actions; write it with --csv FILE.\n")
-    for rank, spans in enumerate(timeline.rows):
-        lane = _lane(spans, timeline, console.width - 8)
-        console.print(Text.assemble((f"rank {rank:>2} ", "bold"), lane), no_wrap=True, overflow="crop")
+    lanes = lanes_of(timeline, console.width - INDENT)
+    for band in range(len(lanes[0])):
+        if len(lanes[0]) > 1:
+            ends = (_plain(timeline.makespan * part / len(lanes[0])) for part in (band, band + 1))
+            console.print(Text("from {} to {}".format(*ends), "dim"))
+        for rank, lane in enumerate(lanes):
+            console.print(Text.assemble((f"rank {rank:>2} ", "bold"), lane[band]), no_wrap=True, overflow="crop")
     console.print()
     facts = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _facts(timeline, costs, in_flight, limit):
@@ -41,17 +52,55 @@ def show(console: Console, timeline: Timeline, costs: Costs, in_flight: Sequence
     console.print(facts)
 
 
-def _lane(spans: Sequence[Span], timeline: Timeline, width: int) -> Text:
-    """One rank's time line in characters; a block says its action, or its micro-batch, or nothing, as it has room."""
+def lanes_of(timeline: Timeline, width: int) -> list[list[Text]]:
+    """Each rank's time line in characters, cut into bands of ``width`` where the numbers would not fit into one."""
+    needed = max(((len(str(span.action.microbatch)) + 1) / float(span.end - span.start)
+                  for spans in timeline.rows for span in spans if span.end > span.start), default=0.0)
+    bands = max(1, math.ceil(needed * float(timeline.makespan) / width))
+    return [_lane(spans, timeline, width, bands if bands * len(timeline.rows) <= LANES else 1) for spans in timeline.rows]
+
+
+def _lane(spans: Sequence[Span], timeline: Timeline, width: int, bands: int) -> list[Text]:
+    """One rank's time line; a block says its action, or its micro-batch, or its kind in each of its characters."""
     lane, at = Text(), 0
-    scale = width / timeline.makespan if timeline.makespan else 0
+    scale = width * bands / timeline.makespan if timeline.makespan else 0
     for span in spans:
         begin, end = max(at, round(span.start * scale)), round(span.end * scale)
         lane.append("·" * (begin - at), IDLE)
-        label = next((text for text in (str(span.action), str(span.action.microbatch)) if len(text) < end - begin), "")
-        lane.append(label.center(max(0, end - begin)), STYLES[span.action.kind])
+        borders = [begin, *(border for border in range(0, width * bands, width) if begin < border < end), end]
+        pieces = [upper - lower for lower, upper in itertools.pairwise(borders)] if end > begin else []
+        widest = pieces.index(max(pieces)) if pieces else 0
+        for i, room in enumerate(pieces):
+            names = (str(span.action), str(span.action.microbatch)) if i == widest else ()
+            label = next((text for text in names if len(text) < room), span.action.kind * room)
+            lane.append(label.center(room), STYLES[span.action.kind])
         at = max(begin, end)
-    return lane.append("·" * (width - at), IDLE)
+    lane.append("·" * (width * bands - at), IDLE)
+    return list(lane.divide(range(width, width * bands, width)))
+
+
+def as_json(timeline: Timeline, in_flight: Sequence[int]) -> dict[str, Any]:
+    """One schedule with its times and memory, as numbers in the units of the costs that were given."""
+    schedule = timeline.schedule
+    return {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages,
+            "microbatches": schedule.microbatches, "makespan": float(timeline.makespan),
+            "bubble": float(timeline.bubble), "stage_bubble": float(timeline.stage_bubble),
+            "peak_bytes": [float(peak) for peak in timeline.peak_bytes], "in_flight": list(in_flight),
+            "rows": [[{"action": str(span.action), "start": float(span.start), "end": float(span.end)}
+                      for span in spans] for spans in timeline.rows]}
+
+
+def candidates_json(candidates: Sequence[ScheduleCandidate]) -> list[dict[str, Any]]:
+    """All candidates, best first; those that cannot be taken with the reason."""
+    rows = []
+    for candidate in candidates:
+        row: dict[str, Any] = {"schedule": candidate.name, "stages_per_rank": candidate.stages_per_rank,
+                               "microbatches": candidate.microbatches, "problem": candidate.problem or None}
+        if candidate.timeline is not None:
+            row |= {"time_per_microbatch": float(candidate.sample_time), "bubble": float(candidate.timeline.bubble),
+                    "peak_bytes": float(max(candidate.timeline.peak_bytes))}
+        rows.append(row)
+    return rows
 
 
 def _facts(timeline: Timeline, costs: Costs, in_flight: Sequence[int], limit: Number | None,

@@ -25,7 +25,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", type=int, default=8, metavar="N", help="hsdp: ranks that share one copy [8]")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="which one to simulate [0]")
     parser.add_argument("--micro_batch", type=int, default=1, metavar="N", help="sequences of a rank [1]")
-    parser.add_argument("--sequence_length", type=int, default=2048, metavar="N", help="tokens [2048]")
+    parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [what the model takes, at most 2048]")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of the matmuls [bf16]")
     parser.add_argument("--checkpointing", action="store_true", help="recompute every block in the backward pass")
     parser.add_argument("--compare_formula", action="store_true", help="set it beside the planner's memory model")
@@ -37,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from course_lib.planning import formula_check, simulate
+    from course_lib.planning import formula_check, models, simulate
 
+    if args.sequence_length is None:
+        args.sequence_length = min(2048, models.load(args.model).context or 2048)
     fields = [field.name for field in dataclasses.fields(simulate.Setting)]
     setting = simulate.Setting(**{name: getattr(args, name) for name in fields})
     if args.compare_formula:

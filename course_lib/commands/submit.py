@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # what --help need not load
 
 NAME = "submit"
 HELP = "send a run to SageMaker, rehearse that here (--local), or write a script for Slurm, torchrun or SkyPilot"
+ASK_ABOVE = 10.0
+"""Dollars that a job may cost at most without a question."""
 TARGETS = ("sagemaker", "slurm", "torchrun", "accelerate", "skypilot")
 
 
@@ -28,7 +30,8 @@ def register(parser: argparse.ArgumentParser) -> None:
                      "every launcher: ml.p4d.24xlarge, ml.g5.xlarge ...")
     job.add_argument("--instance_count", type=int, default=1, metavar="N", help="machines [1]")
     job.add_argument("--processes_per_instance", type=int, metavar="N", help="ranks on each [one per GPU]")
-    job.add_argument("--max_hours", type=float, default=24.0, metavar="HOURS", help="stop the job after these [24]")
+    job.add_argument("--max_hours", type=float, default=2.0, metavar="HOURS",
+                     help="stop the job after these; what it has saved by then it can go on from [2]")
     job.add_argument("--spot", action="store_true", help="use spare capacity: cheaper, can be taken away")
     job.add_argument("--max_wait_hours", type=float, metavar="HOURS", help="with --spot, until the end, waits "
                      "included [twice max_hours]")
@@ -45,6 +48,8 @@ def register(parser: argparse.ArgumentParser) -> None:
                          help="variable of the container, readable to all who may see the job; repeatable")
     how = parser.add_argument_group("how")
     how.add_argument("--dry_run", action="store_true", help="print the exact request or script, and send nothing")
+    how.add_argument("--yes", action="store_true",
+                     help=f"send it without a question, also where it can cost more than ${ASK_ABOVE:g}")
     how.add_argument("--local", action="store_true", help="run the request here, with SageMaker's own drivers")
     how.add_argument("--local_dir", type=Path, default=Path("runs/sagemaker"), metavar="DIR",
                      help="where a job's request, description and model are put [runs/sagemaker]")
@@ -64,15 +69,19 @@ def run(args: argparse.Namespace) -> int:
               args.max_hours, args.spot, max_wait, args.warm_pool, args.job_name)
     if args.to != "sagemaker":
         return _script(args, job, *LAUNCHERS[args.to])
+    cost = estimate(job)
     if not args.local:
-        print(_cost(job, estimate(job)), file=sys.stderr, flush=True)
+        print(_cost(job, cost), file=sys.stderr, flush=True)
     if args.dry_run:
         from course_lib.cloud import sagemaker
         from course_lib.tracking.redact import redacted
 
         print(json.dumps(redacted(sagemaker.request(job, _account(args, rehearsal=True))), indent=2))
         return 0
-    return _local(args, job) if args.local else _send(args, job)
+    if args.local:
+        return _local(args, job)
+    _ask(args, cost.job + cost.warm_pool)
+    return _send(args, job)
 
 
 def _script(args: argparse.Namespace, job: "Job", file: str, write: Any) -> int:
@@ -95,6 +104,22 @@ def _cost(job: "Job", cost: Any) -> str:
     pool = f", and ${cost.warm_pool:,.2f} for the warm pool" if job.keep_alive_minutes else ""
     return (f"cost: {job.instance_count} × {job.instance_type} at ${cost.hourly:,.2f} an hour, at most "
             f"${cost.job:,.2f} for {job.max_hours:g} hours{pool}{spot} ({cost.source})")
+
+
+def _ask(args: argparse.Namespace, dollars: float) -> None:
+    """Have a job that can cost more than ASK_ABOVE confirmed.
+
+    Raises:
+        ConfigError: nobody is there to ask, or the answer is not yes.
+    """
+    if args.yes or dollars <= ASK_ABOVE:
+        return
+    what = f"the job can cost ${dollars:,.2f}, and more than ${ASK_ABOVE:g} needs a yes"
+    if not sys.stdin.isatty():
+        raise ConfigError(what, "add --yes, or lower --max_hours", cure={"yes": ""})
+    print(f"course: {what}. Send it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ConfigError("not sent", "lower --max_hours, or answer yes")
 
 
 def _account(args: argparse.Namespace, rehearsal: bool) -> "Account":

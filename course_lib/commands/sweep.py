@@ -1,7 +1,9 @@
 """``course sweep``: many runs with some fields varied, here, one after another or side by side."""
 
 import argparse
+import signal
 from pathlib import Path
+from typing import NoReturn
 
 from course_lib.commands.options import add_config_options
 from course_lib.writing import write_text
@@ -15,10 +17,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", type=Path, metavar="FILE", help="YAML as `wandb sweep` reads it: method, parameters, "
                                                                  "metric, run_cap")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time [1]")
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the settings and run nothing")
-    parser.add_argument("--wandb_yaml", "--wandb-yaml", type=Path, metavar="FILE",
+    parser.add_argument("--dry_run", action="store_true", help="print the settings and run nothing")
+    parser.add_argument("--wandb_yaml", type=Path, metavar="FILE",
                         help="write the sweep for `wandb sweep` and run nothing")
-    parser.add_argument("--sweep_dir", "--sweep-dir", type=Path, metavar="FOLDER",
+    parser.add_argument("--sweep_dir", type=Path, metavar="FOLDER",
                         help="where the runs go [runs/sweeps/NAME]")
     add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output", "tracking",
                                 "monitor", "guard"))
@@ -27,7 +29,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the sweep; 1 where a run of it failed."""
     from course_lib.commands.options import as_options, config_from
-    from course_lib.errors import EXIT_FAILED, ConfigError
+    from course_lib.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, TrainingInterrupted
     from course_lib.tracking import sweeps
 
     config_from(args)  # what all runs share is checked before the first
@@ -47,12 +49,22 @@ def run(args: argparse.Namespace) -> int:
     if args.parallel < 1:
         raise ConfigError(f"--parallel {args.parallel}", "take at least 1")
     folder = args.sweep_dir or Path("runs/sweeps") / sweep.name
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} already holds a sweep", "give another --sweep_dir, or delete it")
-    outcomes = sweeps.run_sweep(sweep, base, folder, parallel=args.parallel)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        outcomes = sweeps.run_sweep(sweep, base, folder, parallel=args.parallel)
+    except KeyboardInterrupt as stopped:
+        ended = len(list(folder.glob("*/summary.json")))
+        raise TrainingInterrupted(f"sweep stopped: {ended} of {len(settings)} runs have ended",
+                                  "the same command goes on",
+                                  EXIT_RESUME if stopped.args else EXIT_INTERRUPTED) from None
     _print(sweep, outcomes)
     print(f"all results: {folder / sweeps.RESULTS}")
     return EXIT_FAILED if any(outcome.error for outcome in outcomes) else 0
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    """SIGTERM ends a sweep as Ctrl-C does, with the number as argument."""
+    raise KeyboardInterrupt(number)
 
 
 def _print(sweep, outcomes) -> None:

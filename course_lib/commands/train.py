@@ -14,10 +14,17 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_config_options(parser, ("data", "model", "optim", "parallel", "pipeline", "run", "output",
                                 "tracking", "monitor", "guard"))
+    parser.add_argument("--explain", metavar="OPTION",
+                        help="tell an option's meaning, type and default, who reads it and its place in YAML, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; start the ranks first where they were asked for and are not there."""
+    if args.explain:
+        from course_lib.commands.explain import explained
+
+        print(explained(args.explain))
+        return 0
     config = config_from(args)
     from course_lib.commands import accelerate_launcher
     from course_lib.launching import interrupts, launch_environment

@@ -17,12 +17,14 @@ class Reader:
         reads: whether a config reads them.
         only: who reads them, to follow "is for".
         instead: what to do.
+        cure: options that make a config read them; None: to leave them out.
     """
 
     fields: tuple[str, ...]
     reads: Callable[[Leaves], bool]
     only: str
     instead: str = "leave it out"
+    cure: Mapping[str, str] | None = None
 
 
 def _has_buckets(leaves: Leaves) -> bool:
@@ -37,7 +39,7 @@ READERS = (
     Reader(("schedule", "pipeline_parallel_size", "data_parallel_size", "stages_per_rank", "pipeline_chunks",
             "split_spec", "split_by"),
            lambda leaves: leaves["training_type"] == "pipeline", "pipelines",
-           "add --training_type pipeline, or leave it out"),
+           "add --training_type pipeline, or leave it out", {"training_type": "pipeline"}),
     Reader(("bucket_mb",), _has_buckets, "strategies that send gradients in buckets, not blocks"),
     Reader(("lean_buffers",), lambda leaves: leaves["engine"] == "deepspeed", "engine deepspeed"),
     Reader(("momentum",), lambda leaves: leaves["optimizer"] == "sgd", "--optimizer sgd"),

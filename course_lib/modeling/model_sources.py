@@ -41,6 +41,8 @@ def locate(config: ModelConfig) -> Origin:
         ModelError: there is no such model, or it is out of reach.
     """
     name = config.model
+    if not name:
+        raise ModelError("model is empty", "give a preset, a local folder or a Hub name: " + ", ".join(presets.NAMES))
     if name == minilm.NAME:
         refuse_revision(config, "a preset")
         folder, source = minilm.find()

@@ -10,11 +10,14 @@ back. DDP's buckets are those of its first step.
 
 Fused attention: on fake CPU tensors SDPA records ``_scaled_dot_product_flash_attention_for_cpu``. Like FlashAttention
 on GPUs it keeps its inputs, its output and a log-sum-exp of 4 bytes per row and head, and never the scores; keys and
-values that several heads share are not repeated. All sequences are whole: nothing is masked but the future.
+values that several heads share are not repeated. On GPUs that also holds with dropout, whose mask the backward pass
+draws again from a seed (Dao et al. 2022, arXiv 2205.14135, appendix B); on CPUs SDPA would take its unfused path, with
+the scores, so it is asked without dropout here. All sequences are whole: nothing is masked but the future.
 """
 
 import contextlib
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +29,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -248,7 +252,8 @@ def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, 
     from transformers import masking_utils
 
     whole = replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
-    with _collected() as collect:
+    with _collected() as collect, _attention_as_on_gpus(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it here
         with whole, torch.autocast("cpu", torch.bfloat16, enabled=cast):  # to look for packed ones needs their values
             loss = engine(input_ids=tokens, labels=tokens).loss
         collect()
@@ -259,6 +264,19 @@ def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, 
         ledger.phase = "step"
         optimizer.step()
         ledger.stop()
+
+
+@contextlib.contextmanager
+def _attention_as_on_gpus() -> Iterator[None]:
+    """SDPA keeps for its backward pass what fused kernels of GPUs keep, with dropout as without."""
+    attention = functional.scaled_dot_product_attention
+
+    def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+              dropout_p: float = 0.0, **more: Any) -> torch.Tensor:
+        return attention(query, key, value, attn_mask=attn_mask, **more)
+
+    with replaced(functional, "scaled_dot_product_attention", fused):
+        yield
 
 
 @contextlib.contextmanager

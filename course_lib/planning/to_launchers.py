@@ -4,6 +4,7 @@ What only other systems run (context parallelism, splits of architectures that h
 scaler) is refused with the reason.
 """
 
+import math
 from typing import Any
 
 from course_lib.errors import ConfigError
@@ -44,13 +45,20 @@ def runs_here(plan: Plan, model: Model) -> bool:
     return why_not(plan, model) is None
 
 
-def options(plan: Plan, model: Model) -> dict[str, Any]:
+def steps(plan: Plan, tokens: float) -> int:
+    """Optimizer steps that train on so many tokens, the last one not cut short."""
+    return math.ceil(tokens / (plan.global_batch * plan.sequence_length))
+
+
+def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: float | None = None) -> dict[str, Any]:
     """Options of ``course train``, by name.
 
     Args:
         plan: a layout for which :func:`runs_here`; one that splits layers is trained without torch.compile, and its
             ranks share tokens only where the sequence divides.
         model: its name is what the trainer loads.
+        dataset: to train on; None leaves it to the trainer.
+        tokens: to train on; None leaves the number of steps to the trainer.
     Raises:
         ConfigError: no trainer of ours runs it; the reason is :func:`why_not`'s.
     """
@@ -80,6 +88,10 @@ def options(plan: Plan, model: Model) -> dict[str, Any]:
         asked["activation_checkpointing"] = True
     if plan.offload != "none":
         asked["offload"] = plan.offload
+    if dataset:
+        asked["dataset"] = dataset
+    if tokens:
+        asked["max_steps"] = steps(plan, tokens)
     return asked
 
 
@@ -89,7 +101,8 @@ def elsewhere(plan: Plan, model: Model) -> str:
     return "Megatron-LM or torchtitan" if splits else "the Hugging Face Trainer, with these settings"
 
 
-def launch_line(plan: Plan, gpus_per_node: int, model: Model) -> str:
+def launch_line(plan: Plan, gpus_per_node: int, model: Model, *, dataset: str | None = None,
+                tokens: float | None = None) -> str:
     """The command that starts such a run on every node; layouts beyond ours name what has to carry them out."""
     if reason := why_not(plan, model):
         return (f"{elsewhere(plan, model)}: tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}, "
@@ -98,16 +111,17 @@ def launch_line(plan: Plan, gpus_per_node: int, model: Model) -> str:
     processes = f"--nproc_per_node {min(gpus_per_node, plan.gpus)}"
     where = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if nodes > 1 else "--standalone"
     given = (f"--{name} {str(value).lower() if isinstance(value, bool) else value}"
-             for name, value in options(plan, model).items())
+             for name, value in options(plan, model, dataset=dataset, tokens=tokens).items())
     return f"torchrun {where} {processes} -m course_lib.cli train " + " ".join(given)
 
 
-def training_arguments(plan: Plan, deepspeed: str | None = None) -> dict[str, Any]:
+def training_arguments(plan: Plan, deepspeed: str | None = None, tokens: float | None = None) -> dict[str, Any]:
     """Arguments of transformers' ``TrainingArguments``, for DDP, ZeRO by DeepSpeed, and FSDP.
 
     Args:
         plan: without tensor, context and pipeline parallelism.
         deepspeed: path of DeepSpeed's JSON, for its plans.
+        tokens: to train on.
     Raises:
         ConfigError: the Hugging Face Trainer has no such layout.
     """
@@ -118,6 +132,8 @@ def training_arguments(plan: Plan, deepspeed: str | None = None) -> dict[str, An
         "gradient_accumulation_steps": plan.accumulation, "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16", "activation_checkpointing": plan.checkpointing == "full",
         "torch_compile": plan.compiled and plan.engine != "deepspeed"}
+    if tokens:
+        arguments["max_steps"] = steps(plan, tokens)
     if plan.engine == "deepspeed":
         arguments["deepspeed"] = deepspeed
     if plan.engine == "fsdp":

@@ -7,28 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from course_lib.tracking.collect import TrackedRun, differing_options
-from course_lib.tracking.redact import redact
+from course_lib.tracking.collect import TrackedRun
+from course_lib.tracking.summary import folded, summary_table
 from course_lib.writing import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN_METRICS = ("train/loss", "eval/loss", "test/loss", "test/accuracy", "test/macro_f1", "test/perplexity",
-                 "train/samples_per_second")
-
-
-def summary_table(runs: Sequence[TrackedRun]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: each run's name, state and steps, the options in which the runs differ, its last numbers."""
-    options = differing_options(runs)
-    last = [{metric: value for _, _, metric, value in run.rows} for run in runs]
-    metrics = [name for name in SHOWN_METRICS if any(name in columns for columns in last)]
-    rows = []
-    for run, values in zip(runs, last, strict=True):
-        steps = max((step for step, *_ in run.rows), default=0)
-        rows.append([run.name, run.state, str(steps), *(redact(str(run.config.get(name, ""))) for name in options),
-                     *(f"{values[name]:.4g}" if name in values else "" for name in metrics)])
-    return ["run", "state", "steps", *options, *metrics], rows
+def _summary(runs: Sequence[TrackedRun]) -> tuple[list[str], list[list[str]]]:
+    table = summary_table(runs)
+    return table.columns, table.rows
 
 
 def tables_of(runs: Iterable[TrackedRun]) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -39,7 +27,7 @@ def tables_of(runs: Iterable[TrackedRun]) -> dict[str, tuple[list[str], list[lis
 
 def write_markdown(path: Path, title: str, runs: Sequence[TrackedRun], figures: Mapping[str, "Figure"]) -> None:
     """Write the page, and each figure beside it as ``PAGE-NAME.svg``."""
-    parts = [f"# {_plain(title)}", _markdown_table(*summary_table(runs))]
+    parts = [f"# {_plain(title)}", _markdown_table(*_summary(runs))]
     for name, figure in figures.items():
         picture = path.with_name(f"{path.stem}-{name}.svg")
         write_text(picture, _svg(figure))
@@ -51,7 +39,7 @@ def write_markdown(path: Path, title: str, runs: Sequence[TrackedRun], figures: 
 
 def html_page(title: str, runs: Sequence[TrackedRun], figures: Mapping[str, "Figure"], refresh: int = 0) -> str:
     """The page with its figures inside; ``refresh`` above 0 makes a browser load it anew after so many seconds."""
-    parts = [f"<h1>{html.escape(title)}</h1>", _html_table(*summary_table(runs))]
+    parts = [f"<h1>{html.escape(title)}</h1>", _html_table(*_summary(runs))]
     for name, figure in figures.items():
         picture = base64.b64encode(_svg(figure).encode()).decode()
         parts.append(f'<p><img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{picture}"></p>')
@@ -65,8 +53,9 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">{again}
 <title>{title}</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;color:#222}}
-table{{border-collapse:collapse;display:block;overflow-x:auto}} img{{max-width:100%}}
-th,td{{border-bottom:1px solid #ddd;padding:.3rem .7rem;text-align:left;vertical-align:top}}</style></head>
+table{{border-collapse:collapse;max-width:100%}} img{{max-width:100%}}
+th,td{{border-bottom:1px solid #ddd;padding:.3rem .5rem;text-align:left;vertical-align:top;overflow-wrap:anywhere}}
+</style></head>
 <body>
 {body}
 </body></html>
@@ -93,6 +82,6 @@ def _plain(text: str) -> str:
 
 
 def _html_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    head = "".join(f"<th>{'<wbr>'.join(map(html.escape, folded(column, 1)))}</th>" for column in columns)
     body = "\n".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"

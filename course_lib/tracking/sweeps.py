@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ DISTRIBUTIONS = ("uniform", "log_uniform_values", "int_uniform")
 KEYS = ("name", "method", "metric", "parameters", "run_cap", "seed", "program", "command", "description", "project")
 CLI = Path(__file__).parents[1] / "cli.py"
 RESULTS = "results.csv"
+ABOUT = "sweep.json"
+"""In the sweep's folder: what it runs, so that the same sweep goes on and no other does."""
 HOW = "write `values: [...]`, `value:`, or `min:` and `max:`"
 
 
@@ -149,14 +152,49 @@ class TrainingFailed(CourseError):
     """A ``course train`` of a sweep or a study ended badly; its last line tells why."""
 
 
-def train_apart(options: Sequence[str], folder: Path) -> dict[str, Any]:
+class Trainings:
+    """The ``course train`` processes that run now, so that all can be told to save and end."""
+
+    def __init__(self) -> None:
+        self._alive: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command quietly to its end.
+
+        Raises:
+            TrainingFailed: all were told to stop before it began.
+        """
+        with self._lock:
+            if self._stopped:
+                raise TrainingFailed("not started")
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                       env=os.environ | {"PYTHONUNBUFFERED": "1"})
+            self._alive.add(process)
+        try:
+            out, err = process.communicate()
+        finally:
+            with self._lock:
+                self._alive.discard(process)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def stop(self) -> None:
+        """Start none any more, and send SIGTERM to those that run: each writes a checkpoint and ends."""
+        with self._lock:
+            self._stopped = True
+            for process in self._alive:
+                process.terminate()
+
+
+def train_apart(options: Sequence[str], folder: Path, trainings: Trainings | None = None) -> dict[str, Any]:
     """Run ``course train`` as a process of its own, quietly, and give its summary.
 
     Raises:
         TrainingFailed: with the last line that it printed.
     """
     command = [sys.executable, str(CLI), "train", *options, "--output_dir", str(folder), "--progress_bar", "false"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    done = (trainings or Trainings()).run(command)
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit {done.returncode}").splitlines()
         raise TrainingFailed(lines[-1].removeprefix("course: "))
@@ -167,13 +205,20 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
               say: Callable[[str], None] = print) -> list[Outcome]:
     """Run every setting as its own ``course train``, some at a time; one that fails stops no other.
 
+    In a folder where the same sweep was stopped, it goes on: what has ended is read, what was begun is resumed from its
+    newest checkpoint, and what failed is tried again.
+
     Args:
         base: options of every run, such as ``["--config", "configs/quickstart.yaml"]``.
         folder: where each run has its own, and ``results.csv`` is written.
         parallel: runs at a time; they share this machine.
         say: told of each run as it ends.
+    Raises:
+        ConfigError: the folder holds another sweep, or something else.
+        KeyboardInterrupt: it was stopped; the runs under way have saved and ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    claim(sweep, base, folder)
+    trainings = Trainings()
     settings = sweep.settings()
     width = len(str(len(settings)))
     planned = [Outcome(setting, folder / f"{i:0{width}}") for i, setting in enumerate(settings)]
@@ -181,7 +226,10 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
     def one(outcome: Outcome) -> Outcome:
         options = [text for name, value in outcome.settings.items() for text in (f"--{name}", _text(value))]
         try:
-            summary = train_apart([*base, *options, "--run_group", sweep.name], outcome.folder)
+            done = outcome.folder / "summary.json"
+            go_on = ["--resume_from_checkpoint", "auto"] if outcome.folder.exists() else []
+            summary = json.loads(done.read_text(encoding="utf-8")) if done.exists() else train_apart(
+                [*base, *options, "--run_group", sweep.name, *go_on], outcome.folder, trainings)
             outcome.scores = {name: value for name, value in summary["eval"].items() if isinstance(value, float)}
             outcome.scores["samples_per_second"] = summary["train"]["samples_per_second"]
         except TrainingFailed as error:
@@ -192,9 +240,32 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
         return outcome
 
     with ThreadPoolExecutor(parallel) as pool:
-        outcomes = list(pool.map(one, planned))
+        try:
+            outcomes = list(pool.map(one, planned))
+        except BaseException:
+            trainings.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
     write_text(folder / RESULTS, ranked(sweep, outcomes).to_csv(index=False))
     return outcomes
+
+
+def claim(sweep: Sweep, base: Sequence[str], folder: Path) -> None:
+    """Write into a sweep's folder what it runs, or find that the same is there.
+
+    Raises:
+        ConfigError: the folder holds another sweep, or something else.
+    """
+    about = json.loads(json.dumps({"settings": sweep.settings(), "options": list(base)}))
+    note = folder / ABOUT
+    if not note.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} holds files that are no sweep", "give another --sweep_dir")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(note, json.dumps(about, indent=1) + "\n")
+    elif json.loads(note.read_text(encoding="utf-8")) != about:
+        raise ConfigError(f"{folder} holds a sweep of other settings or options",
+                          "give it those to go on, another --sweep_dir, or delete it")
 
 
 def ranked(sweep: Sweep, outcomes: Sequence[Outcome]) -> pd.DataFrame:

@@ -72,7 +72,8 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
 def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> dict[str, Any]:
     started = time.perf_counter()
     tracking = TrackingCallback(config)
-    trainer, text = build_trainer(config, [*callbacks, *guards(config), *monitors(config), tracking])
+    with progress_bars(config.run.progress_bar):
+        trainer, text = build_trainer(config, [*callbacks, *guards(config), *monitors(config), tracking])
     if is_main:
         run_folder.claim(config)
         launchfiles.write(config, trainer.precision, trainer.num_processes, trainer.model)

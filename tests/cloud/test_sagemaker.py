@@ -1,5 +1,6 @@
 """The request that the SDK makes of a job, its cost, and what is refused; and what the container makes of it."""
 
+import io
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from course_lib.cloud import container, sagemaker
 from course_lib.cloud.job import Job, accelerators, estimate
 from course_lib.cloud.sagemaker import Account, CloudError
 from course_lib.cloud.stand_in import ROLE
+from course_lib.commands import submit
 from course_lib.config import build
 from course_lib.config_files import load
 from course_lib.errors import ConfigError
@@ -231,6 +233,25 @@ def test_what_the_job_costs_and_what_lacks_is_said_before_anything_is_sent(tmp_p
     lines = done.stderr.strip().splitlines()
     assert lines[0].startswith("cost: 1 × ml.g5.xlarge at $") and lines[-1].startswith("course: ") and told in lines[-1]
     assert done.returncode != 0 and not done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_dear_job_needs_a_yes(monkeypatch, capsys):
+    sent = []
+    monkeypatch.setattr(submit, "_send", lambda args, job: sent.append(job) or 0)
+    dear = ["submit", "--instance_type", "ml.p4d.24xlarge", "--instance_count", "2", "--role", ROLE]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n"))
+    assert cli.main(dear) == 2 and not sent, "nobody sits at a pipe"
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"course: the job can cost \$\d+\.\d\d, and more than \$10 needs a yes: add --yes, or lower "
+                        r"--max_hours\. Try: course submit .* --yes", line), line
+    assert cli.main([*dear, "--yes"]) == 0 and sent.pop().max_hours == 2
+    assert cli.main(["submit", "--instance_type", "ml.g5.xlarge", "--role", ROLE]) == 0 and sent.pop()
+    for answer, code in (("n\n", 2), ("\n", 2), ("", 2), ("y\n", 0)):
+        terminal = io.StringIO(answer)
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert cli.main(dear) == code and len(sent) == (code == 0)
+        assert "Send it? [y/N]" in capsys.readouterr().err
 
 
 def test_the_dry_run_prints_the_request_and_nothing_else(capsys):

@@ -1,5 +1,6 @@
 """``course schedule``: what it prints and writes, and one line for each mistake."""
 
+import json
 import re
 import subprocess
 import sys
@@ -101,6 +102,39 @@ def test_compare_ranks_what_fits_and_says_why_the_rest_does_not(course):
     _, out, _ = course("--compare --ranks 4 --microbatches 7")
     assert "it takes at least as many as stages, 8" in " ".join(out.split())
     assert "No schedule fits" in course("--compare --ranks 4 --microbatches 8 --memory-limit 1/2")[1]
+
+
+@pytest.mark.parametrize(("line", "numbered"), [
+    ("--schedule 1f1b --ranks 4 --microbatches 8", True), ("--schedule zbv --ranks 4 --microbatches 8", True),
+    ("--schedule dualpipev --ranks 8 --microbatches 32", True),
+    ("--schedule interleaved --ranks 16 --microbatches 64 --virtual 4", False),
+    ("--compare --ranks 4 --microbatches 8 16 --memory-limit 4", None)])
+def test_it_is_legible_at_80_columns(course, monkeypatch, line, numbered):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = course(line)
+    lines = out.splitlines()
+    assert code == 0 and max(map(len, lines)) <= 80
+    if numbered is None:
+        return
+    lanes = [text[8:] for text in lines if re.match(r"rank [ \d]\d ", text)]
+    ranks, last = (int(line.split()[i]) for i in (3, 5))
+    assert lanes and len(lanes) % ranks == 0
+    written = {int(number) for lane in lanes for number in re.findall(r"\d+", lane.replace("F", " "))}
+    assert (set(range(last)) <= written) == numbered
+    assert not any(re.search(r" {9}", lane) for lane in lanes), "a block without a number says its kind"
+
+
+def test_json_has_every_action_with_its_times(course):
+    code, out, _ = course("--schedule 1f1b --ranks 4 --microbatches 8 --json")
+    read = json.loads(out)
+    assert code == 0 and (read["makespan"], read["peak_bytes"]) == (33, [4, 3, 2, 1])
+    assert read["bubble"] == pytest.approx(3 / 11)
+    assert [[action["action"] for action in row] for row in read["rows"]] == [
+        [str(action) for action in row] for row in make("1f1b", 4, 8).rows]
+    assert read["rows"][3][0] == {"action": "3F0", "start": 3, "end": 4}
+    code, out, _ = course("--compare --ranks 4 --microbatches 8 --memory-limit 4 --json")
+    rows = json.loads(out)
+    assert rows[0]["problem"] is None and rows[0]["bubble"] < rows[1]["bubble"] + 1 and rows[-1]["problem"]
 
 
 def test_large_tables_are_counted_rather_than_printed(course, monkeypatch):

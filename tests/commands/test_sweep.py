@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -37,8 +38,44 @@ def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
     failed = results[results["error"].notna()]
     assert len(failed) == 1 and failed.iloc[0]["learning_rate"] == 1e30 and "not a finite number" in done.stdout
     assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
+    ended = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/summary.json")}
     again = run(sweep, *TINY, "--sweep_dir", tmp_path / "runs")
-    assert again.returncode == 2 and "already holds a sweep" in again.stderr
+    assert again.returncode == 1 and "not a finite number" in again.stdout, "what failed is tried again"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/summary.json")} == ended
+    assert pd.read_csv(tmp_path / "runs" / "results.csv").equals(results)
+    other = run(sweep, *TINY, "--seed", "7", "--sweep_dir", tmp_path / "runs")
+    assert other.returncode == 2 and "holds a sweep of other settings or options" in other.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_stopped_sweep_goes_on(tmp_path):
+    """SIGTERM while the second of four runs: it saves, the third never starts, and the same command goes on."""
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(SWEEP.replace("[1.0e-3, 1.0e-9]", "[1.0e-3, 1.0e-4]").replace(
+        "batch_size: {values: [8]}", "max_steps: {values: [2, 100000]}"))
+    line = [str(COURSE), "sweep", sweep, *TINY, "--sweep_dir", tmp_path / "runs", "--num_epochs", "100000"]
+    for _ in range(2):
+        with subprocess.Popen(list(map(str, line)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
+            try:
+                deadline = time.monotonic() + 90
+                while not logged(tmp_path / "runs" / "1"):
+                    assert begun.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.1)
+                begun.terminate()
+                out, err = begun.communicate(timeout=60)
+            finally:
+                begun.kill()
+        assert begun.returncode == 75 and err.splitlines()[-1] == (
+            "course: sweep stopped: 1 of 4 runs have ended: the same command goes on"), err
+        assert list((tmp_path / "runs" / "1").glob("checkpoint-*")) and not (tmp_path / "runs" / "2").exists()
+
+
+def logged(folder):
+    """Whether a run has logged a step since it was last stopped."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+    note = folder / "interrupted.json"
+    return bool(lines) and not note.exists()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The simulated rank: against PyTorch's own memory tracker, two real ranks, and the planner's formula."""
 
+import contextlib
 import gc
 import json
 from unittest import mock
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from course_lib import cli
 from course_lib.errors import ConfigError
@@ -158,6 +159,29 @@ def test_the_formula_beside_it():
     assert errors["logits"] == pytest.approx(0)
     with pytest.raises(ConfigError, match="no formula"):
         Setting("zero2", 8).plan()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+def test_attention_with_dropout_keeps_what_fused_kernels_keep(family):
+    """On CPUs SDPA with dropout keeps the scores: a formula for GPUs would then be off by their size."""
+    sizes = {"vocab_size": 1000, "num_attention_heads": 8, "num_hidden_layers": 8, "hidden_size": 128,
+             "max_position_embeddings": 512, "intermediate_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+    with_dropout = {"gpt2": {"attn_pdrop": 0.1}, "bert": {"attention_probs_dropout_prob": 0.1},
+                    "llama": {"attention_dropout": 0.1}}[family]
+    asked = Setting("fsdp", 8, micro_batch=2, sequence_length=512)
+    held = {}
+    for rate in (0.1, 0.0):
+        config = AutoConfig.for_model(family, **sizes | dict.fromkeys(with_dropout, rate))
+        held[rate] = simulate(config, asked)
+    assert held[0.1] == held[0.0]
+    scores = 8 * 2 * 8 * 512 * 512 * 2
+    """Layers, sequences, heads, rows, columns, bytes of bf16."""
+    formula = memory.estimate(models.from_config(config.to_dict(), family), asked.plan())
+    assert held[0.1].peak["activations"] == pytest.approx(formula.activations, rel=0.1)
+    assert scores > 0.3 * formula.activations, "what would be missed is more than the tolerance"
+    with mock.patch.object(simulated, "_attention_as_on_gpus", contextlib.nullcontext):
+        unfused = simulate(AutoConfig.for_model(family, **sizes | with_dropout), asked)
+    assert unfused.peak["activations"] > held[0.1].peak["activations"] + scores
 
 
 @pytest.mark.parametrize("longer", [1, 4], ids=["the peak is after the loss", "the peak is at the loss"])

@@ -17,6 +17,7 @@ from course_lib.figures.runs import compare_curves, compare_groups, compare_resu
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.collect import metrics_frame, read_runs, runs_frame
 from course_lib.tracking.jsonl import JsonLinesTracker
+from course_lib.tracking.summary import chosen_by, score_columns
 
 NASTY = "<script>alert(1)</script> | [link](http://example.org) `code`"
 
@@ -73,9 +74,10 @@ def test_groups_are_drawn_with_their_mean_and_classes_with_their_counts(runs_fol
 def test_the_command_lists_runs_with_what_they_differ_in(runs_folder, capsys):
     assert main(["runs", str(runs_folder)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "state", "steps", "learning_rate", "train/loss", "test/macro_f1"]
-    assert sorted(line.split()[:4] for line in lines) == [
-        ["fast", "finished", "3", "0.001"], ["other", "finished", "3", "0.001"], ["slow", "finished", "3", "1e-05"]]
+    assert head.split() == ["run", "state", "steps", "test/macro_f1", "learning_rate", "train/loss"]
+    assert sorted(line.split()[:5] for line in lines) == [
+        ["fast", "finished", "3", "0.75", "0.001"], ["other", "finished", "3", "0.001", "2.333"],
+        ["slow", "finished", "3", "0.5", "1e-05"]]
     assert main(["runs", str(runs_folder), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["name"]: row.get("test/macro_f1") for row in rows} == {"slow": 0.5, "fast": 0.75, "other": None}
@@ -84,6 +86,63 @@ def test_the_command_lists_runs_with_what_they_differ_in(runs_folder, capsys):
     assert main(["runs", str(runs_folder), "--report", "runs.txt"]) == ConfigError.exit_code
     assert main(["runs", str(runs_folder), "--report", str(runs_folder / "r.md"), "--metrics", "train/los"]) == 2
     assert "no run has the metric `train/los`: did you mean `train/loss`" in capsys.readouterr().err
+
+
+def tracked(folder, name, config, metrics):
+    """A finished run with these last numbers."""
+    tracker = JsonLinesTracker(RunInfo(name, name, "project", None, folder / name / "tracking"))
+    tracker.start()
+    tracker.store_init_configuration(config)
+    for metric, value in metrics.items():
+        tracker.log({metric: value}, 120)
+    tracker.finish()
+
+
+@pytest.fixture
+def wide_runs(tmp_path):
+    """Four runs on one file, without a test split, that differ in many fields."""
+    folder = tmp_path / "wide"
+    for i in range(4):
+        config = {"learning_rate": 10.0 ** -i, "batch_size": 2**i, "model": f"sentence-transformers/model-{'x' * i}",
+                  "progress_bar": i % 2 == 0, "save_total_limit": i, "text_column": f"column{i}", "watchdog": 60.0 * i,
+                  "logging_steps": i + 1, "weight_decay": i / 7, "max_length": 32 + i, "num_epochs": i + 0.5,
+                  "warmup_ratio": i / 3, "gradient_accumulation_steps": i + 1, "mine": i, "task": "classification"}
+        tracked(folder, f"a-run-with-a-name-{i}", config,
+                {"train/loss": 1 / 3, "train/samples_per_second": 123.456, "eval/macro_f1": 0.5, "eval/accuracy": 0.6,
+                 "validation/loss": 0.7, "validation/accuracy": 0.8125, "validation/macro_f1": 0.75 + i / 100})
+    return folder
+
+
+@pytest.mark.parametrize("width", [80, 120, 400])
+def test_the_table_fits_its_terminal_with_the_metric_that_chose_first(wide_runs, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["runs", str(wide_runs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert all(f"0.{75 + i}" in text for i in range(4)), "macro_f1 of the validation split"
+    said = " ".join(lines[-2:]) if "No room" in text else ""
+    assert bool(said) == (width < 400)
+    for name in ("progress_bar", "save_total_limit", "text_column", "watchdog", "logging_steps", "eval/"):
+        assert name not in text
+    if width == 400:
+        head = "".join(text.split("a-run")[0].split())
+        assert all(part in head for part in ("mine", "gradient_", "samples_per_", "validation/"))
+    else:
+        assert "samples_per_second" in said
+
+
+def test_scores_are_those_of_the_split_that_was_held_out(tmp_path):
+    both = {"validation/macro_f1": 0.1, "eval/macro_f1": 0.2}
+    tracked(tmp_path, "tested", {"best_metric": "accuracy"}, both | {"test/macro_f1": 0.3, "test/accuracy": 0.4})
+    tracked(tmp_path, "validated", {"task": "classification"}, both)
+    tracked(tmp_path, "stopped", {"task": "causal_lm"}, {"eval/loss": 0.5})
+    named = {run.name: run for run in read_runs(tmp_path)}
+    runs = [named[name] for name in ("tested", "validated", "stopped")]
+    assert score_columns(runs[:1]) == ["test/accuracy", "test/macro_f1"]
+    assert score_columns(runs[1:2]) == ["validation/macro_f1"] and chosen_by(runs[1]) == "macro_f1"
+    assert score_columns(runs[2:]) == ["eval/loss"] and chosen_by(runs[2]) == "loss"
+    assert score_columns(runs) == ["test/accuracy", "test/macro_f1", "validation/macro_f1", "eval/loss"]
 
 
 class Page(HTMLParser):
@@ -109,7 +168,9 @@ def check_page(text):
 
 def test_reports_need_nothing_else_and_show_texts_as_they_are(runs_folder, tmp_path):
     assert main(["runs", str(runs_folder), "--report", str(tmp_path / "out" / "r.html")]) == 0
-    check_page((tmp_path / "out" / "r.html").read_text())
+    page = (tmp_path / "out" / "r.html").read_text()
+    check_page(page)
+    assert "overflow-x" not in page and "overflow-wrap:anywhere" in page and "macro_<wbr>f1" in page
     assert main(["runs", str(runs_folder), "--report", str(tmp_path / "out" / "r.md")]) == 0
     text = (tmp_path / "out" / "r.md").read_text()
     pictures = [line.split("(")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]

@@ -34,7 +34,7 @@ def check(config: Config) -> None:
     if not existing.is_dir():
         raise ConfigError(f"output_dir {folder}: {existing} is not a folder", "choose another --output_dir")
     if not _writable(existing):
-        raise ConfigError(f"output_dir {folder} cannot be written (no permission in {existing})",
+        raise ConfigError(f"output_dir {folder} cannot be written ({_why_not_writable(existing)})",
                           "choose another --output_dir")
     asked = config.output.resume_from_checkpoint
     refuse_live(folder)
@@ -47,7 +47,13 @@ def check(config: Config) -> None:
     if not config.output.overwrite_output_dir and not asked:
         raise ConfigError(f"output_dir {folder} already holds a run",
                           "go on with --resume_from_checkpoint auto, replace it with --overwrite_output_dir, "
-                          "or choose another --output_dir")
+                          "or choose another --output_dir", cure={"resume_from_checkpoint": "auto"})
+
+
+def _why_not_writable(folder: Path) -> str:
+    """Whether the file system is read-only, as a mounted one often is, or this user has no right to write there."""
+    read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    return f"{folder} is on a read-only file system" if read_only else f"no permission in {folder}"
 
 
 def refuse_live(folder: Path) -> None:

@@ -1,0 +1,57 @@
+"""``course train --explain FIELD``: what a field of the configuration is, who reads it, and where it stands."""
+
+import types
+import typing
+from typing import Any
+
+from course_lib import config_files
+from course_lib.config import Option, option
+from course_lib.config_sections.unread import READERS
+
+BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
+"""Words for the limits of a number."""
+
+
+def explained(name: str) -> str:
+    """A field in a few lines: meaning, type, default, who reads it, its place in YAML, its other names.
+
+    Raises:
+        ConfigError: there is no such field; the nearest are named.
+    """
+    field = option(config_files.canonical(name.removeprefix("--")))
+    aliases = [alias for alias, meant in config_files.ALIASES.items() if meant == field.name]
+    readers = list(dict.fromkeys(reader.only for reader in READERS if field.name in reader.fields))
+    default = "none" if field.default is None else str(field.default).lower() if field.is_flag else str(field.default)
+    lines = [
+        f"--{field.name}",
+        f"  meaning   {field.help}",
+        f"  type      {type_of(field)}",
+        f"  default   {default}",
+        f"  read by   {'; '.join(readers) if readers else 'every run'}",
+        f"  in YAML   {field.section}: {{{field.name}: {_example(field)}}}, or {field.name}: … at the top",
+    ]
+    if aliases:
+        lines.append(f"  also      {', '.join(f'--{alias}' for alias in aliases)}")
+    return "\n".join(lines)
+
+
+def type_of(field: Option) -> str:
+    """A field's type for people: ``a whole number from 1``, or its choices."""
+    text = " or ".join(field.choices) if field.choices else _named(field.type)
+    nothing = type(None) in typing.get_args(field.type)
+    return f"{text}, or none" if nothing else text
+
+
+def _named(kind: Any) -> str:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(_named(member) for member in typing.get_args(kind) if member is not type(None))
+    if typing.get_origin(kind) is typing.Annotated:
+        plain, *limits = typing.get_args(kind)
+        bounds = [f"{word} {getattr(limit, key)}" for limit in limits for key, word in BOUNDS.items()
+                  if hasattr(limit, key)]
+        return " ".join([_named(plain), *bounds])
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+
+
+def _example(field: Option) -> str:
+    return "…" if field.default is None else str(field.default).lower() if field.is_flag else str(field.default)

@@ -1,0 +1,35 @@
+"""How far the planner was off where it was compared with published and measured runs (benchmarks/planner.md)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Margin:
+    """Absolute errors of a prediction, predicted by measured less one, as shares.
+
+    Attributes:
+        rows: runs compared.
+        median: half of them are off by less.
+        ninth: nine in ten are off by less.
+    """
+
+    rows: int
+    median: float
+    ninth: float
+
+    def around(self, value: float) -> tuple[float, float]:
+        """Between what the truth lies for nine predictions in ten, for what is inverse to the one that is off."""
+        return value * (1 - self.ninth), value * (1 + self.ninth)
+
+
+THROUGHPUT = Margin(139, 0.072, 0.331)
+"""Of tokens/s per GPU."""
+MEMORY = Margin(21, 0.201, 0.345)
+"""Of GiB per GPU."""
+
+
+def said() -> str:
+    """Both margins in a sentence."""
+    return (f"Of {THROUGHPUT.rows} measured runs half were within {THROUGHPUT.median:.1%} of the planned tokens/s, "
+            f"nine in ten within {THROUGHPUT.ninth:.1%}; of {MEMORY.rows} within {MEMORY.median:.1%} and "
+            f"{MEMORY.ninth:.1%} of the planned memory.")

@@ -1,0 +1,114 @@
+"""Help that begins with what matters, fields that are explained, completion, and errors that end with a command."""
+
+import os
+import shlex
+import subprocess
+
+import pytest
+
+from course_lib import cli
+from course_lib.commands import completion, options
+from course_lib.commands.explain import explained
+from course_lib.config import options as fields
+from course_lib.errors import ConfigError
+
+HERE = {"COLUMNS": "80"}
+
+
+@pytest.fixture
+def page(capsys, monkeypatch):
+    """What `course ... --help` prints at 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def of(*words):
+        with pytest.raises(SystemExit):
+            cli.parse([*words, "--help"])
+        return capsys.readouterr().out
+
+    return of
+
+
+def test_help_begins_with_ten_options_and_fits_80_columns(page):
+    text = page("train")
+    lines = text.splitlines()
+    assert lines[0] == "usage: course train [--config FILE] [--OPTION VALUE ...]"
+    assert max(map(len, lines)) <= 80
+    first = text.index(f"{options.FIRST}:")
+    places = [text.index(f"\n  --{name} ") for name in options.MATTER]
+    assert len(places) == 10 and places == sorted(places) and first < places[0]
+    assert all(places[-1] < text.index(f"\n{section}:") for section in options.SECTIONS)
+    assert "--per_device_train_batch_size" not in text and "per_device_train_batch_size for batch_size" in " ".join(
+        text.split())
+    assert "--num_epochs X" in text and "--batch_size N" in text and "--dataset TEXT" in text
+
+
+def test_every_field_is_explained(capsys):
+    for field in fields():
+        text = explained(field.name)
+        assert field.help in text and f"in YAML   {field.section}: " in text and "default   " in text
+    assert cli.main(["train", "--explain", "per-device-train-batch-size"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("--batch_size\n") and "a whole number from 1" in out and "default   16" in out
+    assert "every run" in out and "--train_batch_size" in out
+    assert "--optimizer sgd" in explained("momentum")
+    assert "a number from 0 to 1" in explained("warmup_ratio") and "or none" in explained("max_steps")
+    with pytest.raises(ConfigError, match="did you mean `learning_rate`"):
+        explained("learning_rat")
+
+
+def test_bash_completes_commands_options_and_values(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["--install-completion", "bash"]) == 0
+    path = tmp_path / completion.PLACES["bash"][0]
+    assert str(path) in capsys.readouterr().out
+
+    def completed(*words):
+        body = f"""
+            source {shlex.quote(str(path))}
+            COMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}; COMPREPLY=()
+            $(complete -p course | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+            printf '%s\\n' "${{COMPREPLY[@]}}"
+        """
+        done = subprocess.run(["bash", "-c", body], capture_output=True, text=True, timeout=30, env=os.environ | HERE)
+        assert not done.stderr, done.stderr
+        return set(done.stdout.split())
+
+    assert completed("course", "tra") == {"train"}
+    assert {"--learning_rate", "--learning_rate="} & completed("course", "train", "--learning_r")
+    assert {"zero1", "zero2", "zero3"} <= completed("course", "train", "--strategy", "z")
+    assert cli.main(["--install-completion", "zsh"]) == 0 and cli.main(["--install-completion", "fish"]) == 0
+    assert cli.main(["--install-completion", "ksh"]) == 2
+    assert "name one of bash, zsh, fish" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "ends"), [
+    ("trian --model tiny-bert", "Try: course train --model tiny-bert"),
+    ("train --learning-rat=1e-4 --seed 1", "did you mean `--learning_rate`? Try: course train --learning_rate=1e-4 "
+                                           "--seed 1"),
+    ("train --training_type basic --num_processes 2", "Try: course train --num_processes 2 --training_type "
+                                                      "accelerated"),
+    ("train --schedule zbv --seed 1", "Try: course train --schedule zbv --seed 1 --training_type pipeline"),
+    ("train --momentum 0.5", "leave it out. Try: course train"),
+    ("train --optimizer adamww", "did you mean `adamw`? Try: course train --optimizer adamw"),
+])
+def test_an_error_ends_with_the_command_that_works(line, ends, capsys):
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err.rstrip().endswith(ends)
+
+
+def test_hints_name_what_is_near_and_nothing_else(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".pre-commit-config.yaml").write_text("a: 1")
+    (tmp_path / "environment.yml").write_text("a: 1")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text("seed: 1")
+    for line, ends in {
+        "train --config nofile.yaml": "no config file nofile.yaml: name a YAML file that is there, or leave it out\n",
+        "train --config quickstat.yaml": "no config file quickstat.yaml: did you mean `configs/quickstart.yaml`?\n",
+        "train --model= --training_type basic --dataset tweets":
+            "model is empty: give a preset, a local folder or a Hub name: minilm, tiny-bert, tiny-gpt2, tiny-llama\n",
+        "train --strategy zero4": "option --strategy: `strategy` cannot be 'zero4': did you mean `zero3` or `zero2` or "
+                                  "`zero1`?\n",
+    }.items():
+        assert cli.main([*line.split(), "--output_dir", str(tmp_path / "run")]) == 2
+        assert capsys.readouterr().err.endswith(ends)

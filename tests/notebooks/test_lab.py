@@ -1,0 +1,102 @@
+"""`make lab`: the server that it starts reaches lessons, exercises and whatever they link to, and logs no error."""
+
+import json
+import os
+import posixpath
+import re
+import shlex
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60
+"""What a server may take to start before the test gives up."""
+TOKEN = "of-the-test"
+LINK = re.compile(r"\]\(([^()\s]+)\)|(?:href|src)=[\"']([^\"']+)")
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
+
+
+def command_of_make():
+    """The line by which `make lab` starts JupyterLab."""
+    asked = ("lab", f"PYTHON={sys.executable}", "ARGS=--no-browser --ServerApp.port=0")
+    lines = subprocess.run(["make", "--dry-run", *asked], cwd=ROOT, capture_output=True, text=True, timeout=30,
+                           check=True).stdout.splitlines()
+    program, *rest = shlex.split(next(line for line in lines if "jupyter lab" in line))
+    assert program == ".venv/bin/jupyter"
+    return [str(Path(sys.executable).with_name("jupyter")), *rest]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The server's address, its log, and the address that it opens."""
+    private = tmp_path_factory.mktemp("lab")
+    environment = os.environ | {"JUPYTER_RUNTIME_DIR": str(private), "JUPYTER_CONFIG_DIR": str(private / "config"),
+                                "JUPYTER_DATA_DIR": str(private / "data"), "JUPYTER_TOKEN": TOKEN}
+    log = private / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(command_of_make(), cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
+                                  start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_S
+        while not (about := list(private.glob("jpserver-*.json"))) or "is running at" not in log.read_text():
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield json.loads(about[0].read_text())["url"], log, log.read_text()
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait(20)
+
+
+def status(address, path):
+    """What the server answers when a page asks for a file, as JupyterLab does where a link is clicked."""
+    url = f"{address}api/contents/{urllib.parse.quote(path)}?content=0&token={TOKEN}"
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def links():
+    """Every file that a lesson or an exercise links to, from the folder of the course, and who does."""
+    found = {}
+    for path in sorted([*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("exercises/*.ipynb")]):
+        for cell in nbformat.read(path, as_version=4).cells:
+            targets = [a or b for a, b in LINK.findall(cell.source)] if cell.cell_type == "markdown" else []
+            for target in targets:
+                url = urllib.parse.urlsplit(target)
+                if url.scheme or url.netloc or not url.path:
+                    continue
+                found[posixpath.normpath(posixpath.join(path.parent.name, urllib.parse.unquote(url.path)))] = path.name
+    return found
+
+
+def test_it_opens_lesson_0(lab):
+    address, _, said = lab
+    assert "/lab/tree/notebooks/00_start_here.ipynb?token=" in said, said
+    assert status(address, "notebooks/00_start_here.ipynb") == 200
+
+
+def test_every_link_of_lessons_and_exercises_can_be_followed(lab):
+    address, log, _ = lab
+    targets = links()
+    assert {f"exercises/{name}.ipynb" for name in ("02_data_parallel", "12_sagemaker")} <= set(targets)
+    assert {path for path in targets if path.startswith("notebooks/")}, "exercises link to their lessons"
+    dead = {path: by for path, by in targets.items() if status(address, path) != 200}
+    assert not dead
+    assert status(address, "exercises/nowhere.ipynb") == 404
+    lines = [line for line in log.read_text().splitlines() if line.startswith("[E ")]
+    assert lines == [], "the server, or nbgrader in it, logged an error"
