@@ -57,7 +57,9 @@ def lanes_of(timeline: Timeline, width: int) -> list[list[Text]]:
     needed = max(((len(str(span.action.microbatch)) + 1) / float(span.end - span.start)
                   for spans in timeline.rows for span in spans if span.end > span.start), default=0.0)
     bands = max(1, math.ceil(needed * float(timeline.makespan) / width))
-    return [_lane(spans, timeline, width, bands if bands * len(timeline.rows) <= LANES else 1) for spans in timeline.rows]
+    if bands * len(timeline.rows) > LANES:
+        bands = 1
+    return [_lane(spans, timeline, width, bands) for spans in timeline.rows]
 
 
 def _lane(spans: Sequence[Span], timeline: Timeline, width: int, bands: int) -> list[Text]:

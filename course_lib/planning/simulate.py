@@ -255,7 +255,7 @@ def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, 
     with _collected() as collect, _attention_as_on_gpus(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it here
         with whole, torch.autocast("cpu", torch.bfloat16, enabled=cast):  # to look for packed ones needs their values
-            loss = engine(input_ids=tokens, labels=tokens).loss
+            loss = _loss(engine, tokens, model)
         collect()
         ledger.phase = "backward"
         loss.backward()
@@ -264,6 +264,14 @@ def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, 
         ledger.phase = "step"
         optimizer.step()
         ledger.stop()
+
+
+def _loss(engine: nn.Module, tokens: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """The loss in float32, as trainers have it; what models for masked words compute themselves stays in bfloat16."""
+    if not type(model).__name__.endswith("MaskedLM"):
+        return engine(input_ids=tokens, labels=tokens).loss
+    logits = engine(input_ids=tokens).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
 @contextlib.contextmanager

@@ -178,6 +178,8 @@ def test_attention_with_dropout_keeps_what_fused_kernels_keep(family):
     """Layers, sequences, heads, rows, columns, bytes of bf16."""
     formula = memory.estimate(models.from_config(config.to_dict(), family), asked.plan())
     assert held[0.1].peak["activations"] == pytest.approx(formula.activations, rel=0.1)
+    assert held[0.1].peak["logits"] == pytest.approx(formula.logits, rel=0.01)
+    assert held[0.1].total == pytest.approx(formula.total, rel=0.1)
     assert scores > 0.3 * formula.activations, "what would be missed is more than the tolerance"
     with mock.patch.object(simulated, "_attention_as_on_gpus", contextlib.nullcontext):
         unfused = simulate(AutoConfig.for_model(family, **sizes | with_dropout), asked)
