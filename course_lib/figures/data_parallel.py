@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures.style import COLOURS, canvas, end_label
+from course_lib.lessons.bucket_lab import OverLink
 from course_lib.lessons.data_parallel_lab import Sending
 from course_lib.metering.meter import ring_bytes
 
@@ -79,6 +80,30 @@ def buckets_leaving(ways: Mapping[str, Sending]) -> Figure:
             axes.set_title(f"{name}: {way.early_bytes / sum(way.buckets):.0%} of the bytes leave early",
                            fontsize=9.5, fontweight="normal")
         axes.set(xlabel="ms since backward began", xlim=(0, 1.12 * max(way.end for way in ways.values())))
+    return figure
+
+
+def over_link(ways: Mapping[str, OverLink]) -> Figure:
+    """How long each way takes over a slow link until all gradients are averaged: every try, and on paper.
+
+    Args:
+        ways: by name.
+    """
+    best = min(ways, key=lambda name: ways[name].seconds)
+    slowest = max(ways, key=lambda name: ways[name].seconds)
+    ratio = ways[slowest].seconds / ways[best].seconds
+    with canvas(f"Over a slow link, {best}: {ratio:.2f} times as fast as {slowest}", height=2.4) as (figure, axes):
+        for row, way in enumerate(ways.values()):
+            axes.barh(row, 1e3 * way.backward, height=0.5, color=COLOURS["backward"], alpha=0.35)
+            axes.plot([1e3 * way.on_paper] * 2, [row - 0.36, row + 0.36], "--", color="black", linewidth=1.2)
+            axes.plot([1e3 * seconds for seconds in way.steps], [row] * len(way.steps), "o", markersize=5,
+                      color=COLOURS["communication"])
+        axes.set_yticks(range(len(ways)), [f"{name} ({len(way.buckets)})" for name, way in ways.items()])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x")
+        axes.set(xlim=(0, None), xlabel="ms until all gradients are averaged (bar: backward over no link;\n"
+                 "dots: every try; broken line: on paper)")
     return figure
 
 

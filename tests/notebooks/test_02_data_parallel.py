@@ -17,7 +17,7 @@ from course_lib.errors import ModelError
 from course_lib.launching.launch import RankError, launch
 from course_lib.lessons.notebook import recorded
 from course_lib.parallel.ddp import DataParallel
-from tests.notebooks.conftest import NOTEBOOKS
+from tests.notebooks.conftest import NOTEBOOKS, says
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,6 +51,16 @@ def test_the_bytes_on_the_wire_are_the_rings(lesson):
     assert set(by_way) == {"naive", "ring", "torch"}
     for totals in by_way.values():  # without a private network all are None
         assert totals == [None] * 3 or totals == pytest.approx([2, 4, 6], rel=0.05)
+
+
+def test_buckets_over_a_slow_link(lesson):
+    """Who wins is measured, and said; tests/lessons/test_bucket_lab.py has it in virtual time."""
+    messages, seconds = lesson["messages_over_the_link"], lesson["seconds_over_the_link"]
+    assert messages["one bucket"] == 1 < messages["buckets of half a MiB"] < messages["one per parameter"] == 12 * 4 + 4
+    assert lesson["fastest_over_the_link"] == min(seconds, key=seconds.get)
+    assert lesson["gain_over_the_link"] == seconds["one bucket"] / seconds["buckets of half a MiB"]
+    assert says(lesson, f"one bucket takes {lesson['gain_over_the_link']:.2f} times as long as buckets of half a MiB")
+    assert lesson["most_buckets_7b"] == pytest.approx((0.8 - 2 * 63 / 64 * 14e9 / 50e9) / 1e-3)
 
 
 def test_buckets_leave_early_in_reverse_order_only(lesson):
