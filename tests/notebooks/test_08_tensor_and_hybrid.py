@@ -39,6 +39,7 @@ def test_an_exchange_that_is_left_out(lesson):
 def test_the_pages_own_layers_train_as_one_process(lesson):
     assert lesson["losses_apart"] < 5e-6 < 1e-3 < lesson["losses_apart_when_broken"]
     assert lesson["first_loss_apart_when_broken"] == 0
+    assert 1e-4 < lesson["losses_apart_when_summed_twice"] < 0.2, "twice the gradient, and hardly to be seen"
     assert lesson["broken_loss_fell_by"] > 0.05, "it looks as if it trained"
     assert lesson["replicas_drifted_when_right"] < 1e-6 < 1e-4 < lesson["replicas_drifted_by"]
     assert says(lesson, f"the loss fell by {lesson['broken_loss_fell_by']:.2f}. Compare gradients")
