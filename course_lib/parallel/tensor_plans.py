@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.errors import ModelError
+from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.tensor_parallel import (
     ANOTHER_SIZE,
     ColumnParallelLinear,
@@ -166,17 +167,14 @@ class TensorParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to an L2 norm over the whole model of at most ``max_norm``; returns the norm before.
 
-        Squares of split gradients are added up over the ranks, those of replicated ones counted once.
+        Each element counts once: of a split gradient on the rank that has it, of a replicated one on the first.
         """
-        parameters = dict(self.module.named_parameters())
-        # Each element of a split gradient is on one rank; a replicated one is the same on all, and would count N times.
-        split = nn.utils.get_total_norm([p.grad for name, p in parameters.items()
-                                         if p.grad is not None and name in self.splits]).square()
-        dist.all_reduce(split, group=self.group)
-        replicated = nn.utils.get_total_norm([p.grad for name, p in parameters.items()
-                                              if p.grad is not None and name not in self.splits]).square()
-        norm = (split + replicated).sqrt()
-        nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
+        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        counted = [g for name, g in gradients.items() if name in self.splits or dist.get_rank(self.group) == 0]
+        square = sum_of_squares(counted, next(self.module.parameters()).device)
+        dist.all_reduce(square, group=self.group)
+        norm = square.sqrt()
+        scale_down_(list(gradients.values()), norm, max_norm)
         return norm
 
     def _split_block(self, name: str, block: nn.Module) -> None:
@@ -203,8 +201,8 @@ class TensorParallel(nn.Module):
     def _slice_between(self, blocks: list[nn.Module]) -> None:
         """Give the first block slices of the sequence, and put them together after the last, or the final norm."""
         # --- in: (rows, tokens, width) -> (rows, tokens / N, width) ---
-        blocks[0].register_forward_pre_hook(functools.partial(exchange_hidden, _own_tokens, self.group),
-                                            with_kwargs=True)
+        blocks[0].register_forward_pre_hook(
+            functools.partial(exchange_hidden, functools.partial(scatter, dim=SEQUENCE), self.group), with_kwargs=True)
         # --- out: (rows, tokens / N, width) -> (rows, tokens, width), after the final norm, which takes slices too ---
         last = blocks[-1]
         if (name := named(self.module, self.plan.final_norm)) is not None:
@@ -287,11 +285,6 @@ def take_over_first(module: nn.Module, group: Group) -> None:
     check_ranks_agree(module, group)
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
-
-
-def _own_tokens(hidden: Tensor, group: Group) -> Tensor:
-    """This rank's slice of the sequence: (rows, tokens, width) -> (rows, tokens / N, width)."""
-    return scatter(hidden, group, SEQUENCE)
 
 
 def exchange_hidden(exchange: Any, ranks: Any, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
