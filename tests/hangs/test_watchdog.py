@@ -1,13 +1,16 @@
 """The watchdog on real ranks: it names who, which collective and where, ends them all, and accuses nobody who works."""
 
 import json
+import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from course_lib.errors import EXIT_HUNG, CourseError
-from course_lib.hangs import diagnosis, watchdog
+from course_lib.hangs import diagnosis, rank_state_exchange, watchdog
 from course_lib.hangs.flight_recorder import FlightRecorder
 from course_lib.hangs.rank_state import ENDED, RankState, read_page
-from course_lib.hangs.watchdog import ANSWER_SECONDS, Watchdog, read_reports
+from course_lib.hangs.watchdog import ANSWER_SECONDS, LOOK_SECONDS, Watchdog, read_reports
 from course_lib.launching.launch import RankError, launch
 from course_lib.metering.meter import Meter
 
@@ -160,12 +163,11 @@ def test_a_receive_whose_send_never_comes(tmp_path):
         assert "rank 0 waits for rank 1 in recv #1 from rank 1" in first.sentence
 
 
-def works():
-    """Ranks of which one is slow, in each of the ways that a watchdog could take for a hang."""
+def works(folder):
+    """Ranks of which one is slow, in each of the ways that a watchdog could take for a hang and that keep it busy."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank, done = dist.get_rank(), []
-    folder = Path(os.environ["HEALTHY"])
 
     def evaluates():
         end = time.monotonic() + 2 * SECONDS
@@ -185,34 +187,75 @@ def works():
                 out.flush()
                 time.sleep(0.05)
 
-    def beats():
-        for step in range(8):
-            time.sleep(SECONDS / 4)
-            dog.beat(step)
-
-    for slow in (evaluates, compiles, saves, beats):
-        with Watchdog(SECONDS, folder / "hang", ends=False) as dog:
+    for slow in (evaluates, compiles, saves):
+        with Watchdog(SECONDS, folder / "hang", ends=False):
             if rank == 0:
                 slow()
             dist.barrier()
         done.append(slow.__name__)
-    for turn in range(4):
-        with Watchdog(SECONDS, folder / "hang", ends=False) as dog:
-            for step in range(3):
-                time.sleep(0.2 * (turn % 2 == rank))
-                dist.all_reduce(torch.ones(8))
-                dog.beat(step)
-        done.append(f"turn {turn}")
     return done, len(threading.enumerate())
 
 
 @pytest.mark.timeout(90)
-def test_no_accusation_of_ranks_that_work(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEALTHY", str(tmp_path))
-    for done, threads in launch(works, num_processes=2, timeout=80, stream=False):
-        assert len(done) == 8 and done[:4] == ["evaluates", "compiles", "saves", "beats"]
+def test_no_accusation_of_ranks_that_work(tmp_path):
+    for done, threads in launch(works, tmp_path, num_processes=2, timeout=80, stream=False):
+        assert done == ["evaluates", "compiles", "saves"]
         assert threads == 1, "a watchdog leaves no thread behind"
     assert read_reports(tmp_path / "hang") == []
+
+
+class SharedClock:
+    """Both ranks' ``time.monotonic``: it goes on only while a rank waits, by so much that no look falls out."""
+
+    def __init__(self):
+        self.memory = mmap.mmap(-1, 8)
+        self.write(1000.0)
+
+    def write(self, now):
+        self.memory[:] = struct.pack("d", now)
+
+    def monotonic(self):
+        return struct.unpack("d", self.memory[:])[0]
+
+    def wait(self, dog, seconds):
+        """A rank's main thread does nothing for so long, and its watchdog looks all the while."""
+        for _ in range(round(seconds / LOOK_SECONDS)):
+            self.write(now := self.monotonic() + LOOK_SECONDS)
+            while dog._looked < now and not dog._declared:  # which looks no more
+                time.sleep(LOOK_SECONDS / 5)
+
+
+def waits(folder, clock, beats):
+    """Ranks of which one waits for longer than the watchdog's seconds in all, but never at one time."""
+    for module in (watchdog, rank_state_exchange):
+        module.time = SimpleNamespace(monotonic=clock.monotonic, time=time.time, sleep=time.sleep)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with Watchdog(SECONDS, folder, ends=False) as dog:
+        for step in range(4):
+            if rank == 0:
+                clock.wait(dog, SECONDS / 2)
+                if beats:
+                    dog.beat(step)
+        dist.barrier()
+    for turn in range(2 * beats):
+        with Watchdog(SECONDS, folder, ends=False) as dog:
+            for step in range(3):
+                if turn == rank:
+                    clock.wait(dog, SECONDS / 2)
+                dist.all_reduce(torch.ones(8))
+                dog.beat(step)
+    return clock.monotonic()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("beats", [False, True])
+def test_ranks_that_wait_are_accused_unless_they_beat(tmp_path, beats):
+    """Slow steps, and ranks that wait for each other in turns, are no hang; the same time without a beat is one."""
+    ended = launch(waits, tmp_path, SharedClock(), beats, num_processes=2, timeout=80, stream=False)
+    assert ended[0] == pytest.approx(1000 + SECONDS * (2 + 3 * beats))
+    accused = {verdict.rank for report in read_reports(tmp_path) for verdict in report.verdicts}
+    assert accused == (set() if beats else {0})
 
 
 def calls_of(page):

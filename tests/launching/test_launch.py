@@ -244,18 +244,24 @@ def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(m
         launch(lambda: os._exit(7), num_processes=1, timeout=60)
 
 
-def wait_for_the_other():
+def wait_for_the_other(folder):
+    def all_reduce(tensor):
+        (folder / "there0").touch()
+        dist.all_reduce(tensor)
+
     dist.init_process_group("gloo")
     subprocess.Popen(["sleep", "300"])  # a child of the rank, which has to go with it
     if rank() == 0:
-        dist.all_reduce(torch.zeros(1))
+        all_reduce(torch.zeros(1))
+    (folder / "there1").touch()
     time.sleep(300)
 
 
 @pytest.mark.usefixtures("either")
-def test_a_hang_ends_with_every_ranks_stack():
+def test_a_hang_ends_with_every_ranks_stack(tmp_path, time_is_over_once):
+    time_is_over_once(supervisor, tmp_path / "there0", tmp_path / "there1")
     with pytest.raises(RanksHung) as error:
-        launch(wait_for_the_other, timeout=12)  # in which both have got to where they wait
+        launch(wait_for_the_other, tmp_path, timeout=0.2)
     assert set(error.value.stacks) == {0, 1}
     assert all("wait_for_the_other" in stack for stack in error.value.stacks.values())
     assert "all_reduce" in error.value.stacks[0] and "all_reduce" not in error.value.stacks[1]
@@ -263,17 +269,24 @@ def test_a_hang_ends_with_every_ranks_stack():
 
 
 @pytest.mark.parametrize("stuck", [{0, 1}, {1}])
-def test_ranks_that_hang_before_they_have_started_are_ended_too(monkeypatch, stuck):
-    leave = rank_process.leave_caller
+def test_ranks_that_hang_before_they_have_started_are_ended_too(monkeypatch, stuck, tmp_path, time_is_over_once):
+    leave, take = rank_process.leave_caller, supervisor.RankSupervisor._take
 
     def hang():
         if rank() in stuck:
+            (tmp_path / f"there{rank()}").touch()
             time.sleep(300)
         leave()
 
+    def started(watch, number, message):
+        take(watch, number, message)
+        (tmp_path / f"there{number}").touch()
+
     monkeypatch.setattr(rank_process, "leave_caller", hang)
+    monkeypatch.setattr(supervisor.RankSupervisor, "_take", started)
+    time_is_over_once(supervisor, tmp_path / "there0", tmp_path / "there1")
     with pytest.raises(RanksHung) as error:
-        launch(rank, timeout=8)  # in which the other has started
+        launch(rank, timeout=0.2)
     assert {r for r in (0, 1) if "it had not started" in error.value.stacks[r]} == stuck
 
 

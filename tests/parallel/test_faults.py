@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.errors import ModelError
+from course_lib.launching import supervisor
 from course_lib.launching.launch import RanksHung, launch
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.zero import Zero1, Zero2
@@ -72,21 +73,30 @@ def test_ranks_that_differ_and_a_changed_model_are_named_on_every_rank():
                                    f"{ENGINES[name].__name__}")
 
 
-def skips_a_step(name):
+def skips_a_step(name, folder):
     dist.init_process_group("gloo")
     model = Net()
     engine = ENGINES[name](model, sgd(model))
     engine(torch.ones(1, 4)).sum().backward()
     if dist.get_rank() == 1:
+        (folder / "elsewhere").touch()
         time.sleep(300)  # does something else, where the others update
+    all_reduce = dist.all_reduce
+
+    def noted(*args, **kwargs):
+        (folder / "waits").touch()
+        all_reduce(*args, **kwargs)
+
+    dist.all_reduce = noted
     engine.clip_grad_norm_(1.0)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["zero2", "fsdp"])
-def test_a_rank_that_skips_a_collective_ends_with_both_stacks(name):
+def test_a_rank_that_skips_a_collective_ends_with_both_stacks(name, tmp_path, time_is_over_once):
+    time_is_over_once(supervisor, tmp_path / "elsewhere", tmp_path / "waits")
     with pytest.raises(RanksHung) as hung:
-        launch(skips_a_step, name, num_processes=2, timeout=12)  # in which both have got there
+        launch(skips_a_step, name, tmp_path, num_processes=2, timeout=0.2)
     waiting, busy = hung.value.stacks[0], hung.value.stacks[1]
     assert "clip_grad_norm_" in waiting and "in skips_a_step" in waiting
     assert "in skips_a_step" in busy and "clip_grad_norm_" not in busy, "and this one never got there"

@@ -2,13 +2,13 @@
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import resource
 import shutil
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -228,45 +228,45 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(tmp_path):
     assert len(limits) > 20
 
 
-def saves_for_ever(run):
-    """In a forked process; gives its number."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        step = max((read(folder)[0] for folder in checkpoint.in_order(run)), default=0)
-        while True:
-            step += 1
-            checkpoint.write(run, step, files_of(step))
-            checkpoint.prune(run, 2)
-    except BaseException:  # it must not get back into pytest
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+def saves_on(run, saves):
+    """Save the steps that follow, and keep two."""
+    last = max((read(folder)[0] for folder in checkpoint.in_order(run)), default=0)
+    for step in range(last + 1, last + 1 + saves):
+        checkpoint.write(run, step, files_of(step))
+        checkpoint.prune(run, 2)
 
 
-@pytest.mark.timeout(120)
+def operations_of_one(run):
+    """File operations of one save, of a run that has checkpoints to remove."""
+    saves_on(run, 2)
+    with OPERATIONS.watched(0, kill):
+        saves_on(run, 1)
+    return OPERATIONS.count
+
+
 def test_killed_at_thirty_moments(tmp_path):
-    """One run after another in the same folder, each killed while it saves; none tidies up but the next."""
+    """One run after another in the same folder, each killed while it saves; none tidies up but the next.
+
+    Each is killed at a file operation of its second or third save, drawn anew: which one it is does not hang on how
+    busy the machine is, and each has saved before.
+    """
     draw, last, unfinished = random.Random(0), 0, 0
+    of_one, run = operations_of_one(tmp_path / "counted"), tmp_path / "run"
+    assert of_one > 20
+
+    def killed(at):
+        with OPERATIONS.watched(at, kill):
+            saves_on(run, 4)
+
     for _ in range(30):
-        checkpoint.tidy(tmp_path)
-        pid = saves_for_ever(tmp_path)
-        try:
-            while not (any(saved.name > checkpoint.name(last) for saved in tmp_path.glob("checkpoint-*"))
-                       and any(tmp_path.glob(".checkpoint-*.writing"))):
-                assert not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "it goes on saving"
-                time.sleep(0.0005)
-            time.sleep(draw.uniform(0, 0.01))
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        unfinished += any(tmp_path.glob(".checkpoint-*"))
-        step, _ = read(checkpoint.latest(tmp_path))
+        checkpoint.tidy(run)
+        assert child(functools.partial(killed, draw.randint(of_one + 1, 3 * of_one))) == -signal.SIGKILL
+        unfinished += any(run.glob(".checkpoint-*"))
+        step, _ = read(checkpoint.latest(run))
         assert step > last
         last = step
-        named = (tmp_path / checkpoint.LATEST).read_text().strip()
-        manifest.verify(tmp_path / named)
+        named = (run / checkpoint.LATEST).read_text().strip()
+        manifest.verify(run / named)
     assert unfinished > 3, "kills met saves under way"
 
 

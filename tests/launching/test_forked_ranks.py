@@ -1,0 +1,81 @@
+"""Ranks that are forked from a command: what becomes of those that do not end when they are asked to."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from course_lib.launching import forked_ranks
+from course_lib.launching.forked_ranks import RanksEnded, run_forked
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def exists(folder, *names):
+    """Wait until files are there."""
+    while not all((folder / name).exists() for name in names):
+        time.sleep(0.01)
+
+
+class Deaf:
+    """A rank that notes each SIGTERM and goes on for ever; rank 1 does as it is told to, once both are there."""
+
+    def __init__(self, folder, rank_1):
+        self.folder, self.rank_1 = folder, rank_1
+
+    def __call__(self):
+        signal.signal(signal.SIGTERM, lambda number, frame: (self.folder / f"asked{rank()}").touch())
+        (self.folder / f"pid{rank()}").write_text(str(os.getpid()))
+        exists(self.folder, "pid0", "pid1")
+        if rank() == 1:
+            return self.rank_1(self.folder)
+        while True:
+            signal.pause()
+
+    def left(self):
+        """Ranks that are still there, and those that were asked to end."""
+        pids = [int((self.folder / f"pid{number}").read_text()) for number in (0, 1)]
+        return [pid for pid in pids if psutil.pid_exists(pid)], [(self.folder / f"asked{n}").exists() for n in (0, 1)]
+
+
+def fails(folder):
+    return 3
+
+
+def asks_the_launcher(folder):
+    """The launcher gets SIGTERM; this rank, told so, saves and ends well."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    exists(folder, "asked1", "asked0")
+    (folder / "saved").touch()
+    return 0
+
+
+def test_a_deaf_rank_is_killed_once_the_others_failure_has_had_its_time(tmp_path, time_is_over_once, monkeypatch):
+    monkeypatch.setattr(forked_ranks, "OTHERS_END", 0.1)
+    time_is_over_once(forked_ranks, tmp_path / "asked0")
+    ranks = Deaf(tmp_path, fails)
+    assert run_forked(ranks, 2, threads=None, grace=0.1) == RanksEnded(signal=None, code=3), "the first failure's code"
+    assert ranks.left() == ([], [True, False])
+
+
+def test_a_deaf_rank_is_killed_after_the_grace_of_a_signal(tmp_path, time_is_over_once):
+    time_is_over_once(forked_ranks, tmp_path / "saved")
+    ranks = Deaf(tmp_path, asks_the_launcher)
+    assert run_forked(ranks, 2, threads=None, grace=0.1) == RanksEnded(signal=signal.SIGTERM, code=-signal.SIGKILL)
+    assert ranks.left() == ([], [True, True]) and (tmp_path / "saved").exists()
+
+
+def test_who_ends_within_the_grace_is_not_killed(tmp_path):
+    def both_save():
+        signal.signal(signal.SIGTERM, lambda number, frame: (tmp_path / f"asked{rank()}").touch())
+        (tmp_path / f"pid{rank()}").touch()
+        exists(tmp_path, "pid0", "pid1")
+        return asks_the_launcher(tmp_path) if rank() == 1 else exists(tmp_path, "asked0") or 0
+
+    assert run_forked(both_save, 2, threads=None, grace=50.0) == RanksEnded(signal=signal.SIGTERM, code=0)
