@@ -22,7 +22,7 @@ def lesson(gpus, tmp_path, monkeypatch):
 
     def run(name, count, **parameters):
         monkeypatch.setenv("GPU_SIM", str(count))
-        return execute(name, tmp_path, cell_seconds=900, **parameters)
+        return execute(name, tmp_path, cell_seconds=900, forked=False, **parameters)  # which sees GPUs
 
     return run
 

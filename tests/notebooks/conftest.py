@@ -4,6 +4,7 @@ A lesson measures times, and says what it measured; no test demands how they com
 those of that run.
 """
 
+import contextlib
 import html
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import papermill
 import pytest
 
 from course_lib.lessons.notebook import recorded
+from tests.notebooks.forked_kernel import forked_kernels
 
 CELL_SECONDS = 240
 """More than any cell takes; the error names the cell, which pytest's limit for the whole lesson does not."""
@@ -20,11 +22,16 @@ CELL_SECONDS = 240
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
-def execute(name, folder, cell_seconds=CELL_SECONDS, **parameters):
-    """Recorded values of a fresh run of a lesson, whose working directory is a folder; its ``takeaways`` with them."""
+def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
+    """Recorded values of a fresh run of a lesson, whose working directory is a folder; its ``takeaways`` with them.
+
+    Args:
+        forked: the kernel is forked from this process, rather than started as a user's is.
+    """
     done = folder / f"{name}.ipynb"
-    papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(folder),
-                               progress_bar=False, kernel_name="python3", execution_timeout=cell_seconds)
+    with forked_kernels() if forked else contextlib.nullcontext():
+        papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(folder),
+                                   progress_bar=False, kernel_name="python3", execution_timeout=cell_seconds)
     notebook = nbformat.read(done, as_version=4)
     assert not [o for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "error"]
     states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})
