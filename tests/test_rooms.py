@@ -23,6 +23,7 @@ OF_THE_COMMAND_LINE = "commands"  # there files are named for what a user does w
 OF_ALL = {
     "test_counted.py": "what no test may demand",
     "test_fuzz.py": "random command lines and configurations, through everything",
+    "test_names.py": "names of classes and of values, in all rooms",
     "test_packaging.py": "pins, layers, commands and configurations",
     "test_rooms.py": "this one",
     "test_shown_commands.py": "what README and lessons tell users to type",

@@ -19,13 +19,13 @@ def backend_records() -> Any:
     """
     from torch._C import _distributed_c10d
 
-    found = []
+    by_backend = []
     for name in RECORDERS:
         if dump := getattr(_distributed_c10d, name, None):
             records = json.loads(dump(True, False))  # with the calls, and not only those under way
-            if records.get("entries") and records not in found:
-                found.append(records)
-    return {**found[0], **({"gloo": found[1]} if found[1:] else {})} if found else None
+            if records.get("entries") and records not in by_backend:
+                by_backend.append(records)
+    return {**by_backend[0], **({"gloo": by_backend[1]} if by_backend[1:] else {})} if by_backend else None
 
 
 def backend_error(groups: Iterable[Any] | None = None) -> str | None:

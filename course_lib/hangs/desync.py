@@ -164,9 +164,9 @@ class GatheringRanks:
 
     def gather(self, value: Any) -> list[Any]:
         """A plain value of every rank."""
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def named(self, ranks: Sequence[int]) -> str:
         """``rank 1``, or ``ranks 0, 2``; of many the first four."""
@@ -179,7 +179,7 @@ class GatheringRanks:
         ranks: dict[str, list[int]] = {}
         for rank, value in values.items():
             ranks.setdefault(value, []).append(rank)
-        return " and ".join(f"{value} on {self.named(each)}" for value, each in ranks.items())
+        return " and ".join(f"{value} on {self.named(holders)}" for value, holders in ranks.items())
 
 
 def compare(topics: Sequence[Topic], when: str, ranks: GatheringRanks) -> None:
@@ -191,13 +191,13 @@ def compare(topics: Sequence[Topic], when: str, ranks: GatheringRanks) -> None:
     Raises:
         DesyncError: on every rank, with the first thing that differs, and each rank's value.
     """
-    mine = torch.tensor([[each.part, each.digest] for each in topics], device=ranks.device)
+    mine = torch.tensor([[topic.part, topic.digest] for topic in topics], device=ranks.device)
     rows = [torch.empty_like(mine) for _ in range(ranks.count)]
     dist.all_gather(rows, mine, group=ranks.group)
     parts, digests = torch.stack(rows).permute(2, 1, 0).tolist()  # [part or digest, topic, rank]
-    for i, each in enumerate(topics):
+    for i, topic in enumerate(topics):
         if odd := _disagreeing(parts[i], digests[i]):
-            raise DesyncError(f"ranks disagree {when}: {each.told(ranks, odd)}", each.cure)
+            raise DesyncError(f"ranks disagree {when}: {topic.told(ranks, odd)}", topic.cure)
 
 
 def _disagreeing(parts: list[int], digests: list[int]) -> list[int]:
@@ -211,5 +211,5 @@ def _disagreeing(parts: list[int], digests: list[int]) -> list[int]:
 
 def _first_difference(facts: Sequence[Facts]) -> str:
     """The first name whose value is not the same in all of them; empty where only the order of the names differs."""
-    names = dict.fromkeys(name for each in facts for name in each)
-    return next((name for name in names if len({each.get(name) for each in facts}) > 1), "")
+    names = dict.fromkeys(name for own in facts for name in own)
+    return next((name for name in names if len({own.get(name) for own in facts}) > 1), "")

@@ -58,15 +58,15 @@ def diagnose(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
     Args:
         sightings: every rank's, by rank.
     """
-    if found := _mismatched(sightings):
-        return found
+    if mismatched := _mismatched(sightings):
+        return mismatched
     edges = _edges(sightings)
     for lives in (("dead", "silent"), ("failed",), ("stopped",)):
-        if gone := [each for each in sightings if each.life in lives]:
-            return tuple(_verdict(each, "stopped" if each.life == "stopped" else "dead", edges) for each in gone)
+        if gone := [peer for peer in sightings if peer.life in lives]:
+            return tuple(_verdict(peer, "stopped" if peer.life == "stopped" else "dead", edges) for peer in gone)
     if not edges:
-        idle = [each for each in sightings if each.life == "running" and all(call.ended for call in each.calls)]
-        return tuple(_verdict(each, "elsewhere", edges) for each in idle)
+        idle = [peer for peer in sightings if peer.life == "running" and all(call.ended for call in peer.calls)]
+        return tuple(_verdict(peer, "elsewhere", edges) for peer in idle)
     waiting = {who.rank for who, _, _ in edges}
     roots, tells = {whom for _, _, whom in edges} - waiting, False
     if not roots:
@@ -84,19 +84,19 @@ def is_hang(sightings: Sequence[RankSnapshot], rank: int, seconds: float) -> boo
         rank: who asks; it has made no progress for ``seconds`` itself.
     """
     blamed = [sightings[verdict.rank] for verdict in diagnose(sightings)]
-    blamed = blamed or [each for each in sightings if each.life == "running"]
-    if any(each.life == "late" for each in blamed):
+    blamed = blamed or [peer for peer in sightings if peer.life == "running"]
+    if any(peer.life == "late" for peer in blamed):
         return False
-    if any(each.life == "unseen" for each in blamed):  # nobody can tell whether it works
+    if any(peer.life == "unseen" for peer in blamed):  # nobody can tell whether it works
         return sightings[rank].stalled >= BUSY_FACTOR * seconds
-    return all(each.life != "running" or each.stalled >= seconds for each in blamed)
+    return all(peer.life != "running" or peer.stalled >= seconds for peer in blamed)
 
 
 def _edges(sightings: Sequence[RankSnapshot]) -> Edges:
     """Every call that waits for ranks, with these ranks."""
     edges: Edges = []
-    gone = {each.rank for each in sightings if each.life in ("dead", "stopped", "silent")}
-    queues = [Queue(each) for each in sightings]
+    gone = {peer.rank for peer in sightings if peer.life in ("dead", "stopped", "silent")}
+    queues = [Queue(peer) for peer in sightings]
     for who, queue in zip(sightings, queues, strict=True):
         if who.life not in ("running", "late"):
             continue
@@ -113,7 +113,7 @@ def _edges(sightings: Sequence[RankSnapshot]) -> Edges:
 def _partners(call: Call, rank: int) -> list[int]:
     if call.name in POINT_TO_POINT:
         return [] if call.peer is None else [call.peer]
-    return [each for each in call.ranks if each != rank]
+    return [other for other in call.ranks if other != rank]
 
 
 def _has_come(partner: RankSnapshot, queue: Queue, call: Call) -> bool:
@@ -152,15 +152,15 @@ def _is_elsewhere(sighting: RankSnapshot, tells: bool) -> bool:
 
 def _mismatched(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
     """Those that issued something else at the earliest place at which ranks differ and one still waits, or died."""
-    histories = [{(call.stream, call.sequence): call for call in each.calls} for each in sightings]
+    histories = [{(call.stream, call.sequence): call for call in peer.calls} for peer in sightings]
     suspects: dict[tuple[str, int], float] = {}  # a place, and when the first rank came there
-    for each in sightings:
-        for call in each.calls:
+    for peer in sightings:
+        for call in peer.calls:
             if call.name not in POINT_TO_POINT and (
-                    not call.ended or (each.life in ("dead", "failed") and call is each.calls[-1])):
+                    not call.ended or (peer.life in ("dead", "failed") and call is peer.calls[-1])):
                 key = call.stream, call.sequence
                 suspects[key] = min(call.at, suspects.get(key, math.inf))
-    for key in sorted(suspects, key=lambda each: (suspects[each], each)):
+    for key in sorted(suspects, key=lambda candidate: (suspects[candidate], candidate)):
         there = {rank: history[key] for rank, history in enumerate(histories) if key in history}
         kinds = Counter(_kind(call) for call in there.values())
         if len(kinds) > 1:
@@ -191,8 +191,8 @@ def _precedent(histories: list[dict[tuple, Call]], there: dict[int, Call]) -> tu
         if before is None:
             continue
         for earlier in range(sequence - 2, 0, -1):
-            found, following = histories[rank].get((stream, earlier)), histories[rank].get((stream, earlier + 1))
-            if found and following and _at(found) == _at(before) and _kind(found) == _kind(before):
+            same, following = histories[rank].get((stream, earlier)), histories[rank].get((stream, earlier + 1))
+            if same and following and _at(same) == _at(before) and _kind(same) == _kind(before):
                 if _at(following) in here and here[_at(following)] == _kind(following):
                     return _kind(following)
                 break
@@ -218,7 +218,7 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
     rank = sighting.rank
     own = [(who, call) for who, call, whom in edges if whom == rank]
     last = sighting.calls[-1] if sighting.calls else None
-    call = min((call for _, call in own), key=lambda each: each.at, default=last)
+    call = min((call for _, call in own), key=lambda candidate: candidate.at, default=last)
     file, line = place(sighting)
     held_up_by = [(call, whom) for who, call, whom in edges if who.rank == rank]
     if what == "behind" and held_up_by:
@@ -230,7 +230,7 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
         seen = "is" if what in ("elsewhere", "behind") and sighting.life == "running" else "was last seen"
         sentence += f"; it {seen} at {file}:{line}" + (f" in step {sighting.step + 1}" if sighting.step >= 0 else "")
     if own and call:
-        waiting = sorted({who.rank for who, each in own if each.stream == call.stream})
+        waiting = sorted({who.rank for who, waited_in in own if waited_in.stream == call.stream})
         sentence += (f"; {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for it in {describe(call)}"
                      f" at {call.file}:{call.line}")
     elif last:
@@ -273,5 +273,5 @@ def describe(call: Call) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    found = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

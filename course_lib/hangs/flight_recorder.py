@@ -55,8 +55,8 @@ class _Users(dict[str, bool]):
     """Whether a module is the user's, found out once."""
 
     def __missing__(self, module: str) -> bool:
-        found = self[module] = module.partition(".")[0] not in _FOREIGN and module not in _OURS
-        return found
+        is_users = self[module] = module.partition(".")[0] not in _FOREIGN and module not in _OURS
+        return is_users
 
 
 _users_modules = _Users()
@@ -161,12 +161,12 @@ class FlightRecorder:
 
     def place_of(self, trace: TracebackType | None) -> Place:
         """File and line of the user's code that an exception went through last."""
-        found: Place = (None, None)
+        where: Place = (None, None)
         while trace is not None:
             if _is_users(trace.tb_frame):
-                found = self._shown(trace.tb_frame.f_code.co_filename), trace.tb_lineno
+                where = self._shown(trace.tb_frame.f_code.co_filename), trace.tb_lineno
             trace = trace.tb_next
-        return found
+        return where
 
     def position(self) -> int:
         """A number that changes when the main thread's Python code goes on."""
@@ -179,7 +179,7 @@ class FlightRecorder:
         """The Python stack of every thread but the caller's, the main thread's first."""
         frames, main = sys._current_frames(), threading.main_thread()
         shown = []
-        for thread in sorted(threading.enumerate(), key=lambda each: each is not main):
+        for thread in sorted(threading.enumerate(), key=lambda other: other is not main):
             frame = frames.get(thread.ident or 0)
             if frame is not None and thread is not threading.current_thread():
                 shown.append(f"thread {thread.name}, most recent call last:\n{''.join(traceback.format_stack(frame))}")

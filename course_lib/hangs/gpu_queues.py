@@ -22,7 +22,7 @@ class Queue:
     def __init__(self, sighting: RankSnapshot):
         self._open = [call for call in sighting.calls if not call.ended]
         self._before = {call.serial: self._blocker(call) for call in self._open if call.on_gpu}
-        self._blockers = {each.serial for each in self._before.values() if each}
+        self._blockers = {blocker.serial for blocker in self._before.values() if blocker}
         self._known = {(call.stream, call.sequence): call for call in self._open}
 
     def waiting(self) -> Iterator[Call]:

@@ -90,23 +90,23 @@ class Activity:
         own, *others = (_times(pid, processes) for pid in below)
         watching = {thread.native_id for thread in self._watchers}
         own = {task: times for task, times in own.items() if task not in watching}
-        return time.monotonic(), own, {task: times for each in others for task, times in each.items()}, _bytes_moved()
+        return time.monotonic(), own, {task: times for child in others for task, times in child.items()}, _bytes_moved()
 
 
 def _processes() -> dict[int, tuple[int, float]]:
     """Of every process of this machine its parent, and the seconds that it has run."""
-    found: dict[int, tuple[int, float]] = {}
+    processes: dict[int, tuple[int, float]] = {}
     if Path("/proc/self/stat").exists():
         ticks = os.sysconf("SC_CLK_TCK")
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 fields = _stat(pid)
-                found[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / ticks
+                processes[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / ticks
     else:  # macOS
         for line in subprocess.check_output(["ps", "-axo", "pid=,ppid=,time="], text=True).splitlines():
             number, parent, ran = line.split()
-            found[int(number)] = int(parent), _seconds(ran)
-    return found
+            processes[int(number)] = int(parent), _seconds(ran)
+    return processes
 
 
 def _seconds(shown: str) -> float:
@@ -129,15 +129,15 @@ def _bytes_moved() -> int:
 
 def _times(pid: int, processes: dict[int, tuple[int, float]]) -> Times:
     """Of each living thread of a process; empty where it has just ended."""
-    found: Times = {}
+    times: Times = {}
     if not SCHEDSTAT.exists():
         return {pid: (processes[pid][1], 0.0)} if pid in processes else {}
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # the thread has just ended
                 ran, waited, _ = Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()
-                found[int(task)] = int(ran) / 1e9, int(waited) / 1e9
-    return found
+                times[int(task)] = int(ran) / 1e9, int(waited) / 1e9
+    return times
 
 
 def _worked(before: Times, after: Times) -> float:

@@ -101,12 +101,12 @@ class Pending:
         with self._lock:
             on_cpu = list(itertools.islice(self._on_cpu.items(), most))
             on_gpu = list(self._on_gpu.items())
-        found: list[int] = []
+        serials: list[int] = []
         for key, (work, _) in on_cpu:
             if work.is_completed():  # gloo's sends, receives and reduce-scatters end only when they are waited for
-                found += self._forget(self._on_cpu, key)
+                serials += self._forget(self._on_cpu, key)
         if not on_gpu:
-            return found
+            return serials
         # A thread's first word to CUDA makes a context on its current device, which on a new thread is GPU 0.
         there = torch.cuda.device(on_gpu[0][1][2]) if most is None else contextlib.nullcontext()
         try:
@@ -114,14 +114,14 @@ class Pending:
                 for key, (asked, _, device) in on_gpu if may else ():
                     if asked.query() if isinstance(asked, torch.cuda.Event) else asked.is_completed():
                         ended = self._forget(self._on_gpu, key)
-                        found += ended
+                        serials += ended
                         if ended and isinstance(asked, torch.cuda.Event):
                             self._events[device].append(asked)
                     elif most is not None and (most := most - 1) == 0:
                         break
         except RuntimeError:  # the GPU has failed, as the main thread's next use of it says: its calls never end
             self._on_gpu.clear()
-        return found
+        return serials
 
     def _forget(self, calls: dict[int, Any], key: int) -> list[int]:
         """Follow those of one key no more; none where another thread was first."""

@@ -160,7 +160,7 @@ class RankState:
 
     def write_words(self, words: dict[str, Any]) -> None:
         """Leave words for the others; what is too long loses its middle."""
-        text = json.dumps({key: _cut(each) if isinstance(each, str) else each for key, each in words.items()}).encode()
+        text = json.dumps({key: _cut(word) if isinstance(word, str) else word for key, word in words.items()}).encode()
         struct.pack_into("=I", self.memory, _WORDS_AT, 0)
         self.memory[_WORDS_AT + 4 : _WORDS_AT + 4 + len(text)] = text
         struct.pack_into("=I", self.memory, _WORDS_AT, len(text))
@@ -271,9 +271,9 @@ def spans(ranks: tuple[int, ...]) -> list[int]:
     return list(ranks)
 
 
-def _ranks(found: list[int]) -> tuple[int, ...]:
+def _ranks(numbers: list[int]) -> tuple[int, ...]:
     """The ranks that `spans` shortened."""
-    return tuple(range(*found[1:])) if found[:1] == [-1] else tuple(found)
+    return tuple(range(*numbers[1:])) if numbers[:1] == [-1] else tuple(numbers)
 
 
 def _cut(text: str) -> str:

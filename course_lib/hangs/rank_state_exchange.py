@@ -53,11 +53,11 @@ class Identity:
         Raises:
             OSError: the process has gone, or is another user's.
         """
-        found = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDONLY)
+        descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDONLY)
         try:
-            return mmap.mmap(found, SIZE, access=mmap.ACCESS_READ)
+            return mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ)
         finally:
-            os.close(found)
+            os.close(descriptor)
 
 
 @dataclass
@@ -123,9 +123,9 @@ class RankStateExchange:
 
     def sightings(self) -> list[RankSnapshot]:
         """All ranks', by rank."""
-        found = [self._sighting(rank) for rank in range(self.world_size)]
-        dead = {rank for each in found for rank in each.words.get("dead", ())}  # as those on their machines know
-        return [dataclasses.replace(each, life="dead") if each.rank in dead else each for each in found]
+        sightings = [self._sighting(rank) for rank in range(self.world_size)]
+        dead = {rank for peer in sightings for rank in peer.words.get("dead", ())}  # as those on their machines know
+        return [dataclasses.replace(peer, life="dead") if peer.rank in dead else peer for peer in sightings]
 
     def dead(self) -> list[int]:
         """Ranks of this machine that died during their training, and not because their watchdog ended them."""
@@ -167,11 +167,11 @@ class RankStateExchange:
     def _find(self, store: Any) -> None:
         for rank in set(range(self.world_size)) - set(self._identities):
             if store.check([f"identity/{rank}"]):
-                found = Identity(**json.loads(store.get(f"identity/{rank}")))
-                self._identities[rank] = found  # before its page, by which the watchdog's thread comes here
-                if found.machine and found.machine == self._identity.machine:
+                identity = Identity(**json.loads(store.get(f"identity/{rank}")))
+                self._identities[rank] = identity  # before its page, by which the watchdog's thread comes here
+                if identity.machine and identity.machine == self._identity.machine:
                     with contextlib.suppress(OSError):  # it has gone already, or is another user's: by its copy, then
-                        self._maps[rank] = found.map()
+                        self._maps[rank] = identity.map()
 
     def _exchange(self, store: Any, others: list[int]) -> None:
         store.set(f"page/{self.rank}", _NOW.pack(time.monotonic()) + zlib.compress(self.page.memory[:], 1))

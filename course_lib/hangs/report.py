@@ -119,15 +119,15 @@ class HangReport:
 
 def read_reports(folder: str | Path) -> list[HangReport]:
     """The reports in a folder, by rank; empty where there are none."""
-    found = []
+    reports = []
     for path in Path(folder).glob("hang-rank*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
         states = tuple(ReportedRank(**{**state, "shape": _tuple(state["shape"]), "group": _tuple(state["group"])})
                        for state in content["states"])
-        found.append(HangReport(content["rank"], content["seconds"],
+        reports.append(HangReport(content["rank"], content["seconds"],
                                 tuple(Culprit(**verdict) for verdict in content["verdicts"]), states,
                                 content["stacks"], content.get("backend_error")))
-    return sorted(found, key=lambda report: report.rank)
+    return sorted(reports, key=lambda report: report.rank)
 
 
 def has_report(folder: Path, since: float) -> bool:

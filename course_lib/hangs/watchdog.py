@@ -211,10 +211,10 @@ class Watchdog:
         self._declared = True
         self._say(stacks=self._stacks(), dead=self._board.dead())
         self._write_flags()
-        sightings = self._wait_for(lambda each: "stacks" in each.words, ANSWER_SECONDS)
-        answering = [each.rank for each in sightings if each.life == "running" and "stacks" in each.words]
-        stacks = "\n".join(f"--- rank {each.rank} ---\n{each.words.get('stacks') or f'none: it is {each.life}'}"
-                           for each in sightings)
+        sightings = self._wait_for(lambda peer: "stacks" in peer.words, ANSWER_SECONDS)
+        answering = [peer.rank for peer in sightings if peer.life == "running" and "stacks" in peer.words]
+        stacks = "\n".join(f"--- rank {peer.rank} ---\n{peer.words.get('stacks') or f'none: it is {peer.life}'}"
+                           for peer in sightings)
         report = HangReport(self.rank, sightings[self.rank].stalled, diagnose(sightings),
                             tuple(map(ReportedRank.of, sightings)), stacks, self._error_of_backend)
         line = f"watchdog: {report.summary}. The ranks' reports: {self.folder}/hang-rank*.txt\n"
@@ -238,7 +238,7 @@ class Watchdog:
         until = time.monotonic() + seconds
         while True:
             sightings = self._board.sightings()
-            if all(has_answered(each) for each in sightings if each.life == "running") or time.monotonic() > until:
+            if all(has_answered(peer) for peer in sightings if peer.life == "running") or time.monotonic() > until:
                 return sightings
             time.sleep(LOOK_SECONDS / 4)
 
@@ -251,15 +251,15 @@ class Watchdog:
 
     def _end(self, answering: list[int], sightings: list[RankSnapshot]) -> None:
         """End this process at once, and what could not end itself: its children, and ranks that cannot answer."""
-        self._wait_for(lambda each: each.reported or each.rank not in answering, ANSWER_SECONDS)
-        if any(each.life == "failed" or "error" in each.words for each in sightings):
+        self._wait_for(lambda peer: peer.reported or peer.rank not in answering, ANSWER_SECONDS)
+        if any(peer.life == "failed" or "error" in peer.words for peer in sightings):
             time.sleep(HELD_BACK_SECONDS)
-        seconds = ANSWER_SECONDS if any(each.life == "dead" for each in sightings) else LATE_SECONDS
-        for each in self._wait_for(lambda each: each.declared or not self._board.is_local(each.rank), seconds):
-            is_lost = each.life == "stopped" or (each.life == "running" and not each.declared)
-            if is_lost and self._board.is_local(each.rank):
+        seconds = ANSWER_SECONDS if any(peer.life == "dead" for peer in sightings) else LATE_SECONDS
+        for peer in self._wait_for(lambda peer: peer.declared or not self._board.is_local(peer.rank), seconds):
+            is_lost = peer.life == "stopped" or (peer.life == "running" and not peer.declared)
+            if is_lost and self._board.is_local(peer.rank):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(each.pid, signal.SIGKILL)
+                    os.kill(peer.pid, signal.SIGKILL)
         for child in multiprocessing.active_children():
             child.kill()
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # the main thread may hold its lock

@@ -50,8 +50,8 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if found := _REFUSAL.search(str(error)):
-            raise ConfigError(f"{found['operator']} has no deterministic form on this device",
+        if refused := _REFUSAL.search(str(error)):
+            raise ConfigError(f"{refused['operator']} has no deterministic form on this device",
                               "leave out --deterministic, or use a model that does without it") from error
         raise
     finally:

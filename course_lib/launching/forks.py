@@ -170,10 +170,10 @@ class Parcel:
     def open(self) -> functools.partial:
         """The call. What came by value from the caller's `__main__` is in this one's too, where pickle looks for it."""
         call = cloudpickle.loads(self.call)
-        for each in (call.func, *call.args, *call.keywords.values()):
-            if getattr(each, "__module__", None) == "__main__" and hasattr(each, "__globals__"):
-                found = {name: value for name, value in each.__globals__.items() if not name.startswith("__")}
-                vars(sys.modules["__main__"]).update(found)
+        for part in (call.func, *call.args, *call.keywords.values()):
+            if getattr(part, "__module__", None) == "__main__" and hasattr(part, "__globals__"):
+                defined = {name: value for name, value in part.__globals__.items() if not name.startswith("__")}
+                vars(sys.modules["__main__"]).update(defined)
         return call
 
 

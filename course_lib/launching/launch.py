@@ -114,7 +114,7 @@ def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
     """The caller's and the ranks' ends of a control, an output and a stacks pipe each."""
     pairs = [(multiprocessing.Pipe(duplex=True), multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False))
              for _ in range(num_processes)]
-    return [RankEnds(*(p[0] for p in each)) for each in pairs], tuple(RankEnds(*(p[1] for p in each)) for each in pairs)
+    return [RankEnds(*(p[0] for p in ends)) for ends in pairs], tuple(RankEnds(*(p[1] for p in ends)) for ends in pairs)
 
 
 def _start(job: RankJob, num_processes: int, start_method: str) -> None:

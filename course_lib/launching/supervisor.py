@@ -202,12 +202,12 @@ class RankSupervisor(threading.Thread):
         if rank not in self.pids:
             return "died before it could start"
         try:
-            found = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
+            status = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
             return "died"  # launcher_says() knows how
-        if found and found.si_code == os.CLD_EXITED:
-            return f"exited with code {found.si_status} before the function returned"
-        return f"was killed by {signal.Signals(found.si_status).name}" if found else "died"
+        if status and status.si_code == os.CLD_EXITED:
+            return f"exited with code {status.si_status} before the function returned"
+        return f"was killed by {signal.Signals(status.si_status).name}" if status else "died"
 
     def launcher_says(self, error: ProcessExitedException | ProcessRaisedException) -> None:
         """Take the exit code that the launcher collected, for a rank that died before we could look."""
@@ -241,8 +241,8 @@ class RankSupervisor(threading.Thread):
 
     @staticmethod
     def _close(ends: Any) -> None:
-        for each in ends:
-            for end in each:
+        for of_rank in ends:
+            for end in of_rank:
                 if not end.closed:
                     end.close()
 

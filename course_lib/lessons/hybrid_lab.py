@@ -67,7 +67,7 @@ class Hybrid:
         Returns:
             The losses of this copy's micro-batches, on the rank of the last stage; else nothing.
         """
-        mine, theirs = (each.chunk(self.grid.dp)[self.place.dp] for each in (tokens, targets))
+        mine, theirs = (rows.chunk(self.grid.dp)[self.place.dp] for rows in (tokens, targets))
         done = self.executor.step(input_ids=mine, targets=theirs)
         sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
         self.join_copies()
@@ -117,9 +117,9 @@ def axis_of(grid: RankGrid, ranks: Iterable[int]) -> str:
 def sent_by_axis(grid: RankGrid, meter: Meter) -> dict[str, int]:
     """Bytes that this rank sent along each axis, under the ring model."""
     sent = dict.fromkeys(AXES, 0)
-    for each in meter.collectives:
-        if each.sent:
-            sent[axis_of(grid, each.ranks)] += each.sent
+    for call in meter.collectives:
+        if call.sent:
+            sent[axis_of(grid, call.ranks)] += call.sent
     return sent
 
 
@@ -221,8 +221,8 @@ def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.de
     loss = torch.stack(losses).mean() / grid.dp if losses else torch.zeros((), device=device)
     for group in (hybrid.groups.dp, hybrid.groups.pp):
         dist.all_reduce(loss, group=group)
-    found = hybrid.gradients()
-    apart = max((found[name] - each).abs().max().item() for name, each in wanted.items())
+    gradients = hybrid.gradients()
+    apart = max((gradients[name] - gradient).abs().max().item() for name, gradient in wanted.items())
     return Step(loss.item(), hybrid.gradient_norm().item(), apart / max(g.abs().max().item() for g in wanted.values()),
                 sent_by_axis(grid, meter), sum(p.nbytes for p in hybrid.parameters.values()), whole_loss.item(),
                 nn.utils.get_total_norm(wanted.values()).item())

@@ -142,19 +142,19 @@ def measure(name: str, value: Any, unit: str = "", *, how: How = "measured", lab
     value = value.item() if hasattr(value, "item") else value
     choices, said = prediction.choices, label or prediction.label
     ratio = boxes.compared(value, prediction.value)
-    expected, found = _shown(prediction.value, "", choices), _shown(value, unit, choices)
-    plain = f"{said}: predicted {expected}, {how} {found} ({ratio})"
+    expected, actual = _shown(prediction.value, "", choices), _shown(value, unit, choices)
+    plain = f"{said}: predicted {expected}, {how} {actual} ({ratio})"
     detail = f"predicted {expected}; {ratio}"
     answers = questions.current()
     if prediction.asked and (entry := answers.entry(name)):
         yours, of_yours = _shown(entry["value"], "", choices), boxes.compared(value, entry["value"], "your answer")
-        plain = f"{said}: you: {yours}, the author: {expected}, {how}: {found} ({of_yours}; {ratio})"
+        plain = f"{said}: you: {yours}, the author: {expected}, {how}: {actual} ({of_yours}; {ratio})"
         detail = f"you: {yours}, {of_yours}; the author: {expected}, {ratio}"
         answers.seen(name, value, list(choices.values()))
     if prediction.question:
         prediction.question.closed = True
     display({MIME: {"name": name, "value": value, "predicted": prediction.value, "how": how}, "text/plain": plain,
-             "text/html": boxes.kind_box(how, f"{escape(said)}: <b>{escape(found)}</b> "
+             "text/html": boxes.kind_box(how, f"{escape(said)}: <b>{escape(actual)}</b> "
                                          f"<span style='{boxes.FAINT}'>({escape(detail)})</span>")}, raw=True)
     return value
 

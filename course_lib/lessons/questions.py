@@ -52,8 +52,8 @@ class Answers:
         def edit(content: dict[str, Any]) -> None:
             answers = content.setdefault(self.lesson, {})
             if "measured" in answers.get(name, {}):
-                found = boxes.number(answers[name]["measured"])
-                refused.append(f"your answer stays: you have seen the result ({found})")
+                measured = boxes.number(answers[name]["measured"])
+                refused.append(f"your answer stays: you have seen the result ({measured})")
             else:
                 answers[name] = {"value": value, "when": learner_files.now()}
 

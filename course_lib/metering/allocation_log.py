@@ -122,7 +122,7 @@ class AllocationLog(TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it takes itself apart first
         result = func(*args, **(kwargs or {}))
         namespace = func.namespace
@@ -184,7 +184,7 @@ class AllocationLog(TorchDispatchMode):
     def exchanges(self) -> list[CollectiveRecord]:
         """The collectives between start and stop, in the order of issue."""
         noted = iter(self._traffic.transfers)
-        every = [each if isinstance(each, CollectiveRecord) else _exchange(next(noted), *each) for each in self._issued]
+        every = [call if isinstance(call, CollectiveRecord) else _exchange(next(noted), *call) for call in self._issued]
         return every[self._from[1]:self._to[1]]
 
     def changes(self) -> Iterator[Change]:
@@ -215,7 +215,7 @@ class AllocationLog(TorchDispatchMode):
         name = FUNCTIONAL.get(func._schema.name.partition("::")[2])
         if name is None:  # it waits for one
             return
-        group = _resolve_process_group(next(GroupName(each) for each in reversed(args) if isinstance(each, str)))
+        group = _resolve_process_group(next(GroupName(arg) for arg in reversed(args) if isinstance(arg, str)))
         payload = result if name == "all_gather" else args[0]
         for tensor in (args[0], result):
             self.hold(tensor, "communication buffers")

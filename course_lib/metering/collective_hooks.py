@@ -125,7 +125,7 @@ def leave(listener: Listener) -> None:
     """Show it no more."""
     global _listeners
     with _lock:
-        _listeners = tuple(each for each in _listeners if each is not listener)
+        _listeners = tuple(other for other in _listeners if other is not listener)
         if not _listeners:
             while _undo:
                 _undo.pop()()

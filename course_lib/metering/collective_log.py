@@ -167,8 +167,8 @@ class CollectiveLog:
             return
 
         def ended(_: Any) -> None:
-            for each in list(transfers):
-                self._end(each, device)
+            for transfer in list(transfers):
+                self._end(transfer, device)
             if not transfer.blocking:  # a blocking one is waited for at once
                 self._pending.pop(key, None)  # its work holds the tensors, which are to be freed
 
@@ -201,8 +201,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        for each in value:
-            yield from _tensors(each)
+        for element in value:
+            yield from _tensors(element)
 
 
 def _device(named: dict[str, Any]) -> torch.device:

@@ -113,7 +113,7 @@ class Meter:
         self.wire_reason = not_private()
         self.wire_bytes = None if self.wire_reason else wire - self._wire
         self.collectives = self._traffic.collectives()
-        self.bytes_sent = sum(each.sent for each in self.collectives)
+        self.bytes_sent = sum(record.sent for record in self.collectives)
         self.timeline = self._timeline()
 
     @contextlib.contextmanager
@@ -125,18 +125,18 @@ class Meter:
 
     def total(self, name: str) -> int:
         """Payload bytes of all collectives of one name."""
-        return sum(each.bytes for each in self.collectives if each.name == name)
+        return sum(record.bytes for record in self.collectives if record.name == name)
 
     def count(self, name: str) -> int:
         """How many collectives of one name there were."""
-        return sum(each.name == name for each in self.collectives)
+        return sum(record.name == name for record in self.collectives)
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each kind of collective: name, dtype, ranks, calls, bytes and sent."""
         rows: dict[tuple, Counter] = {}
-        for each in self.collectives:
-            row = rows.setdefault((each.name, str(each.dtype).removeprefix("torch."), each.ranks), Counter())
-            row.update(calls=1, bytes=each.bytes, sent=each.sent)
+        for record in self.collectives:
+            row = rows.setdefault((record.name, str(record.dtype).removeprefix("torch."), record.ranks), Counter())
+            row.update(calls=1, bytes=record.bytes, sent=record.sent)
         return [{"name": name, "dtype": dtype, "ranks": ranks, **row} for (name, dtype, ranks), row in rows.items()]
 
     @property
@@ -218,8 +218,8 @@ class Meter:
         waits = _union([(seconds(begin), seconds(end)) for begin, end in self._waits])
         spans = [TimelineSpan("compute", name, *rest) for name, begin, end in self._compute
                  for rest in _without((seconds(begin), seconds(end)), waits)]
-        spans += [TimelineSpan("communication", each.name, each.start, self.end if math.isnan(each.end) else each.end)
-                  for each in self.collectives]
+        spans += [TimelineSpan("communication", call.name, call.start, self.end if math.isnan(call.end) else call.end)
+                  for call in self.collectives]
         return sorted(spans, key=lambda span: span.start)
 
     def _spans(self, kind: str) -> list[Interval]:

@@ -44,7 +44,7 @@ class Residency:
         self.module, self.resident = module, resident
         wrappers = _wrappers(optimizer) or _wrappers(getattr(module, "optimizer", None))
         self.optimizer: torch.optim.Optimizer | None = wrappers[-1] if wrappers else None
-        self._zero = next((each for each in wrappers if hasattr(each, "ipg_buckets")), None)
+        self._zero = next((wrapper for wrapper in wrappers if hasattr(wrapper, "ipg_buckets")), None)
         self.now = dict.fromkeys(KINDS, 0)
         self.peak = dict.fromkeys(KINDS, 0)
         self.peak_total = 0

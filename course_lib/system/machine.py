@@ -101,8 +101,8 @@ def measured_on(*engines: str) -> str:
 
 
 def _cpu_features() -> tuple[str, ...]:
-    found = torch.cpu.get_capabilities()
-    return tuple(name for key, name in _CPU_FEATURES.items() if found.get(key))
+    capabilities = torch.cpu.get_capabilities()
+    return tuple(name for key, name in _CPU_FEATURES.items() if capabilities.get(key))
 
 
 def _backends() -> tuple[str, ...]:

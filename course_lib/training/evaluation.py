@@ -83,11 +83,11 @@ def evaluate_split(
             batch = moved(batch, device)
             with precision, padding_known(unpadded_rows(batch)):
                 if scores:
-                    found = scores(batch)
+                    scored = scores(batch)
                 else:
                     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-                    found = scores_of_rows(logits, batch["labels"], task)
-            totals.add(gather((*found, batch["labels"]) if num_labels else found))
+                    scored = scores_of_rows(logits, batch["labels"], task)
+            totals.add(gather((*scored, batch["labels"]) if num_labels else scored))
     return totals.result()
 
 
@@ -103,13 +103,13 @@ class _Totals:
         self.sums, self.rows = torch.zeros(2, dtype=torch.float64), 0
         self.waiting: list[tuple[torch.Tensor, ...]] = []
 
-    def add(self, found: tuple[torch.Tensor, ...]) -> None:
+    def add(self, scored: tuple[torch.Tensor, ...]) -> None:
         """Add the rows of one batch, of all ranks.
 
         Args:
-            found: float32 [B, 2], losses and targets; for classification with int64 [B], predictions and labels.
+            scored: float32 [B, 2], losses and targets; for classification with int64 [B], predictions and labels.
         """
-        self.waiting.append(found)
+        self.waiting.append(scored)
         if len(self.waiting) == BATCHES:
             self._fetch()
 
@@ -125,7 +125,7 @@ class _Totals:
         if not self.waiting:
             return
         losses, *answers = (torch.cat(parts).cpu() for parts in zip(*self.waiting, strict=True))
-        for part in losses.split([len(found[0]) for found in self.waiting]):
+        for part in losses.split([len(scored[0]) for scored in self.waiting]):
             self.sums += part.double().sum(0)
         self.rows += len(losses)
         if answers:

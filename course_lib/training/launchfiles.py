@@ -74,6 +74,6 @@ def write(config: Config, precision: str, num_processes: int, model: nn.Module) 
         from course_lib.training.engines.with_deepspeed import deepspeed_config
 
         # Under stage 3 a parameter here is empty, and knows how large the whole is.
-        elements = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters() if each.requires_grad)
+        elements = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
         write_text(folder / DEEPSPEED, json.dumps(deepspeed_config(config, precision, elements), indent=1) + "\n")
     write_text(folder / ACCELERATE, accelerate_yaml(settings, num_processes))

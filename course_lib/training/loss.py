@@ -53,9 +53,9 @@ def loss_of_rows(logits: torch.Tensor, labels: torch.Tensor, task: str) -> torch
         float32 [B, 2]: the row's summed loss (nats) and its count of targets.
     """
     targets = shifted(labels, task)
-    each = torch.cat([F.cross_entropy(part.float(), wanted, ignore_index=IGNORE, reduction="none")
+    by_target = torch.cat([F.cross_entropy(part.float(), wanted, ignore_index=IGNORE, reduction="none")
                       for part, wanted in _chunks(logits.flatten(0, -2), targets.flatten())])
-    by_row = each.view(len(labels), -1).sum(-1)
+    by_row = by_target.view(len(labels), -1).sum(-1)
     return torch.stack([by_row, (targets.view(len(labels), -1) != IGNORE).sum(-1).float()], dim=-1)
 
 
@@ -83,13 +83,13 @@ class _InChunks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits, targets = ctx.saved_tensors
-        found = torch.empty_like(logits)
-        for part, wanted, into in _chunks(logits, targets, found):
+        by_logit = torch.empty_like(logits)
+        for part, wanted, into in _chunks(logits, targets, by_logit):
             with torch.enable_grad():
                 again = part.detach().requires_grad_()
                 loss = _summed(again, wanted)
             into.copy_(torch.autograd.grad(loss, again, gradient)[0])
-        return found, None
+        return by_logit, None
 
 
 def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -67,8 +67,8 @@ class Throughput:
         """Rows and tokens per second of all ranks together since the run began, and MFU where it is known."""
         if not state.seconds:
             return {}
-        found = {"samples_per_second": state.samples / state.seconds, "tokens_per_second": state.tokens / state.seconds}
-        return found | ({"mfu": state.flops / state.seconds / (ranks * self.peak)} if self.peak else {})
+        rates = {"samples_per_second": state.samples / state.seconds, "tokens_per_second": state.tokens / state.seconds}
+        return rates | ({"mfu": state.flops / state.seconds / (ranks * self.peak)} if self.peak else {})
 
 
 def peak_of(device: torch.device, precision: str) -> tuple[str, float | None, str]:

@@ -37,10 +37,10 @@ class Votes:
         Args:
             waited: the device has been waited for since the last was cast, on all ranks: it is looked at too.
         """
-        found = 0
+        most = 0
         while len(self._cast) > (1 if self.on_gpu and not waited else 0):
             votes, event = self._cast.popleft()
             if event is not None and not event.query():
                 event.synchronize()
-            found = max(found, int(votes))
-        return found
+            most = max(most, int(votes))
+        return most

@@ -69,7 +69,7 @@ def _config(trainer: "Trainer") -> Topic:
 
 
 def _data(trainer: "Trainer") -> Topic:
-    rows = {f"the number of {split} rows": str(len(each)) for split, each in trainer.data.splits.items()}
+    rows = {f"the number of {split} rows": str(len(part)) for split, part in trainer.data.splits.items()}
     return topic(rows | {"the data's fingerprint": trainer.data.fingerprint[:12]},
                  "give every machine the same data files")
 
@@ -82,7 +82,7 @@ def _model(trainer: "Trainer", parameters: Mapping[str, Tensor], whole: Mapping[
         trained = "trained" if parameter.requires_grad else "frozen"
         return f"{shape}{str(parameter.dtype).removeprefix('torch.')} {trained}"
 
-    return topic({f"parameter `{name}`": described(name, each) for name, each in parameters.items()},
+    return topic({f"parameter `{name}`": described(name, parameter) for name, parameter in parameters.items()},
                  "build the same model on every rank", trainer.engine.part)
 
 

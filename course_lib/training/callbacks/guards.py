@@ -8,9 +8,9 @@ from course_lib.training.callbacks.watchdog import WatchdogCallback
 
 def guards(config: Config) -> list[Callback]:
     """Those that the config names; called by every rank."""
-    found: list[Callback] = []
+    guards: list[Callback] = []
     if config.guard.watchdog:
-        found.append(WatchdogCallback(config))
+        guards.append(WatchdogCallback(config))
     if config.guard.desync_check != "off":
-        found.append(AgreementCheck(config))
-    return found
+        guards.append(AgreementCheck(config))
+    return guards

@@ -47,10 +47,10 @@ class TensorWatch:
 
     def collect(self) -> dict[str, Histogram]:
         """The histograms of the step just done, by ``gradients/NAME`` and ``parameters/NAME``."""
-        found, self.gradients = self.gradients, {}
+        collected, self.gradients = self.gradients, {}
         if self.kind in ("parameters", "all"):
-            found |= histograms({f"parameters/{name}": tensor for name, tensor in self._parameters()})
-        return found
+            collected |= histograms({f"parameters/{name}": tensor for name, tensor in self._parameters()})
+        return collected
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         trainer = self.trainer
@@ -69,18 +69,19 @@ def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
 
     The device is waited for twice, however many tensors there are: once for all ends, once for all counts.
     """
-    held = {name: (each.to_local() if isinstance(each, DTensor) else each).detach() for name, each in tensors.items()}
-    held = {name: each.float() for name, each in held.items() if each.numel()}
+    held = {name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            for name, tensor in tensors.items()}
+    held = {name: tensor.float() for name, tensor in held.items() if tensor.numel()}
     if not held:
         return {}
-    ends = torch.stack([torch.stack(each.aminmax()) for each in held.values()]).tolist()
-    for row, (name, each) in enumerate(held.items()):
+    ends = torch.stack([torch.stack(tensor.aminmax()) for tensor in held.values()]).tolist()
+    for row, (name, tensor) in enumerate(held.items()):
         if not all(map(math.isfinite, ends[row])):
-            held[name] = each[torch.isfinite(each)]
+            held[name] = tensor[torch.isfinite(tensor)]
             ends[row] = [float(end) for end in held[name].aminmax()] if held[name].numel() else [0.0, 0.0]
         if ends[row][0] == ends[row][1]:
             ends[row] = [ends[row][0] - 0.5, ends[row][1] + 0.5]
-    counts = torch.stack([torch.histc(each, BINS, *pair)
-                          for each, pair in zip(held.values(), ends, strict=True)]).tolist()
+    counts = torch.stack([torch.histc(tensor, BINS, *pair)
+                          for tensor, pair in zip(held.values(), ends, strict=True)]).tolist()
     return {name: Histogram([int(count) for count in row], *pair)
             for name, row, pair in zip(held, counts, ends, strict=True)}

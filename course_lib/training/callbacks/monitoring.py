@@ -33,14 +33,14 @@ MIB = 2**20
 def monitors(config: Config) -> list[Callback]:
     """The callbacks that the config's section ``monitor`` switches on."""
     chosen = config.monitor
-    found: list[Callback] = []
+    monitors: list[Callback] = []
     if chosen.memory_steps:
-        found.append(MemoryMonitor(chosen.memory_steps, chosen.memory_alert, chosen.imbalance_alert))
+        monitors.append(MemoryMonitor(chosen.memory_steps, chosen.memory_alert, chosen.imbalance_alert))
     if chosen.communication_steps:
-        found.append(CommunicationMonitor(chosen.communication_steps))
+        monitors.append(CommunicationMonitor(chosen.communication_steps))
     if chosen.profile_steps:
-        found.append(Profiler(chosen.profile_wait, chosen.profile_warmup, chosen.profile_steps))
-    return found
+        monitors.append(Profiler(chosen.profile_wait, chosen.profile_warmup, chosen.profile_steps))
+    return monitors
 
 
 def from_every_rank(trainer: "Trainer", own: Sequence[float]) -> list[list[float]]:
@@ -84,14 +84,14 @@ class MemoryMonitor(Callback):
         step = trainer.state.step
         if step % self.every and not trainer.state.finished:
             return
-        found = from_every_rank(trainer, self.memory(trainer))
+        held_by_rank = from_every_rank(trainer, self.memory(trainer))
         self.rows += [{"step": step, "rank": rank, "mib": held, "share": held / limit}
-                      for rank, (held, limit) in enumerate(found)]
-        for rank, (held, limit) in enumerate(found):
+                      for rank, (held, limit) in enumerate(held_by_rank)]
+        for rank, (held, limit) in enumerate(held_by_rank):
             if held >= self.alert * limit:
                 self._alert(trainer, f"threshold {rank}", f"rank {rank} holds {held:,.0f} of its {limit:,.0f} MiB "
                             f"({held / limit:.0%}), and the threshold is {self.alert:.0%}")
-        amounts = [held for held, _ in found]
+        amounts = [held for held, _ in held_by_rank]
         most, least = max(amounts), min(amounts)
         if most >= self.imbalance * least and len(amounts) > 1:
             self._alert(trainer, "imbalance", f"rank {amounts.index(most)} holds {most:,.0f} MiB and rank "
@@ -140,10 +140,10 @@ class CommunicationMonitor(Callback):
             with Meter(trainer.wrapped, trainer.optimizer) as meter:
                 result = train_step(micro_batches)
             seconds = meter.end - meter.start
-            found = from_every_rank(trainer, (seconds, meter.communication_seconds / seconds,
+            by_rank = from_every_rank(trainer, (seconds, meter.communication_seconds / seconds,
                                               meter.exposed_seconds / seconds, meter.bytes_sent / 1e6))
             self.rows += [dict(zip(self.COLUMNS, (step, rank, *numbers), strict=True))
-                          for rank, numbers in enumerate(found)]
+                          for rank, numbers in enumerate(by_rank)]
             return result
 
         trainer.train_step = metered  # type: ignore[method-assign]
@@ -176,12 +176,12 @@ class Profiler(Callback):
                                profile_memory=self.memory)
         self.profile.start()
 
-    def _ready(self, found: profile) -> None:
+    def _ready(self, profiled: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        tensorboard_trace_handler(str(self.folder), worker_name=TRACE.format(rank=self.rank))(found)
-        rows = [{"operator": each.key, "calls": each.count, "cpu_ms": each.self_cpu_time_total / 1e3,
-                 "device_ms": each.self_device_time_total / 1e3, "cpu_mib": each.self_cpu_memory_usage / MIB,
-                 "device_mib": each.self_device_memory_usage / MIB} for each in found.key_averages()]
+        tensorboard_trace_handler(str(self.folder), worker_name=TRACE.format(rank=self.rank))(profiled)
+        rows = [{"operator": operator.key, "calls": operator.count, "cpu_ms": operator.self_cpu_time_total / 1e3,
+                 "device_ms": operator.self_device_time_total / 1e3, "cpu_mib": operator.self_cpu_memory_usage / MIB,
+                 "device_mib": operator.self_device_memory_usage / MIB} for operator in profiled.key_averages()]
         write_text(self.folder / PROFILE.format(rank=self.rank), pd.DataFrame(rows).to_csv(index=False))
         self.recorded = True
 

@@ -104,9 +104,9 @@ class TrackingCallback(Callback):
 
     def on_step_end(self, trainer: "Trainer") -> None:
         if self.enabled and self.watch.is_due(trainer.state.step):
-            found = self.watch.collect()
+            collected = self.watch.collect()
             for tracker in self.trackers:
-                tracker.histograms(found, trainer.state.step)
+                tracker.histograms(collected, trainer.state.step)
 
     def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
         if not self.enabled:
@@ -151,12 +151,12 @@ class TrackingCallback(Callback):
         for tracker in self.trackers:
             tracker.log({f"{split}/{name}": value for name, value in scores.items()}, step)
         if self.enabled and settings.log_predictions and texts is not None:
-            found = predict(trainer, split)
+            predicted = predict(trainer, split)
             names = trainer.data.label_names or ()
             for tracker in self.trackers:
                 tracker.table(f"{split}/wrong_predictions", ("row", "text", "label", "predicted", "loss"),
-                              found.wrong(texts, names, settings.log_predictions), step)
-                tracker.confusion(f"{split}/confusion_matrix", names, found.confusion(len(names)), step)
+                              predicted.wrong(texts, names, settings.log_predictions), step)
+                tracker.confusion(f"{split}/confusion_matrix", names, predicted.confusion(len(names)), step)
 
     def finish(self, trainer: "Trainer", model_dir: Path | None = None) -> None:
         """Track the model, and close the run. Called by every rank; none waits for another.

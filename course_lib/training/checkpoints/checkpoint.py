@@ -162,18 +162,18 @@ def in_order(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest step first."""
     if not run_dir.is_dir():
         return []
-    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    numbered = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
 
 
 def newest_first(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, the one written last first: after going back that is not the one of the last step."""
     number = 0
-    found: list[tuple[int, int, Path]] = []  # number, place in the order of steps, folder
+    numbered: list[tuple[int, int, Path]] = []  # number, place in the order of steps, folder
     for folder in in_order(run_dir):
         number = number_of(folder) or number  # with a damaged manifest it stays behind the step before it
-        found.append((number, len(found), folder))
-    return [folder for *_, folder in sorted(found, reverse=True)]
+        numbered.append((number, len(numbered), folder))
+    return [folder for *_, folder in sorted(numbered, reverse=True)]
 
 
 def latest(run_dir: Path, say: Callable[[str], None] = lambda line: None) -> Path:

@@ -113,7 +113,7 @@ def device_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> torch.devic
     the GPU at each parameter (torch.optim.Optimizer._process_value_according_to_param_policy).
     """
     groups = optimizer.param_groups  # DeepSpeed's stage 3 leaves them empty between two steps
-    group = next((group for group in groups if any(each is parameter for each in group["params"])), groups[0])
+    group = next((group for group in groups if any(member is parameter for member in group["params"])), groups[0])
     reads_there = group.get("fused") or group.get("capturable")
     return parameter.device if reads_there else torch.device("cpu")
 

@@ -30,8 +30,8 @@ def seal(folder: Path, number: int = 1) -> None:
         json.dump(about | {"sha256": _digest(about)}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
-    for each in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        flush(each)
+    for directory in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        flush(directory)
 
 
 def _digest(about: dict[str, Any]) -> str:

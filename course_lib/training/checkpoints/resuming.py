@@ -83,19 +83,19 @@ def find(trainer: Trainer) -> Path | None:
         mine = str(folder), manifest.sum_of(folder)
     except CheckpointError as error:
         mine = error
-    found = trainer.engine.gather_objects(mine)
-    failed = [rank for rank, each in enumerate(found) if isinstance(each, CheckpointError)]
-    if len(failed) == len(found):
+    known = trainer.engine.gather_objects(mine)
+    failed = [rank for rank, one in enumerate(known) if isinstance(one, CheckpointError)]
+    if len(failed) == len(known):
         if asked != "auto":
-            raise found[0]
-        trainer.say(f"{found[0].what}: beginning anew")
+            raise known[0]
+        trainer.say(f"{known[0].what}: beginning anew")
         return None
     if failed:
-        raise CheckpointError(f"rank {failed[0]}: {found[failed[0]].what}",
+        raise CheckpointError(f"rank {failed[0]}: {known[failed[0]].what}",
                               "bring the whole checkpoint to every machine, or resume from another one")
-    for rank, (path, contents) in enumerate(found):
-        if contents != found[0][1]:
-            raise CheckpointError(f"rank 0 would go on from {found[0][0]}, and rank {rank} from {path}, which differs",
+    for rank, (path, contents) in enumerate(known):
+        if contents != known[0][1]:
+            raise CheckpointError(f"rank 0 would go on from {known[0][0]}, and rank {rank} from {path}, which differs",
                                   "name one checkpoint that every machine has whole")
     return folder
 

@@ -139,6 +139,6 @@ def write_summary(config: Config, summary: dict[str, Any]) -> None:
 
 def git_revision() -> str | None:
     """Commit of the checkout that this code runs from; None where there is none."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
                            check=False) if shutil.which("git") else None
-    return found.stdout.strip() or None if found else None
+    return head.stdout.strip() or None if head else None

@@ -130,17 +130,17 @@ def sizes(folder: Path, prefix: str) -> dict[str, int]:
 
 def whole(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors whose names begin with ``prefix``, whole and flat, on the CPU, read by this process alone."""
-    found = {name: Shard(about.size, 0, torch.empty(about.size, dtype=about.properties.dtype))
+    runs = {name: Shard(about.size, 0, torch.empty(about.size, dtype=about.properties.dtype))
              for name, about in _stored(folder).items() if name.startswith(prefix)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a process reads alone is meant
-        dcp.load({name: ElementRun(piece) for name, piece in found.items()}, no_dist=True,
+        dcp.load({name: ElementRun(piece) for name, piece in runs.items()}, no_dist=True,
                  storage_reader=dcp.HuggingFaceStorageReader(str(folder / SHARDS)),
                  planner=_Loading(flatten_state_dict=False))
-    return {name.removeprefix(prefix): piece.data for name, piece in found.items()}
+    return {name.removeprefix(prefix): piece.data for name, piece in runs.items()}
 
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     """What the files hold, by name."""
-    found: Any = dcp.HuggingFaceStorageReader(str(folder / SHARDS)).read_metadata().state_dict_metadata
-    return found
+    metadata: Any = dcp.HuggingFaceStorageReader(str(folder / SHARDS)).read_metadata().state_dict_metadata
+    return metadata

@@ -46,11 +46,11 @@ def as_runs(own: Mapping[str, Shard], split_of: Callable[[str], tuple[ParameterS
     described: list[dict[str, torch.dtype]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(described, {name: piece.data.dtype for name, piece in own.items() if name not in kept},
                            group=group)
-    dtypes = {name: dtype for each in described for name, dtype in each.items()}  # a rank may hold nothing of one
+    dtypes = {name: dtype for of_rank in described for name, dtype in of_rank.items()}  # a rank may hold nothing of one
     for name in sorted(dtypes):
-        found = split_of(name)
-        assert found is not None
-        split, shape = found
+        split_and_shape = split_of(name)
+        assert split_and_shape is not None
+        split, shape = split_and_shape
         whole = torch.zeros(shape.numel(), dtype=dtypes[name], device=device)
         if name in own:
             piece = own[name]
