@@ -32,7 +32,7 @@ class Link:
 # --- On paper ---
 
 @dataclass(frozen=True)
-class Timeline:
+class LinkTimeline:
     """A step of FSDP on two lanes; spans are (what, block, begin, end), in seconds from the beginning of the step.
 
     Attributes:
@@ -51,7 +51,8 @@ class Timeline:
         return self.end - sum(end - begin for _, _, begin, end in self.compute)
 
 
-def timeline(blocks: int, forward: float, gather: float, reduce: float, prefetch: bool, root: float = 0.0) -> Timeline:
+def timeline(blocks: int, forward: float, gather: float, reduce: float, prefetch: bool,
+             root: float = 0.0) -> LinkTimeline:
     """What a step takes if a block's backward computes twice as long as its forward, and the root not at all.
 
     The order is that of :class:`course_lib.parallel.sharded_module.ShardedModule`: with prefetch, a gather begins when
@@ -88,7 +89,7 @@ def timeline(blocks: int, forward: float, gather: float, reduce: float, prefetch
                 clock = max(clock, reduced)
                 reduced = send("reduce", block, reduce)
     clock = max(clock, reduced)
-    return Timeline(link, compute, send("reduce", -1, root))
+    return LinkTimeline(link, compute, send("reduce", -1, root))
 
 
 # --- In a step ---

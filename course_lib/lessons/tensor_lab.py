@@ -80,10 +80,10 @@ def pair(column: Callable[[nn.Linear], nn.Module], row: Callable[[nn.Linear], nn
         output.square().sum().backward()
     wanted: dict[str, Any] = {"A": first.weight.grad.chunk(ranks, 0)[rank],  # type: ignore[union-attr]
                               "B": second.weight.grad.chunk(ranks, 1)[rank]}  # type: ignore[union-attr]
-    found: dict[str, Any] = {"A": columns.get_parameter("weight").grad, "B": rows.get_parameter("weight").grad}
+    mine: dict[str, Any] = {"A": columns.get_parameter("weight").grad, "B": rows.get_parameter("weight").grad}
     both: dict[str, Any] = {"output": (split.detach(), whole.detach()), "gradient of X": (split_in.grad, whole_in.grad)}
-    both |= {f"gradient of {name}": (found[name], wanted[name]) for name in wanted}
-    return {name: (mine.cpu(), theirs.cpu()) for name, (mine, theirs) in both.items()}
+    both |= {f"gradient of {name}": (mine[name], wanted[name]) for name in wanted}
+    return {name: (ours.cpu(), theirs.cpu()) for name, (ours, theirs) in both.items()}
 
 
 def distance(mine: Tensor, theirs: Tensor) -> float:

@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 
-def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements, a float32 scalar on ``device``; 0 where there are no gradients.
+def sum_of_squares(gradients: list[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sum of the squares of all elements, a scalar on ``device``; 0 where there are no gradients.
+
+    ``dtype`` is the sum's, alike on all ranks that add theirs up: float32, or float64 for a model in float64.
 
     ``nn.utils.get_total_norm`` would round each tensor's norm to the gradients' own dtype. On a CPU torch's norm keeps
     running sums, which in float32 are off by 4e-4 for a bucket of ten million elements: there they are float64.
     """
     if not gradients:  # a rank may hold none, and takes part in the all-reduce all the same
-        return torch.zeros((), device=device)
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
+        return torch.zeros((), device=device, dtype=dtype)
+    inner = torch.float64 if device.type == "cpu" else dtype
     # M tensors of any shapes -> M norms, 0-D -> (M,) -> 0-D
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).square().sum().float()
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=inner)).square().sum().to(dtype)
 
 
 def scale_down_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -124,13 +125,11 @@ class TensorParallel(nn.Module):
                  sequence: bool = False, split_vocabulary: bool = True):
         super().__init__()
         self.plan, config = plan_of(module, plan)
-        self.module, self.group, self.sequence = module, group, sequence
-        self.ranks = dist.get_world_size(group)
+        self.module, self.group, self.sequence, self.ranks = module, group, sequence, dist.get_world_size(group)
         # --- phase 1: refuse what cannot be split, while nothing is changed; begin alike ---
         blocks = self.plan.blocks_of(module)
         check_splittable(self.plan, blocks, config, self.ranks, sequence)
         take_over_first(module, group)
-
         # --- phase 2: split the blocks, what runs between them, embedding and head; ties last, they need the pieces ---
         self._pieces: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter: what this rank keeps of it
         self._splits: dict[nn.Parameter, ParameterSplit] = {}
@@ -171,7 +170,8 @@ class TensorParallel(nn.Module):
         """
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
         counted = [g for name, g in gradients.items() if name in self.splits or dist.get_rank(self.group) == 0]
-        square = sum_of_squares(counted, next(self.module.parameters()).device)
+        weight = next(self.module.parameters())
+        square = sum_of_squares(counted, weight.device, torch.promote_types(weight.dtype, torch.float32))
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         scale_down_(list(gradients.values()), norm, max_norm)

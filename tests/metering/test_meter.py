@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from course_lib.errors import CourseError, LaunchError
+from course_lib.launching import netns
 from course_lib.launching.launch import launch
 from course_lib.launching.netns import in_own_network
 from course_lib.metering.meter import Meter
@@ -347,6 +349,20 @@ def test_bytes_on_the_wire_are_the_rings_or_there_is_a_reason():
     for ring, wire, reason in own:
         assert ring == 4 * (3 << 19) * 4  # three ranks, each 4/3 of the payload of 4 bytes an element
         assert reason == "" and wire == pytest.approx(ring, rel=0.03)
+
+
+def tcp_settings():
+    return {name: int(path.read_text()) for name in netns.TCP_SETTINGS
+            if (path := Path("/proc/sys/net/ipv4", name)).exists()}
+
+
+def test_nothing_is_sent_twice_in_ones_own_network():
+    """Loopback loses nothing: what TCP sends again after some idle time of a busy machine would be counted twice."""
+    before = tcp_settings()
+    within = in_own_network(tcp_settings)
+    assert within == {name: netns.TCP_SETTINGS[name] for name in before} and len(within) >= 1
+    assert tcp_settings() == before != within, "the caller's network is as it was"
+
 
 
 @pytest.mark.timeout(60)
