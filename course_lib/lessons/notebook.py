@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import ipywidgets as widgets
 import nbformat
+import pandas as pd
 from IPython.display import HTML, display
 
 from course_lib import learner_files
@@ -162,6 +163,13 @@ def measure(name: str, value: Any, unit: str = "", *, how: How = "measured", lab
 def takeaway(text: str) -> None:
     """Box the one line to keep from a section; numbers in it come from the caller's variables."""
     display(HTML(boxes.box("#2e7d4f", "solid", f"<b>Takeaway.</b> {escape(text)}")))
+
+
+def text_table(frame: pd.DataFrame) -> Any:
+    """A table of texts as a page shows it: left-aligned, whole, in lines that break, without the index."""
+    left = {"text-align": "left", "white-space": "normal", "vertical-align": "top"}
+    return frame.style.hide().format(precision=3).set_properties(**left).set_table_styles(
+        [{"selector": "th", "props": "text-align: left"}])
 
 
 def source(thing: Callable | type, doc: bool = True) -> Listing:

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from datetime import timedelta
 from queue import Queue
 from xml.etree import ElementTree
 
@@ -19,6 +20,7 @@ from course_lib.figures.diagrams import (
     pipelines,
     sharding,
     states,
+    store_keys,
     tensors,
 )
 from course_lib.figures.diagrams.base import Diagram
@@ -62,6 +64,7 @@ DRAWN = {
     "checkpoint_states": [states.checkpoint_states],
     "job_life": [states.job_life],
     "hang": [lambda n=n: states.hang(n) for n in (2, 3, 4)],
+    "store_keys": [lambda n=n, m=m: store_keys.written_keys(n, m) for n in (2, 3, 4) for m in (None, 1)],
 }
 EACH = [pytest.param(draw, id=f"{name}-{number}") for name, draws in DRAWN.items() for number, draw in enumerate(draws)]
 
@@ -347,3 +350,15 @@ def test_the_grids_links_are_its_groups(sizes):
 def test_what_does_not_fit_on_the_page_is_refused(draw):
     with pytest.raises(ConfigError, match="a diagram"):
         draw()
+
+
+def test_a_rank_waits_for_the_key_that_ends_in_the_missing_ranks_number():
+    """gloo's group of two, of which rank 1 never comes; and the picture of it."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(torch.distributed.DistStoreError, match=r"keys: \S*/1$"):
+        torch.distributed.ProcessGroupGloo(store, 0, 2, timedelta(seconds=0.2))
+    drawn = store_keys.written_keys(2, missing=1)
+    texts = [label.text for label in drawn.labels]
+    assert "wait for …/1" in texts and "…/1: nothing" in texts and "wait for …/0" not in texts
+    arrows = {arrow.means for arrow in drawn.arrows}
+    assert (0, "store") in arrows and (1, "store") not in arrows

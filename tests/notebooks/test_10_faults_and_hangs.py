@@ -1,5 +1,7 @@
 """What lesson 10 claims, measured anew: who raises, who did it, which tool names the culprit, and that cures work."""
 
+import importlib
+import inspect
 import math
 import mmap
 import re
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from course_lib.lessons.faults.lab import SCENARIOS
-from tests.notebooks.conftest import NOTEBOOKS
+from tests.notebooks.conftest import NOTEBOOKS, says
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -24,7 +26,7 @@ def lesson(run_lesson):
 
 
 def test_the_culprit_of_a_skipped_step_raises_nothing(lesson):
-    assert lesson["ranks_with_an_error"] == 2 and lesson["first_error_is_the_culprits"] == 0
+    assert lesson["ranks_with_an_error"] == 2 and lesson["first_error_is_the_culprits"] is False
     assert lesson["last_sum_of_the_culprit"] == 7, "three in its own step 3, and the others' two of step 2 twice"
     assert not lesson["an_error_names_a_rank"]
     assert lesson["cured_sums"] == [0, 3, 4, 9]
@@ -34,6 +36,38 @@ def test_the_watchdog_accuses_the_culprit_alone(lesson):
     assert lesson["accused"] == 1 and lesson["accused_ranks"] == [1]
     assert lesson["watchdog_named"] == {"skipped step": [1], "mismatched collectives": [1], "stopped rank": [1]}
     assert lesson["recorders_differ_on"] == 0
+
+
+def test_forty_lines_name_the_rank_that_the_library_names(lesson):
+    assert lesson["found_by_forty_lines"] == {
+        "skipped step": [1, "behind", 4], "mismatched collectives": [1, "mismatched", 1],
+        "different dtypes": [1, "mismatched", 1], "stopped rank": [1, "behind", 3]}
+    assert lesson["named_by_forty_lines"] == 4 and lesson["named_by_names_alone"] == 3, "a dtype has no name"
+    assert lesson["both_name_rank_and_number"]
+
+
+def test_ranks_meet_in_a_store_and_wait_for_a_key(lesson):
+    assert lesson["what_the_others_see"] == "a time-out with a key"
+
+
+def test_torchrun_names_the_rank_that_left_an_error_file(lesson):
+    assert lesson["root_cause"] == 1 and lesson["error_files"] == [1] and lesson["code_of_torchrun"] == 1
+    assert lesson["error_file_says"] == "ValueError: no batch for step 3"
+    assert says(lesson, "torchrun named rank 1, which did it")
+
+
+def test_what_is_gloos_alone_is_said_to_be():
+    """The page says so, and torch's barrier refuses every other backend."""
+    cells = nbformat.read(NOTEBOOKS / "10_faults_and_hangs.ipynb", as_version=4).cells
+    prose = " ".join("\n".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
+    assert "NCCL's own rec" not in prose
+    for named in ("It exists for gloo alone", "with `wait_all_ranks=True`, as here, all of them",
+                  "belongs to `ProcessGroupNCCL`", "@record", "--max-restarts", "torch.distributed.debug", "ncclras",
+                  "Root Cause", "rendezvous"):
+        assert named in prose, named
+    source = inspect.getsource(torch.distributed.monitored_barrier)
+    assert "Backend.GLOO" in source and "wait_all_ranks" in source
+    assert callable(importlib.import_module("torch.distributed.debug").start_debug_server)
 
 
 def test_contents_that_do_not_fit(lesson):

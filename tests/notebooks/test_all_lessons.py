@@ -22,7 +22,8 @@ SUBJECTS = {
     "02_data_parallel": ("class TinyDDP:", 'SCRIPT = """'),
     "03_accelerate": ("def every_day(folder, batches=8, resume=False):",),
     "06_fsdp": ("class Unit:", "class TinyFSDP:", "def at_work(dtype, steps, folder):"),
-    "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",)}
+    "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",),
+    "10_faults_and_hangs": ("class Recorder:",)}
 """First lines of the cells that hold a lesson's subject whole: up to 40 lines, all others up to 20."""
 
 
