@@ -19,7 +19,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 COLUMNS = 4
 """Of the checks that found nothing to mention."""
-TEXT_WIDTH = 80
+TEXT_WIDTH = 74
 """Characters in a line of what was found and what to do."""
 LINE_HEIGHT = 0.16
 """Inches."""
@@ -76,9 +76,8 @@ def start_times(predicted: Mapping[int, float], measured: Mapping[int, Sequence[
         measured: seconds of each repeat, by number of processes.
     """
     most = max(measured)
-    ratio = predicted[most] / median(measured[most])
-    compared = f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
-    title = f"{most} processes have run {compared} than {most} new interpreters would"
+    title = (f"{most} process{'es' * (most > 1)} start and end in {median(measured[most]):.2f} s; as many new "
+             f"interpreters would take {predicted[most]:.1f} s")
     with canvas(title, height=2.9) as (figure, axes):
         for place, (count, seconds) in enumerate(measured.items()):
             _pair(axes, place, predicted[count], seconds, COLOURS["communication"], "{:.2f} s")
@@ -87,19 +86,21 @@ def start_times(predicted: Mapping[int, float], measured: Mapping[int, Sequence[
     return figure
 
 
-def throughput(predicted: float, measured: Mapping[str, float]) -> Figure:
-    """Samples per second of several settings, the last one beside its prediction.
+def throughput(predicted: float, measured: Mapping[str, Sequence[float]]) -> Figure:
+    """Samples per second of several settings that took turns, the last one beside its prediction.
 
     Args:
         predicted: samples/s of the last setting.
-        measured: samples/s by setting; the last is compared with the first.
+        measured: samples/s of each turn, by setting; the median of the last is compared with that of the first.
     """
+    names = {setting: setting.split("\n")[0] for setting in measured}
     first, *_, last = measured
-    title = (f"{last}: {measured[last] / measured[first]:.2f} times the speed of {first}, "
-             f"predicted {predicted / measured[first]:.0f}")
+    base = median(measured[first])
+    title = (f"{names[last]}: {median(measured[last]) / base:.2f} times the speed of {names[first]}, "
+             f"predicted {predicted / base:.0f}")
     with canvas(title, height=2.9) as (figure, axes):
-        for place, (setting, rate) in enumerate(measured.items()):
-            _pair(axes, place, predicted if setting == last else None, [rate], COLOURS["forward"], "{:.0f}")
+        for place, (setting, rates) in enumerate(measured.items()):
+            _pair(axes, place, predicted if setting == last else None, rates, COLOURS["forward"], "{:.0f}")
         axes.set_xticks(range(len(measured)), list(measured))
         axes.set(ylabel="samples per second, all ranks")
     return figure

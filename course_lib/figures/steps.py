@@ -16,17 +16,27 @@ MB = 1e6
 
 
 def memory_over_steps(moments: Sequence[Moment]) -> Figure:
-    """Bytes by kind, stacked, over the time of two or more steps."""
+    """Bytes by kind, stacked, over the time of two or more steps, with a dot and its MB at the peak of each.
+
+    An optimizer makes its states as its step begins, and the meter sees them only when it has ended. So in an update
+    what is held after the step is drawn from the moment before it.
+    """
     seconds = np.array([moment.seconds for moment in moments])
     held = [np.array([moment.held[kind] for moment in moments]) / MB for kind in KINDS]
     total = np.sum(held, axis=0)
     begins = [0] + [i for i in range(1, len(moments)) if moments[i].phase != moments[i - 1].phase]
+    for begin, end in zip(begins, [*begins[1:], len(moments)], strict=True):
+        after = begin + int(total[begin:end].argmax())
+        if moments[begin].phase == "optimizer" and after > begin:
+            for height in (*held, total):
+                height[after - 1] = height[after]
     steps = [i for i in begins if moments[i].phase == "forward"]
-    peaks = [max(total[start:end]) for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)]
-    title = "Held at most: " + ", ".join(f"{peak:.0f} MB in step {i}" for i, peak in enumerate(peaks, start=1))
-    with canvas(title, width=6.4, height=2.9) as (figure, axes):
+    peaks = [start + int(total[start:end].argmax())
+             for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)]
+    title = "Held at most: " + ", ".join(f"{total[peak]:.0f} MB in step {i}" for i, peak in enumerate(peaks, start=1))
+    with canvas(title, width=7.0, height=3.3) as (figure, axes):
         axes.stackplot(seconds, *held, colors=[COLOURS[kind] for kind in KINDS], step="post", linewidth=0)
-        top = total.max() * 1.2
+        top = total.max() * 1.25
         axes.set(xlabel="seconds", ylabel="MB held", xlim=(0, seconds[-1]), ylim=(0, top))
         base = np.zeros(len(moments))
         for kind, height in zip(KINDS, held, strict=True):
@@ -34,10 +44,17 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
             base += height
         for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
             axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
-            if seconds[end] - seconds[begin] > 0.075 * seconds[-1]:
-                axes.text((seconds[begin] + seconds[end]) / 2, top, moments[begin].phase, ha="center", va="top",
-                          color=COLOURS["neutral"], fontsize=8)
-        axes.plot(seconds[total.argmax()], total.max(), "o", color="black", markersize=5)
+            narrow = seconds[end] - seconds[begin] < 0.09 * seconds[-1]
+            name = "update" if moments[begin].phase == "optimizer" else moments[begin].phase
+            axes.text((seconds[begin] + seconds[end]) / 2, top, name, ha="center", va="top", fontsize=8,
+                      color=COLOURS["neutral"], rotation=90 if narrow else 0)
+        for peak in peaks:
+            axes.plot(seconds[peak], total[peak], "o", color="black", markersize=6, markeredgecolor="white", zorder=5,
+                      clip_on=False)
+            low = moments[peak].phase == "optimizer"  # above it, the gradients' name may be
+            axes.annotate(f"{total[peak]:.0f} MB", (seconds[peak], total[peak]), xytext=(-7, -3 if low else 3),
+                          ha="right", va="top" if low else "bottom", textcoords="offset points", fontweight="bold",
+                          fontsize=9)
     return figure
 
 
@@ -143,6 +160,6 @@ def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: 
         axes.margins(y=0.14)
         end_label(axes, max(resumed), resumed[max(resumed)], "resumed", COLOURS["right"])
         end_label(axes, max(wrong), wrong[max(wrong)], wrong_name, COLOURS["wrong"])
-        axes.set(xlabel="optimizer step", ylabel="loss (nats a target)")
+        axes.set(xlabel="optimizer step", ylabel="loss (nats per target)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import ipywidgets as widgets
 import nbformat
@@ -19,6 +19,10 @@ from IPython.display import HTML, display
 from course_lib import learner_files
 from course_lib.lessons import boxes, questions, widget_display
 from course_lib.lessons.listing import Listing
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from pandas.io.formats.style import Styler
 
 MIME = "application/vnd.course.record+json"
 How: TypeAlias = Literal["measured", "computed", "simulated", "published"]
@@ -180,6 +184,12 @@ def source(thing: Callable | type, doc: bool = True) -> Listing:
         doc: with its docstring.
     """
     return Listing.of(thing, doc)
+
+
+def left_aligned(table: "pd.DataFrame") -> "Styler":
+    """A table of words, which pages would otherwise set flush right, as they do numbers."""
+    left = table.style.set_uuid("words").set_properties(**{"text-align": "left"})
+    return left.set_table_styles([{"selector": "th", "props": "text-align:left"}])
 
 
 def show_widget(widget: widgets.Widget, fallback: Any) -> None:

@@ -28,7 +28,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def bytes_by_kind(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of ``parameters``, ``gradients`` and ``optimizer states`` that stand now; a tied weight counts once."""
+    """Bytes of ``parameters``, ``gradients`` and ``optimizer states`` that are held now; a tied weight counts once."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return {"parameters": sum(p.nbytes for p in parameters),
@@ -46,7 +46,7 @@ class _Kept:
 class SavedForBackward(saved_tensors_hooks):
     """Counts what autograd keeps for backward, from operations that run while it is entered.
 
-    A storage that several operations save counts once, and parameters, which stand anyway, not at
+    A storage that several operations save counts once, and parameters, which are held anyway, not at
     all. What activation checkpointing computes again during backward is not seen.
 
     Args:
@@ -99,7 +99,7 @@ class Moment:
 
 
 class MemoryTimeline(Phases):
-    """Phases that also note the bytes held: around each phase, at each gradient, and after the update.
+    """Phases that also note the bytes held: around each phase, at each gradient, before and after the update.
 
     Args:
         model: the bare model.
@@ -139,7 +139,7 @@ class MemoryTimeline(Phases):
 
 
 def watch_memory(trainer: "Trainer", batches: Iterable[Batch]) -> tuple[list[Moment], list[float]]:
-    """Take one training step a batch, by the trainer's own unchanged code, and note what is held as it goes.
+    """Take one training step per batch, by the trainer's own unchanged code, and note what is held as it goes.
 
     Returns:
         The moments in order of time, and the loss of each step.
@@ -147,7 +147,8 @@ def watch_memory(trainer: "Trainer", batches: Iterable[Batch]) -> tuple[list[Mom
     timeline, phases = MemoryTimeline(trainer.model, trainer.optimizer, trainer.clock), trainer.phases
     hooks = [p.register_post_accumulate_grad_hook(timeline.note) for p in trainer.model.parameters()]
     hooks += [module.register_forward_hook(timeline.note) for module in trainer.model.modules()]
-    hooks.append(trainer.optimizer.register_step_post_hook(timeline.note))
+    hooks += [trainer.optimizer.register_step_pre_hook(timeline.note),
+              trainer.optimizer.register_step_post_hook(timeline.note)]
     trainer.phases = timeline
     trainer.wrapped.train()
     try:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 from IPython.display import Code
 
@@ -54,3 +55,10 @@ def test_source_is_the_real_one_with_its_docstring_and_a_link():
     assert f"href='../course_lib/lessons/notebook.py#L{code.first}-L{code.last}'" in page
     assert f"course_lib/lessons/notebook.py, lines {code.first}–{code.last}" in page
     assert "font-family:ui-monospace" in page and "white-space:pre;overflow-x:auto" in page and "<style" not in page
+
+
+def test_a_table_of_words_is_set_to_the_left():
+    words = pd.DataFrame({"check": ["memory"], "found": ["18 GiB"]})
+    html = notebook.left_aligned(words).to_html()
+    assert html.count("text-align: left") == 2, "of heads and of cells"
+    assert html == notebook.left_aligned(words).to_html(), "the same each time, so that a stored page is"

@@ -1,8 +1,10 @@
 """What lesson 00 claims, on the values that its cells recorded."""
 
 import math
+import re
 import statistics
 
+import nbformat
 import pytest
 
 from course_lib.commands.doctor_checks import CHECKS
@@ -62,11 +64,28 @@ def test_the_loss_falls_from_an_even_bet_towards_the_entropy_of_the_classes(valu
     assert values["last_loss"] < values["first_loss"] - 0.05
 
 
+def test_each_rank_is_told_who_it_is_and_where_to_meet(values):
+    told = values["told"]
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in told] == [
+        (str(rank), str(rank), str(WORLD_SIZE)) for rank in range(WORLD_SIZE)]
+    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in told}) == 1
+
+
 def test_it_says_how_fast_the_ranks_were_beside_one(values):
-    together = values["samples_per_second"]
-    assert says(values, f"train {together / values['speed_alone']:.1f} times as fast as one rank that has them all, "
-                        f"and {together / values['speed_one_thread']:.1f} times as fast as one on one thread.")
+    """As many steps and turns for each way, all of them shown, and the median told."""
+    assert [len(turns) for turns in values["turns"]] == [3, 3, 3]
+    alone, single, many = values["speeds"]
+    assert [round(speed, 2) for speed in values["speeds"]] == [statistics.median(turns) for turns in values["turns"]]
+    assert values["speed_up"] == many / alone > 0
+    assert says(values, f"train {many / alone:.1f} times as fast as one rank that has them all, and "
+                        f"{many / single:.1f} times as fast as one on one thread.")
     assert values["talk_share"] > 0
+
+
+def test_the_text_explains_a_speed_up_above_n_too():
+    cells = nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4).cells
+    (text,) = (cell.source for cell in cells if "Two things keep it below" in cell.source)
+    assert "If it comes out above $N$" in text
 
 
 def test_fsdp2_leaves_each_rank_its_share(values):
@@ -81,8 +100,12 @@ def test_the_engines_run_and_nothing_needed_is_missing(values):
     assert values["deepspeed"] == f"{machine.version('deepspeed')}, takes the device cpu, talks by gloo"
 
 
-def test_the_map_knows_the_lessons_that_are_here(values):
-    assert values["lessons"] == sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+def test_the_map_knows_the_lessons_that_are_here():
+    cells = nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4).cells
+    (text,) = (cell.source for cell in cells if "## The map of the course" in cell.source)
+    rows = re.findall(r"^\| (\d\d) \| (.+?) \|", text, re.M)
+    there = [path.stem.split("_")[0] for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))]
+    assert [number for number, _ in rows] == there and len(rows) == 14
 
 
 def test_each_error_is_the_one_that_the_text_explains(values):

@@ -94,7 +94,7 @@ def test_ranks_take_the_lessons_device():
         cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
         devices[name] = Counter(device for cell in cells if cell.cell_type == "code" and "%" not in cell.source[:1]
                                 for device in devices_of(cell.source))
-    assert sum(counts.total() for counts in devices.values()) == 35
+    assert sum(counts.total() for counts in devices.values()) == 34
     others = {name: counts.total() - counts["device"] for name, counts in devices.items() if set(counts) - {"device"}}
     assert others == ON_THE_CPU
     assert {device for counts in devices.values() for device in counts} == {"device", "'cpu'"}
