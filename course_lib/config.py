@@ -77,7 +77,7 @@ class Option:
     @property
     def is_flag(self) -> bool:
         """True for a boolean, which may stand on the command line without a value."""
-        return self.type is bool
+        return self.type in (bool, bool | None)
 
 
 def _field_docs(cls: type) -> dict[str, str]:

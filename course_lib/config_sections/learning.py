@@ -87,7 +87,7 @@ class OptimConfig(Strict):
     learning_rate: Annotated[float, Gt(0)] = 5e-5
     """Peak learning rate."""
     weight_decay: Annotated[float, Ge(0)] = 0.01
-    """Decoupled weight decay; not applied to biases and norms."""
+    """Decoupled weight decay; not applied to biases and norms, by name and layer as in the Hugging Face Trainer."""
     adam_beta1: Fraction = 0.9
     """Decay of the first moment."""
     adam_beta2: Fraction = 0.999
@@ -98,6 +98,8 @@ class OptimConfig(Strict):
     """Momentum of SGD."""
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Clip the gradient to this global L2 norm; 0 turns clipping off."""
+    label_smoothing_factor: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of each target that the training loss spreads over all classes or tokens; evaluations score without."""
     lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the learning rate after warm-up."""
     warmup_ratio: Annotated[float, Ge(0), Le(1)] = 0.0

@@ -35,12 +35,19 @@ def _has_buckets(leaves: Leaves) -> bool:
     return leaves["training_type"] != "basic" and not by_blocks
 
 
+def _by_ddp(leaves: Leaves) -> bool:
+    """Whether gradients are summed by DDP, torch's or the course's own."""
+    strategies = ("ddp", "zero1") if leaves["engine"] == "torch" else ("ddp",)
+    return leaves["training_type"] == "accelerated" and leaves["strategy"] in strategies
+
+
 READERS = (
     Reader(("schedule", "pipeline_parallel_size", "data_parallel_size", "stages_per_rank", "pipeline_chunks",
             "split_spec", "split_by"),
            lambda leaves: leaves["training_type"] == "pipeline", "pipelines",
            "add --training_type pipeline, or leave it out", {"training_type": "pipeline"}),
     Reader(("bucket_mb",), _has_buckets, "strategies that send gradients in buckets, not blocks"),
+    Reader(("ddp_find_unused_parameters",), _by_ddp, "strategy ddp on several ranks, and zero1 with --engine torch"),
     Reader(("lean_buffers",), lambda leaves: leaves["engine"] == "deepspeed", "engine deepspeed"),
     Reader(("momentum",), lambda leaves: leaves["optimizer"] == "sgd", "--optimizer sgd"),
     Reader(("adam_beta1", "adam_beta2", "adam_epsilon"), lambda leaves: leaves["optimizer"] == "adamw",

@@ -17,40 +17,15 @@ from torch import Tensor, nn
 
 from course_lib.errors import ConfigError, nearest
 from course_lib.modeling import balance
+from course_lib.modeling.layouts import Layout
 from course_lib.modeling.masks import padding_known
+from course_lib.modeling.structure import layout_of
 from course_lib.parallel.blocks import blocks
 
 EMBEDDINGS, HEAD = "embeddings", "head"
 """The first and the last unit of a model; the blocks are between them."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which parts of a base model, by name, come before and after its blocks.
-
-    Attributes:
-        embedding: takes the token ids; on later stages it returns what the stage before sent.
-        added: what it returns is added to the embedding's.
-        front: what else comes before the blocks.
-        back: what comes after them.
-    """
-
-    embedding: str
-    added: tuple[str, ...] = ()
-    front: tuple[str, ...] = ()
-    back: tuple[str, ...] = ()
-
-
-LAYOUTS: Mapping[str, Layout] = {
-    "bert": Layout("embeddings", back=("pooler",)),
-    "roberta": Layout("embeddings", back=("pooler",)),
-    "distilbert": Layout("embeddings"),
-    "gpt2": Layout("wte", added=("wpe",), front=("drop",), back=("ln_f",)),
-    "opt": Layout("decoder.embed_tokens", added=("decoder.embed_positions",), front=("decoder.project_in",),
-                  back=("decoder.final_layer_norm", "decoder.project_out")),
-    "llama": Layout("embed_tokens", back=("norm",)),
-}
-"""By model type."""
+COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "longformer")
+"""Types of models whose first token is at the position after the padding token's number."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +210,8 @@ def cut(model: nn.Module, split: Split, stages: Iterable[int]) -> dict[int, Stag
     return {stage: _stage(model, split.units_of(stage)) for stage in stages}
 
 
-def _stage(model: nn.Module, units: Sequence[str]) -> Stage:
-    layout, prefix = _layout(model), f"{model.base_model_prefix}."
+def _stage(model: nn.Module, units: Sequence[str], layout: Layout | None = None) -> Stage:
+    layout, prefix = layout or _layout(model), f"{model.base_model_prefix}."
     first, last = EMBEDDINGS in units, HEAD in units
     received = Received()
     replaced: dict[str, nn.Module] = {name: Through() for name in blocks(model) if name not in units}
@@ -281,22 +256,24 @@ def _parameters(model: nn.Module) -> list[float]:
 def _positions(model: nn.Module) -> int:
     """How many tokens a model can place; RoBERTa counts positions from the one after the padding token's."""
     config: Any = model.config
-    return config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
+    placed = getattr(config, "max_position_embeddings", None) or 2**20  # some know distances alone
+    return placed - (config.pad_token_id + 1 if config.model_type in COUNT_FROM_PADDING else 0)
 
 
 def _layout(model: nn.Module) -> Layout:
-    """The layout of a model.
+    """The layout of a model; see :func:`course_lib.modeling.structure.layout_of`."""
+    return layout_of(model, _logits_in_turn)
 
-    Raises:
-        ConfigError: a model of another type, or one without a head.
-    """
-    name, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
-    if not isinstance(kind, str) or kind not in LAYOUTS:
-        raise ConfigError(f"{name} cannot be cut into stages: only {', '.join(LAYOUTS)} can",
-                          "use one of them, or write its stages as modules by hand")
-    if model.base_model is model:
-        raise ConfigError(f"{name} cannot be cut into stages: it has no head", "use the model for a task")
-    return LAYOUTS[kind]
+
+def _logits_in_turn(model: nn.Module, layout: Layout, batch: dict[str, Tensor]) -> Tensor:
+    """Logits by stages of a layout: one that ends within the blocks, one within, and the head alone."""
+    names = list(blocks(model))
+    units, middle = [EMBEDDINGS, *names, HEAD], 1 + len(names) // 2
+    hidden: tuple[Tensor, ...] = ()
+    for part in (units[:middle], units[middle:-1], units[-1:]):
+        if part:
+            hidden = (_stage(model, part, layout)(*hidden, **batch),)
+    return hidden[0]
 
 
 def _no_block(model: nn.Module, name: str, names: Sequence[str]) -> tuple[str, str]:

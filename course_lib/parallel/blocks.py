@@ -16,7 +16,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     They are the members of the outermost ``nn.ModuleList``s whose members are all of one class: the layers of BERT,
     GPT-2, Llama, ``nn.TransformerEncoder``; both stacks of T5 and BART. A list that lies within a block (the experts
-    of a mixture, the sub-layers of T5) is part of it.
+    of a mixture, the sub-layers of T5) is part of it; a list of lists (Funnel's blocks of layers) has their members.
 
     Raises:
         ConfigError: the model has no such list.
@@ -24,7 +24,10 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     members: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # parents before their children: the outermost list comes first
         inside = any(name.startswith(f"{block}.") for block in members)
-        if isinstance(module, nn.ModuleList) and not inside and len({type(member) for member in module}) == 1:
+        if not isinstance(module, nn.ModuleList) or inside:
+            continue
+        kinds = {type(member) for member in module}
+        if len(kinds) == 1 and kinds.isdisjoint((nn.ModuleList, nn.ModuleDict)):  # nobody calls a list itself
             members |= {f"{name}.{i}" if name else str(i): member for i, member in enumerate(module)}
     if not members:
         raise ConfigError(f"{type(model).__name__} has no nn.ModuleList of like blocks",

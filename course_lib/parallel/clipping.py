@@ -4,23 +4,30 @@ Between them stands the engine's own all-reduce. Each takes a handful of kernels
 one by one, the launches of a transformer's hundred gradients take longer than the work.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 
 def sum_of_squares(gradients: list[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Sum of the squares of all elements, a scalar on ``device``; 0 where there are no gradients.
+    """Sum of the squares of all elements, a scalar of ``dtype`` on ``device``; 0 where there are no gradients.
 
-    ``dtype`` is the sum's, alike on all ranks that add theirs up: float32, or float64 for a model in float64.
+    The ranks add theirs up, so that all have to ask for one dtype: float64 where a parameter is (:func:`norm_dtype`).
 
     ``nn.utils.get_total_norm`` would round each tensor's norm to the gradients' own dtype. On a CPU torch's norm keeps
     running sums, which in float32 are off by 4e-4 for a bucket of ten million elements: there they are float64.
     """
     if not gradients:  # a rank may hold none, and takes part in the all-reduce all the same
-        return torch.zeros((), device=device, dtype=dtype)
-    inner = torch.float64 if device.type == "cpu" else dtype
+        return torch.zeros((), dtype=dtype, device=device)
+    within = torch.float64 if device.type == "cpu" else dtype
     # M tensors of any shapes -> M norms, 0-D -> (M,) -> 0-D
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=inner)).square().sum().to(dtype)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=within)).square().sum().to(dtype)
+
+
+def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """In which the norm of gradients of such tensors is summed: float64 where one of them is."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def scale_down_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -24,7 +24,7 @@ from torch.autograd import Variable
 
 from course_lib.errors import CourseError
 from course_lib.parallel.sharding import names_of
-from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
+from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -101,13 +101,15 @@ class DataParallel(nn.Module):
             parameter at the end of each backward.
         communication_hook: sums a bucket's ``flat`` over its ranks, in place, and returns something to wait for.
     Raises:
-        ModelError: the ranks' models differ; said on every rank, before anything is sent.
+        ModelError: the ranks' models differ, or an embedding has sparse gradients; said on every rank, before anything
+            is sent.
     """
 
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20,
                  first_bucket_bytes: int = 2**20, find_unused_parameters: bool = False,
                  communication_hook: Callable[[Bucket], ReductionHandle] = sum_gradients):
         super().__init__()
+        check_kinds(module, "DataParallel", flat=False)
         check_ranks_agree(module, group)
         self.module, self.group = module, group
         self.bucket_bytes, self.find_unused_parameters = bucket_bytes, find_unused_parameters

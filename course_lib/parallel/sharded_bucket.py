@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.parallel.absence import ABSENT, are_absent, present_, zero_present_
 from course_lib.parallel.sharding import Shard, overlap, padded
 
 
@@ -30,7 +31,9 @@ class ShardedBucket:
         local_shard: (E / N,), this rank's part of ``flat``, a view.
         master: (E / N,), what the optimizer updates: ``local_shard``, or an fp32 copy where the parameters are of lower
             precision (section 3.1 of the paper: the copy is one of the optimizer's states).
-        gradient: (E / N,), fp32, the averaged gradient of this rank's shard; None until it has been reduced.
+        gradient: (E / N,), in the master's dtype, the averaged gradient of this rank's shard; None until it has been
+            reduced.
+        used: the parameters that this rank's backwards have reached since the gradients were forgotten.
         send_buffer: (E,), the whole gradient on its way; None where none is.
         param_slices: where each parameter lies in ``flat``.
         shard_slices: where what this rank updates of each parameter lies in ``local_shard``; may be empty.
@@ -56,7 +59,7 @@ class ShardedBucket:
         # parameter would give the rank with the embedding far more than its share. ---
         length = self.flat.numel() // self.world  # E / N
         self.local_shard = self.flat[rank * length : (rank + 1) * length]
-        self.master = self.local_shard if self.flat.dtype == torch.float32 else self.local_shard.float()
+        self.master = self.local_shard if self.flat.itemsize >= 4 else self.local_shard.float()
         self.pieces: dict[nn.Parameter, Shard] = {}
         self.shard_slices: dict[nn.Parameter, slice] = {}
         for parameter, param_slice in self.param_slices.items():
@@ -69,9 +72,10 @@ class ShardedBucket:
         self.received: Tensor | None = None
         self.work: dist.Work | None = None
         self.missing = set(self.param_slices)
+        self.used: set[nn.Parameter] = set()
 
     def collect(self, parameters: Collection[nn.Parameter]) -> None:
-        """Move some parameters' gradients into the buffer that will be sent; zeros where there is none."""
+        """Move some parameters' gradients into the buffer that will be sent; where there is none, what says so."""
         if self.send_buffer is None:
             self.send_buffer = torch.empty_like(self.flat)  # (E,), in the parameters' dtype
             self.send_buffer[self.filled :].zero_()  # the padding: what is in `empty` could be NaN, and is summed
@@ -79,10 +83,12 @@ class ShardedBucket:
         arrived = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         if arrived:  # one call for all: one by one, a transformer's hundred launches take longer than the copies
             torch._foreach_copy_([targets[parameter] for parameter in arrived], list(arrived.values()))
+            present_([targets[parameter] for parameter in arrived])
         for parameter, target in targets.items():
             if parameter not in arrived:
-                target.zero_()
+                target.fill_(ABSENT)
             parameter.grad = None  # a whole gradient is held once, in the buffer
+        self.used.update(arrived)
         self.missing.difference_update(parameters)
 
     def send(self) -> None:
@@ -100,6 +106,35 @@ class ShardedBucket:
             self.gradient = mean if self.gradient is None else self.gradient.add_(mean)  # of earlier micro-batches
             self.work = self.send_buffer = self.received = None
             self.missing = set(self.param_slices)
+
+    def hand_out(self) -> None:
+        """Give the pieces their gradients; none to a parameter that no rank's backward has reached."""
+        if self.gradient is None:
+            return
+        parts = {parameter: self.gradient[part] for parameter, part in self.shard_slices.items()}
+        doubtful = [parameter for parameter in parts if parameter not in self.used]  # by this rank; by others?
+        absent = are_absent(parts[parameter] for parameter in doubtful)
+        left_alone = {parameter for parameter, none in zip(doubtful, absent, strict=True) if none}
+        for parameter, piece in self.pieces.items():
+            piece.data.grad = None if parameter in left_alone else parts[parameter]
+
+    def forget(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, whole and reduced, or let them be zeros."""
+        if not set_to_none:
+            whole = [p.grad for p in self.param_slices if p.grad is not None]
+            for gradient in [*whole, *([] if self.gradient is None else [self.gradient])]:
+                zero_present_(gradient)
+            return
+        self.gradient = None
+        self.used.clear()
+        for parameter, piece in self.pieces.items():
+            parameter.grad = piece.data.grad = None
+
+    def adopt(self) -> None:
+        """Take over what others have written into the parameters since the last step: loaded, clamped, swapped."""
+        if self.master is not self.local_shard:
+            changed = self.local_shard != self.master.to(self.local_shard.dtype)
+            self.master.copy_(torch.where(changed, self.local_shard.to(self.master.dtype), self.master))
 
     def gather(self) -> dist.Work:
         """Begin to bring every rank's updated slice to all."""

@@ -31,14 +31,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from course_lib.errors import ModelError
 from course_lib.parallel import blocks as partition
-from course_lib.parallel.clipping import scale_down_, sum_of_squares
+from course_lib.parallel.absence import zero_present_
+from course_lib.parallel.call_hooks import run_hooks_always
+from course_lib.parallel.clipping import norm_dtype, scale_down_, sum_of_squares
 from course_lib.parallel.sharded_unit import Reduction, ShardedUnit
 from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
-from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
+from course_lib.parallel.trees import map_tensors, tensors_of
+from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -64,10 +67,15 @@ class ShardedModule(nn.Module):
     """A module whose parameters, gradients and optimizer states are split over a group of ranks.
 
     The weights and buffers of the group's first rank are what all start from. Gradients are averaged over the ranks.
-    A trainable parameter that the backward of its unit doesn't reach counts as having a gradient of zeros.
+    A trainable parameter that no rank's backward reaches has none, and is left alone as on one process; where only
+    some ranks reach it the others count as having zeros.
+
+    ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own. ``nn.utils.clip_grad_norm_`` is not: the
+    gradients are those of the pieces, so that :meth:`clip_grad_norm_` has to be called.
 
     Args:
-        module: changed in place: outside its forward and backward its parameters read as NaN.
+        module: changed in place: outside its forward and backward its parameters read as NaN. One that is at several
+            places among the units is one unit.
         optimizer: over the module's parameters, before its first step; repointed to this rank's pieces.
         units: modules that are gathered each by itself, in the order of the forward; the rest of the model is the
             root unit, which stays gathered from its forward to the end of its backward. By default the blocks that
@@ -79,8 +87,10 @@ class ShardedModule(nn.Module):
             parameters' own. The pieces keep theirs.
         reduce_dtype: in which gradients are added up, over micro-batches and ranks; ``param_dtype`` by default.
     Raises:
-        ConfigError: an optimizer that is not elementwise; units that overlap; no units found.
-        ModelError: the ranks' models differ; or, in forward, the module was changed since.
+        ConfigError: an optimizer that is not elementwise, has made steps, or has another module's parameters; units
+            that overlap; no units found.
+        ModelError: the ranks' models differ, parameters that are complex, sparse gradients; or, in forward, the module
+            was changed since.
     """
 
     strategy: str
@@ -91,9 +101,10 @@ class ShardedModule(nn.Module):
                  param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None):
         super().__init__()
         check_elementwise(optimizer, self.strategy)
+        check_kinds(module, type(self).__name__)
         check_ranks_agree(module, group)
         # --- phase 1: the units, and buffers as the first rank has them ---
-        chosen = list(partition.blocks(module).values() if units is None else units)
+        chosen = list(dict.fromkeys(partition.blocks(module).values() if units is None else units))
         partition.check_disjoint(chosen)
         self.module, self.optimizer, self.group, self.prefetch = module, optimizer, group, prefetch
         self.param_dtype, self.synchronise = param_dtype, True
@@ -119,6 +130,11 @@ class ShardedModule(nn.Module):
         for index, unit in enumerate(self.units):
             unit.module.register_forward_pre_hook(functools.partial(self._pre_forward, index), with_kwargs=True)
             unit.module.register_forward_hook(functools.partial(self._post_forward, index))
+        for block in chosen:
+            run_hooks_always(block)
+        # --- phase 4: what the caller's loop does with its optimizer ---
+        optimizer.register_step_post_hook(lambda *_: self.refresh())
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._unchanged = UnchangedModule(module, type(self).__name__)
         # Whole weights would be NaN in a state_dict, and go nowhere if loaded.
         module.register_state_dict_pre_hook(_refuse)
@@ -141,16 +157,14 @@ class ShardedModule(nn.Module):
         if self.prefetch and not unit.in_backward and index + 1 < len(self.units):
             self.units[index + 1].gather()
         if self.param_dtype is not None:
-            args, kwargs = tree_map(self._cast, (args, kwargs))
-        # Backward is over when the gradients of all inputs are there. Inputs may lie in tuples, lists and dicts. Where
-        # none needs a gradient (the root's are token ids), `_end_backward` does what is left.
-        leaves, structure = tree_flatten((args, kwargs))
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if positions:
-            then = functools.partial(self._post_backward, index)
-            for i, leaf in zip(positions, _AfterBackward.apply(then, *(leaves[i] for i in positions)), strict=True):
-                leaves[i] = leaf
-        return tree_unflatten(leaves, structure)
+            args, kwargs = map_tensors(self._cast, (args, kwargs))
+        # Backward is over when the gradients of all inputs are there, which may lie in tuples, dicts and dataclasses.
+        # Where none needs a gradient (the root's are token ids), `_end_backward` does what is left.
+        inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
+            return args, kwargs
+        watched = iter(_AfterBackward.apply(functools.partial(self._post_backward, index), *inputs))
+        return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, (args, kwargs))
 
     def _post_forward(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         """Free the unit, and ask to be told when its backward begins."""
@@ -158,7 +172,7 @@ class ShardedModule(nn.Module):
         if unit.in_backward:  # activation checkpointing runs the forward again, and the backward follows at once
             return
         # A hook on each output's gradient, since any of them may come first; the others find the unit WHOLE.
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for leaf in leaves:
             leaf.register_hook(functools.partial(self._pre_backward, index))
         unit.awaits_backward |= bool(leaves)
@@ -213,8 +227,8 @@ class ShardedModule(nn.Module):
             self._reduction.finish()
             self._reduction = None
 
-    def _cast(self, leaf: Any) -> Any:
-        return leaf.to(self.param_dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
 
     # --- what a trainer calls ----------------------------------------------------------------------------------------
 
@@ -234,22 +248,28 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
         gradients = [piece.data.grad for piece in self._pieces.values() if piece.data.grad is not None]
-        # Each element is on one rank: the ranks' sums of squares add up to that of the whole gradient. 0-D, fp32.
-        square = sum_of_squares(gradients, self.device)
+        # Each element is on one rank: the ranks' sums of squares add up to that of the whole gradient. 0-D.
+        square = sum_of_squares(gradients, self.device, norm_dtype(unit.shard for unit in self.units))
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         scale_down_(gradients, norm, max_norm)
         return norm
 
-    def step(self) -> None:
-        """Update this rank's pieces; the next gather brings the new weights."""
-        self.optimizer.step()
-        self.refresh()  # a unit that was kept, or prefetched in vain, has the old weights
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's pieces; the next gather brings the new weights. Gives what ``closure`` gave."""
+        return self.optimizer.step(closure)  # then `refresh`: a unit that was kept, or prefetched, has the old weights
 
-    def zero_grad(self) -> None:  # type: ignore[override]
-        """Forget all gradients, of pieces and of what ``no_sync`` keeps."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, of pieces and of what ``no_sync`` keeps, or let them be zeros."""
+        if not set_to_none:
+            kept = [unit.gradient for unit in self.units] + [piece.data.grad for piece in self._pieces.values()]
+            for gradient in kept:
+                if gradient is not None:
+                    zero_present_(gradient)
+            return
         for unit in self.units:
             unit.gradient = None  # of `no_sync`
+            unit.used.clear()
         for piece in self._pieces.values():
             piece.data.grad = None
 

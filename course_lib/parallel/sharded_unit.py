@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.parallel.absence import ABSENT, are_absent, present_
 from course_lib.parallel.sharding import Shard
 
 
@@ -52,7 +53,7 @@ class ShardedUnit:
     before the block that computes ahead of this one: GATHERING then lasts as long as that block computes.
 
     Attributes:
-        shard: (E / N,), this rank's part in the parameters' own dtype; the only lasting copy.
+        shard: (E / N,), this rank's part in the parameters' own dtype, or ZeRO-3's masters; the only lasting copy.
         flat: (E,), the whole parameters in ``param_dtype``. Its storage is there only while GATHERING and WHOLE. Then
             the module's parameters are views of it; when SHARDED they have their shapes, and read as NaN.
         pieces: by parameter, what of it lies in the shard: an ``nn.Parameter`` that is a view.
@@ -68,8 +69,9 @@ class ShardedUnit:
         # --- phase 1: the whole parameters end to end, as the group's first rank has them ---
         self.total, starts = self.lay_out(parameters)
         self.has_padding = self.total > sum(parameter.numel() for parameter in parameters)
-        whole = parameters[0].new_zeros(self.total, requires_grad=False)  # (E,)
-        self.flat = whole.to(param_dtype or whole.dtype)  # (E,) in the dtype of the computation; filled by gathers
+        own_dtype = parameters[0].dtype
+        whole = parameters[0].new_zeros(self.total, dtype=self.shard_dtype(own_dtype), requires_grad=False)  # (E,)
+        self.flat = whole.to(param_dtype or own_dtype)  # (E,) in the dtype of the computation; filled by gathers
         self.reduce_dtype = reduce_dtype or self.flat.dtype
         self.starts: dict[nn.Parameter, int] = dict(zip(parameters, starts, strict=True))
         self.views: dict[nn.Parameter, Tensor] = {}
@@ -89,9 +91,10 @@ class ShardedUnit:
                 self.shard[self.shard_slices[parameter]], requires_grad=self.trainable))
         # What a parameter is while it is SHARDED: one NaN in the parameter's shape, so that whoever reads a weight that
         # nobody gathered gets NaN, and no old value.
-        self.absent = self.flat.new_full((1,), float("nan"))
+        self.absent = self.flat.new_full((), float("nan"))
         self.work: dist.Work | None = None
         self.gradient: Tensor | None = None
+        self.used: set[nn.Parameter] = set()  # reached by this rank's backwards since gradients were forgotten
         self.awaits_backward = False  # its forward has run, its backward has not begun
         self.in_backward = False
         self.owes_gradient = False  # its backward has begun, its gradient has not been taken
@@ -100,6 +103,10 @@ class ShardedUnit:
         self.free()
 
     # --- how the parameters lie in memory: what ZeRO-3 and FSDP answer differently -----------------------------------
+
+    def shard_dtype(self, own_dtype: torch.dtype) -> torch.dtype:
+        """In which the shard is kept, and updated."""
+        return own_dtype
 
     def lay_out(self, parameters: list[nn.Parameter]) -> tuple[int, list[int]]:
         """E, and where each parameter begins in ``flat``."""
@@ -161,18 +168,20 @@ class ShardedUnit:
         return any(parameter.grad is not None for parameter in self.starts)
 
     def collect(self) -> None:
-        """Add the parameters' gradients to the flat one, in ``reduce_dtype``. A parameter without one adds zeros."""
+        """Add the parameters' gradients to the flat one, in ``reduce_dtype``; where there is none, what says so."""
         arrived = {parameter: parameter.grad for parameter in self.starts if parameter.grad is not None}
         is_first = self.gradient is None
         if self.gradient is None:
-            # Zeros in the padding, and where no gradient has come.
-            make = torch.empty if len(arrived) == len(self.starts) and not self.has_padding else torch.zeros
-            self.gradient = make(self.total, dtype=self.reduce_dtype, device=self.shard.device)  # (E,)
+            self.gradient = torch.empty(self.total, dtype=self.reduce_dtype, device=self.shard.device)  # (E,)
+            if len(arrived) < len(self.starts) or self.has_padding:
+                self.gradient.fill_(ABSENT)  # a zero, in the padding too
         if arrived:
             # Shapes -> runs of (E,), from the parameters' dtype to ``reduce_dtype``: added up in that, not before it.
             runs = [self.gradient[self.starts[p] : self.starts[p] + p.numel()].view(p.shape) for p in arrived]
             move = torch._foreach_copy_ if is_first else torch._foreach_add_
             move(runs, list(arrived.values()))
+            present_(runs)
+            self.used.update(arrived)
         for parameter in arrived:
             parameter.grad = None  # a whole gradient is held once
 
@@ -204,7 +213,12 @@ class Reduction:
         before = [(own.grad, part) for own, part in parts if own.grad is not None]
         if before:
             torch._foreach_add_(*map(list, zip(*before, strict=True)))
+        # A parameter that no rank's backward has reached has no gradient. Of most this rank knows that it is used.
+        doubtful = [parameter for parameter, piece in self.unit.pieces.items()
+                    if parameter not in self.unit.used and piece.data.grad is None]
+        absent = are_absent(mean[self.unit.shard_slices[parameter]] for parameter in doubtful)
+        left_alone = {id(self.unit.pieces[p].data) for p, none in zip(doubtful, absent, strict=True) if none}
         # The first gradient of a piece is a view of `mean`: nothing is copied.
         for own, part in parts:
-            if own.grad is None:
+            if own.grad is None and id(own) not in left_alone:
                 own.grad = part

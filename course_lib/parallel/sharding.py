@@ -67,11 +67,14 @@ def overlap(start: int, numel: int, first: int, length: int) -> tuple[int, int]:
 
 
 def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
-    """Refuse an optimizer that has to see whole matrices.
+    """Refuse an optimizer that has to see whole matrices, or that has made steps already.
 
     Raises:
         ConfigError: with the optimizer's name and those that can be sharded.
     """
+    if any(torch.as_tensor(state.get("step", 0)).item() > 0 for state in optimizer.state.values()):
+        raise ConfigError(f"{strategy} was given an optimizer that has made steps, and its state is of whole tensors",
+                          "wrap the model before the first step")
     if not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(f"{strategy} cannot shard {type(optimizer).__name__}: its update of an element needs others",
                           f"use one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or strategy ddp")
@@ -85,13 +88,30 @@ def repoint(optimizer: Optimizer, replacement: Mapping[torch.Tensor, torch.Tenso
     Args:
         optimizer: has made no step yet.
         replacement: for each of its parameters the tensor to update in its place; None to drop it.
+    Raises:
+        ConfigError: it has a parameter that is none of the module's.
     """
     # In place, group by group: a scheduler holds this optimizer and the order of its groups. States are made in the
-    # first step, for the tensors that are there then.
-    assert not optimizer.state, "repoint an optimizer before its first step"
+    # first step, for the tensors that are there then; Adagrad's, made with it, are of one number each before that.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in replacement:
+                raise ConfigError(f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the module "
+                                  "has not", "make it a parameter of the module, or give it an optimizer of its own")
+    for parameter, state in list(optimizer.state.items()):
+        own = replacement[parameter]
+        del optimizer.state[parameter]
+        if own is not None:
+            optimizer.state[own] = {name: _of_one_number(value, own) if name != "step" else value
+                                    for name, value in state.items()}
     for group in optimizer.param_groups:
         chosen = [replacement[parameter] for parameter in group["params"]]
         group["params"] = [tensor for tensor in chosen if tensor is not None]
+
+
+def _of_one_number(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A state that nothing was added to yet, for another tensor: all its elements are alike."""
+    return torch.full_like(like.detach(), value.flatten()[0].item() if value.numel() else 0.0)
 
 
 def names_of(module: nn.Module) -> dict[nn.Parameter, str]:

@@ -4,11 +4,9 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3, figures 3 a
 its inner width, embedding and head by the vocabulary.
 """
 
-import enum
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,77 +23,18 @@ from course_lib.parallel.tensor_parallel import (
     VocabParallelEmbedding,
     sequence_parallel_norm,
 )
-from course_lib.parallel.tp_collectives import SEQUENCE, Group, all_gather, check_divides, copy, gather, scatter
+from course_lib.parallel.tensor_plan_table import PLANS, Role, TensorPlan, from_transformers
+from course_lib.parallel.tp_collectives import (
+    SEQUENCE,
+    Group,
+    all_gather,
+    check_divides,
+    copy,
+    gather,
+    scatter,
+    sum_gradients,
+)
 from course_lib.parallel.wrap_checks import check_ranks_agree
-
-
-class Role(enum.Enum):
-    """What a module of a block does in tensor parallelism."""
-
-    ENTER = "enter"  # its hidden states go to several column-parallel layers, and pass the exchange once for all
-    COLUMN = "column"
-    QKV = "qkv"  # column-parallel, with query, key and value side by side in one matrix
-    ROW = "row"
-    NORM = "norm"  # works on slices of the sequence with sequence parallelism
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """Names of an architecture's modules, and what becomes of them.
-
-    Attributes:
-        blocks: the list of blocks.
-        roles: by name within a block. What is not named stays whole, on every rank.
-        embedding: of the tokens, split by the vocabulary.
-        head: that makes the logits, split likewise; a model may lack it.
-        final_norm: after the last block, if there is one.
-        divided: by name within a block, attributes that count heads or columns and are now a rank's share.
-    """
-
-    blocks: str
-    roles: Mapping[str, Role]
-    embedding: str
-    head: str
-    final_norm: str = ""
-    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def blocks_of(self, module: nn.Module) -> dict[str, nn.Module]:
-        """A model's, or a pipeline stage's, blocks in order, by their full names."""
-        return {name: block for name, block in module.named_modules()
-                if re.fullmatch(rf"(.+\.)?{re.escape(self.blocks)}\.\d+", name)}
-
-    def divide(self, block: nn.Module, ranks: int) -> None:
-        """Set a block's counts to a rank's share."""
-        # Attention views (rows, tokens, width / N) as its heads, and has to know how many these are now.
-        for name, attributes in self.divided.items():
-            owner = block.get_submodule(name)
-            for attribute in attributes:
-                setattr(owner, attribute, getattr(owner, attribute) // ranks)
-
-
-PLANS: Mapping[str, TensorPlan] = {
-    "gpt2": TensorPlan(
-        blocks="h",
-        roles={"ln_1": Role.NORM, "attn.c_attn": Role.QKV, "attn.c_proj": Role.ROW,
-               "ln_2": Role.NORM, "mlp.c_fc": Role.COLUMN, "mlp.c_proj": Role.ROW},
-        embedding="wte", head="lm_head", final_norm="ln_f", divided={"attn": ("split_size", "num_heads")}),
-    "bert": TensorPlan(
-        blocks="encoder.layer",
-        roles={"attention.self": Role.ENTER, "attention.self.query": Role.COLUMN, "attention.self.key": Role.COLUMN,
-               "attention.self.value": Role.COLUMN, "attention.output.dense": Role.ROW,
-               "attention.output.LayerNorm": Role.NORM, "intermediate.dense": Role.COLUMN, "output.dense": Role.ROW,
-               "output.LayerNorm": Role.NORM},
-        embedding="word_embeddings", head="predictions.decoder",
-        divided={"attention.self": ("num_attention_heads", "all_head_size")}),
-    "llama": TensorPlan(
-        blocks="layers",
-        roles={"input_layernorm": Role.NORM, "self_attn": Role.ENTER, "self_attn.q_proj": Role.COLUMN,
-               "self_attn.k_proj": Role.COLUMN, "self_attn.v_proj": Role.COLUMN, "self_attn.o_proj": Role.ROW,
-               "post_attention_layernorm": Role.NORM, "mlp": Role.ENTER, "mlp.gate_proj": Role.COLUMN,
-               "mlp.up_proj": Role.COLUMN, "mlp.down_proj": Role.ROW},
-        embedding="embed_tokens", head="lm_head", final_norm="norm"),
-}
-"""Plans by ``config.model_type``."""
 
 
 class TensorParallel(nn.Module):
@@ -194,8 +133,8 @@ class TensorParallel(nn.Module):
                     entered=part.startswith(entered)))
             elif role is Role.ROW:
                 self._replace(full, RowParallelLinear(whole, self.group, sequence=self.sequence))
-            elif self.sequence:
-                sequence_parallel_norm(whole, self.group)
+            elif self.sequence or role is Role.HEADS:
+                sum_gradients(whole.parameters(), self.group)
         self.plan.divide(block, self.ranks)
 
     def _slice_between(self, blocks: list[nn.Module]) -> None:
@@ -247,10 +186,7 @@ def plan_of(module: nn.Module, plan: TensorPlan | None = None) -> tuple[TensorPl
     """
     config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
     kind = getattr(config, "model_type", type(module).__name__)
-    if plan is None and kind not in PLANS:
-        raise ModelError(f"there is no tensor-parallel plan for {kind}",
-                         f"hand in a Plan of its modules' names, or use one of {', '.join(PLANS)}")
-    return plan or PLANS[kind], config
+    return plan or PLANS.get(kind) or from_transformers(config), config
 
 
 def named(module: nn.Module, name: str) -> str | None:

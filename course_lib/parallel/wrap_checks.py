@@ -52,6 +52,32 @@ def _difference(first: dict[str, str], other: dict[str, str]) -> str:
     return f"the order of the parameters: {', '.join(other)}, and was to be {', '.join(first)}"
 
 
+def check_kinds(module: nn.Module, wrapper: str, *, flat: bool = True) -> None:
+    """Refuse parameters that cannot lie in a flat buffer, and gradients that cannot be summed in one.
+
+    Args:
+        module: to be wrapped.
+        wrapper: what would wrap it, for the message.
+        flat: whether the parameters themselves, not only gradients, come to lie in buffers.
+    Raises:
+        ModelError: embeddings with sparse gradients; with ``flat``, complex parameters, or none at all.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ModelError(f"the gradient of `{name}.weight` is sparse, and {wrapper} sums dense ones",
+                             "make the embedding with sparse=False, or use torch's DistributedDataParallel")
+    if not flat:
+        return
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ModelError(f"{type(module).__name__} has no parameters, and {wrapper} would share nothing out",
+                         "wrap a model that has some")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ModelError(f"parameter `{name}` is complex, and {wrapper} adds up real numbers",
+                             "use DataParallel, or two real parameters with torch.view_as_complex")
+
+
 class UnchangedModule:
     """Notices that a wrapped module is not the one that was wrapped: its gradients would not be reduced any more.
 

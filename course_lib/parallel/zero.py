@@ -16,7 +16,7 @@ Stage 1 begins the second column after the last backward, stage 2 in each backwa
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -25,17 +25,22 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from course_lib.parallel.clipping import scale_down_, sum_of_squares
+from course_lib.errors import CourseError
+from course_lib.parallel.clipping import norm_dtype, scale_down_, sum_of_squares
 from course_lib.parallel.sharded_bucket import ShardedBucket, cut_into_buckets
 from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
-from course_lib.parallel.wrap_checks import UnchangedModule, check_ranks_agree
+from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree
 
 
 class Zero1(nn.Module):
     """A module whose optimizer states are split over a group of ranks.
 
-    All ranks start from the weights and buffers of the group's first. A trainable parameter that no backward reaches
-    counts as having a gradient of zeros.
+    All ranks start from the weights and buffers of the group's first. A trainable parameter that no rank's backward
+    reaches has no gradient, and is left alone as on one process; where only some ranks reach it, the others count as
+    having zeros. What is written into the parameters between steps, on every rank, is kept.
+
+    ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own. ``nn.utils.clip_grad_norm_`` is not: whole
+    gradients are this rank's, or gone, so that :meth:`clip_grad_norm_` has to be called.
 
     The three phases of :meth:`step` stand apart, and none hides behind computing. :class:`OverlappedZero1` sends while
     the last backward runs. The gathers could run beneath the next forward, with a hook at each module that waits for
@@ -48,8 +53,9 @@ class Zero1(nn.Module):
         group: of the ranks; the default group by default.
         bucket_bytes: of gradients that travel together.
     Raises:
-        ConfigError: the optimizer is not elementwise.
-        ModelError: the ranks' models differ; or, in forward, the module was changed since.
+        ConfigError: the optimizer is not elementwise, has made steps, or has another module's parameters.
+        ModelError: the ranks' models differ, parameters that are complex, sparse gradients; or, in forward, the module
+            was changed since.
     """
 
     stage = 1
@@ -58,13 +64,15 @@ class Zero1(nn.Module):
                  bucket_bytes: int = 25 * 2**20):
         super().__init__()
         check_elementwise(optimizer, f"zero{self.stage}")
+        check_kinds(module, type(self).__name__)
         check_ranks_agree(module, group)
         self.module, self.optimizer, self.group = module, optimizer, group
         self.names = names_of(module)
 
         # --- phase 1: cut into buckets. One is within one group of the optimizer, whose options its shard keeps;
         # backward ends with the first parameters, so the last ones fill the first bucket. ---
-        groups = [[p for p in reversed(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
+        groups = [[p for p in reversed(group["params"]) if p.requires_grad and p in self.names]
+                  for group in optimizer.param_groups]
         self.buckets = [ShardedBucket(parameters, group) for parameters in cut_into_buckets(groups, bucket_bytes)]
         trained: dict[Tensor, Shard] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
         # --- phase 2: what is in no bucket has to begin alike, too ---
@@ -75,6 +83,10 @@ class Zero1(nn.Module):
         # are the same memory as the module's parameters, or their fp32 masters. ---
         self._pieces = {p: trained.get(p) or Shard(p.shape, 0, p.detach().view(-1)) for p in self.names}
         repoint(optimizer, {p: _worth_updating(piece) for p, piece in self._pieces.items()})
+        # --- phase 4: the optimizer's own step reduces before it and gathers after it, whoever calls it ---
+        optimizer.register_step_pre_hook(self._before_update)
+        optimizer.register_step_post_hook(lambda *_: self.refresh())
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._unchanged = UnchangedModule(module, type(self).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,18 +112,25 @@ class Zero1(nn.Module):
                 previous = bucket
             self.buckets[-1].finish()
 
-    def step(self) -> None:
-        """Reduce the gradients, update this rank's shards, gather everybody's."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, update this rank's shards, gather everybody's. Gives what ``closure`` gave."""
+        result = None if closure is None else closure()
         # --- phase 1: reduce. (E,) -> (E / N,) ---
         self.reduce()
         # --- phase 2: update. The optimizer has the pieces as its parameters, and sees no element of another rank's ---
+        self.optimizer.step()  # hooks around it hand out the gradients, `_before_update`, and gather, `refresh`
+        # --- phase 3: gather. (E / N,) -> (E,): the hook has done it ---
+        return result
+
+    def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Reduce, and give the optimizer's parameters, the pieces, their gradients."""
+        if any(callable(given) for given in (*args[1:], *kwargs.values())):
+            raise CourseError("optimizer.step(closure) would reduce the gradients before the closure makes them",
+                              "use engine.step(closure)")
+        self.reduce()
         for bucket in self.buckets:
-            if bucket.gradient is not None:
-                for parameter, piece in bucket.pieces.items():
-                    piece.data.grad = bucket.gradient[bucket.shard_slices[parameter]]
-        self.optimizer.step()
-        # --- phase 3: gather. (E / N,) -> (E,) ---
-        self.refresh()
+            bucket.adopt()
+            bucket.hand_out()
 
     def refresh(self) -> None:
         """Gather: bring the pieces' present values to the parameters of all ranks."""
@@ -124,18 +143,17 @@ class Zero1(nn.Module):
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
         self.reduce()
         gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
-        square = sum_of_squares(gradients, self.buckets[0].flat.device)  # of this rank's shards; the padding is zero
+        # Of this rank's shards; the padding is zero. 0-D fp32, or float64 where a parameter is.
+        square = sum_of_squares(gradients, self.buckets[0].flat.device, norm_dtype(b.master for b in self.buckets))
         dist.all_reduce(square, group=self.group)  # each element is on one rank, so the sum is that of the whole
-        norm = square.sqrt()  # 0-D fp32, the same on every rank
+        norm = square.sqrt()  # the same on every rank
         scale_down_(gradients, norm, max_norm)
         return norm
 
-    def zero_grad(self) -> None:  # type: ignore[override]
-        """Forget the gradients, whole and reduced."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, whole and reduced, or let them be zeros."""
         for bucket in self.buckets:
-            bucket.gradient = None
-            for parameter, piece in bucket.pieces.items():
-                parameter.grad = piece.data.grad = None
+            bucket.forget(set_to_none)
 
     def pieces(self) -> dict[str, Shard]:
         """This rank's piece of every parameter, by its first name, in module order; a frozen one is whole."""

@@ -41,6 +41,9 @@ class PerParamUnit(ShardedUnit):
         self.arrived: Tensor | None = None  # (N, L), while it travels
         super().__init__(module, parameters, group, param_dtype, reduce_dtype, keep_after_forward)
 
+    def shard_dtype(self, own_dtype: torch.dtype) -> torch.dtype:
+        return own_dtype if own_dtype.itemsize >= 4 else torch.float32
+
     def lay_out(self, parameters: list[nn.Parameter]) -> tuple[int, list[int]]:
         starts = [self.world * offset for offset, _ in self.param_columns]
         return self.world * sum(chunk for _, chunk in self.param_columns), starts
@@ -86,8 +89,9 @@ class PerParamUnit(ShardedUnit):
 class Zero3(ShardedModule):
     """A module whose parameters, gradients and optimizer states are split over a group of ranks.
 
-    Its blocks are the units. The pieces are fp32 masters, whatever the parameters' own dtype is; that is then what they
-    are gathered in. Arguments are those of :class:`~course_lib.parallel.sharded_module.ShardedModule`.
+    Its blocks are the units. Of parameters in a lower precision the pieces are fp32 masters, and they are gathered in
+    their own. A model that is all in one low precision has floating-point inputs cast to that.
+    Arguments are those of :class:`~course_lib.parallel.sharded_module.ShardedModule`.
     """
 
     strategy = "zero3"
@@ -95,9 +99,8 @@ class Zero3(ShardedModule):
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
                  param_dtype: torch.dtype | None = None):
-        own_dtype = next(module.parameters()).dtype
-        module.float()  # what is cut into pieces are the masters
-        if param_dtype is None and own_dtype != torch.float32:
-            param_dtype = own_dtype
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        if param_dtype is None and len(dtypes) == 1 and min(dtype.itemsize for dtype in dtypes) < 4:
+            (param_dtype,) = dtypes
         super().__init__(module, optimizer, units=None, group=group, reshard_after_forward=True, prefetch=True,
                          param_dtype=param_dtype, reduce_dtype=None)

@@ -15,9 +15,10 @@ MASKED = ("bert", "distilbert", "roberta")
 """Architectures that are trained to fill masks; the others predict the next token."""
 
 
-SPLITTABLE = ("gpt2", "bert", "llama")
+SPLITTABLE = ("gpt2", "bert", "roberta", "xlm-roberta", "camembert", "llama", "mistral", "qwen2", "gemma")
 """Architectures whose layers ``course train`` splits: those of ``course_lib.parallel.tensor_plans.PLANS``."""
-CUTTABLE = ("bert", "roberta", "distilbert", "gpt2", "opt", "llama")
+CUTTABLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "gpt2", "opt", "llama", "mistral", "qwen2",
+            "qwen3", "gemma")
 """Architectures that it cuts into pipeline stages: those of ``course_lib.modeling.stages.LAYOUTS``."""
 
 

@@ -33,17 +33,19 @@ def count_targets(labels: torch.Tensor, task: str) -> torch.Tensor:
     return (shifted(labels, task) != IGNORE).sum()
 
 
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor, task: str) -> torch.Tensor:
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor, task: str, smoothing: float = 0.0) -> torch.Tensor:
     """Cross-entropy summed over all targets, a float32 scalar.
 
     Args:
         logits: [B, C] (classification) or [B, L, V], any float dtype.
         labels: int64 [B] or [B, L].
+        smoothing: share of each target that is spread over all classes or tokens (arXiv 1512.00567, section 7), as
+            the Hugging Face Trainer's ``label_smoothing_factor``.
     """
     targets = shifted(labels, task).flatten()
     if task == "classification":
-        return _summed(logits, targets)
-    return _InChunks.apply(logits.flatten(0, -2), targets)
+        return _summed(logits, targets, smoothing)
+    return _InChunks.apply(logits.flatten(0, -2), targets, smoothing)
 
 
 def loss_of_rows(logits: torch.Tensor, labels: torch.Tensor, task: str) -> torch.Tensor:
@@ -75,22 +77,23 @@ class _InChunks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
         ctx.save_for_backward(logits, targets)
-        return torch.stack([_summed(*chunk) for chunk in _chunks(logits, targets)]).sum()
+        ctx.smoothing = smoothing
+        return torch.stack([_summed(*chunk, smoothing) for chunk in _chunks(logits, targets)]).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, targets = ctx.saved_tensors
         by_logit = torch.empty_like(logits)
         for part, wanted, into in _chunks(logits, targets, by_logit):
             with torch.enable_grad():
                 again = part.detach().requires_grad_()
-                loss = _summed(again, wanted)
+                loss = _summed(again, wanted, ctx.smoothing)
             into.copy_(torch.autograd.grad(loss, again, gradient)[0])
-        return by_logit, None
+        return by_logit, None, None
 
 
-def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
+def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)

@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules, by their names in the config."""
 
 import math
+import re
 
 import torch
 from torch import nn
@@ -9,13 +10,23 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from course_lib.config import OptimConfig
 
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Parameters that don't decay, by what their names in lower case have in them."""
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups of trainable parameters: matrices decay; biases and norms, which are vectors, do not."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    """Two groups of trainable parameters: what decays; and biases and norms, which do not.
+
+    Which these are is said by their names, and by ``nn.LayerNorm``, as in the Hugging Face Trainer
+    (``get_decay_parameter_names``): T5's ``relative_attention_bias`` is a bias, though a matrix.
+    """
+    within_norms = {parameter for module in model.modules() if isinstance(module, nn.LayerNorm)
+                    for parameter in module.parameters()}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decays = {name: p not in within_norms and not NO_DECAY.search(name.lower()) for name, p in trainable.items()}
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trainable.items() if decays[name]], "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable.items() if not decays[name]], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -224,7 +224,8 @@ class Trainer:
         """A micro-batch's share of the loss of the global batch: summed over its targets, divided by those of all."""
         with self.engine.autocast(), padding_known(unpadded_rows(batch)):
             logits = self.wrapped(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return summed_loss(logits, batch["labels"], self.task) / self.divisor(batch, targets, micro_batches)
+        loss = summed_loss(logits, batch["labels"], self.task, self.config.optim.label_smoothing_factor)
+        return loss / self.divisor(batch, targets, micro_batches)
 
     def divisor(self, batch: Batch, targets: torch.Tensor, micro_batches: int) -> torch.Tensor:
         """What a micro-batch's summed loss is divided by: the targets of the global batch.

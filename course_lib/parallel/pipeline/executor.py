@@ -85,7 +85,8 @@ class PipelineExecutor:
     """Runs a table on this rank's stages.
 
     A stage is a module that takes what the stage before it returned, a tensor or a tuple of tensors; the first one
-    takes the inputs of the batch. Each stage gets all extras besides, by name. Gradients add up in ``.grad`` over
+    takes the inputs of the batch. Each stage gets all extras besides, by name; one that is named as an argument of
+    :meth:`step` is (``scale``, ``targets``) is handed over in ``named``. Gradients add up in ``.grad`` over
     micro-batches and steps, as in one process.
 
     ```python
@@ -123,7 +124,7 @@ class PipelineExecutor:
         self._forward_tables: dict[int, Schedule] = {}
 
     def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
-             **extras: Tensor) -> StepResult:
+             named: Mapping[str, Tensor] | None = None, **extras: Tensor) -> StepResult:
         """Forward and backward of one batch; a collective call.
 
         Every rank is given the same batch, cut into micro-batches along the first dimension; it uses what its stages
@@ -134,21 +135,24 @@ class PipelineExecutor:
             targets: of the loss function.
             scale: what the loss of a micro-batch counts in the gradients; by default 1 / micro-batches, so that they
                 are those of the mean. With a loss that is a sum over targets: 1 / the batch's number of targets.
+            named: extras whose names this method has for itself.
             **extras: by name, for every stage.
         Raises:
-            ConfigError: fewer rows than micro-batches.
+            ConfigError: fewer rows than micro-batches; a stage that returns anything but tensors.
         """
         if scale is None:
             scale = 1 / self.table.microbatches
         with torch.enable_grad():
-            return _RowRun(self, self.table, inputs, targets, extras, scale).walk()
+            return _RowRun(self, self.table, inputs, targets, {**extras, **(named or {})}, scale).walk()
 
-    def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, **extras: Tensor) -> StepResult:
+    def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, named: Mapping[str, Tensor] | None = None,
+                 **extras: Tensor) -> StepResult:
         """The table's forwards alone, without gradients; a collective call.
 
         Like :meth:`step`, but a batch may have fewer rows than the table has micro-batches. Outputs are kept; losses
         come where there are targets.
         """
+        extras = {**extras, **(named or {})}
         rows = _rows(inputs, extras)
         microbatches = min(rows, self.table.microbatches)
         if microbatches not in self._forward_tables:  # a batch of 3 rows has at most 3 micro-batches
@@ -223,6 +227,10 @@ class _RowRun:
                        for tensor in received or self.inputs[microbatch])
         result = self.executor.stages[stage](*inputs, **self.extras[microbatch])
         outputs = result if isinstance(result, tuple) else (result,)
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise ConfigError(f"stage {stage} returned {'a tuple with ' * isinstance(result, tuple)}a "
+                                  f"{type(output).__name__}", "let a stage return a tensor, or a tuple of tensors")
         gradients: Tensors = ()
         roots = outputs
         # The last stage's graph begins at the loss, and at its factor in the gradient: nobody sends it one.

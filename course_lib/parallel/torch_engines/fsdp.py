@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.errors import ConfigError
 from course_lib.parallel import blocks as partition
+from course_lib.parallel.call_hooks import run_hooks_always
 from course_lib.parallel.sharding import check_elementwise, names_of, repoint
 
 
@@ -134,7 +135,7 @@ def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collecti
         raise ConfigError("cpu_offload moves pieces from a GPU to the host, and this model is on the CPU already",
                           "leave it out, or run on a GPU")
     # --- phase 1: which modules are units, and what fully_shard would do wrong without a word ---
-    chosen = list(partition.blocks(module).values() if units is None else units)
+    chosen = list(dict.fromkeys(partition.blocks(module).values() if units is None else units))
     partition.check_disjoint(chosen)
     _check_not_tied_between(module, chosen)
     # --- phase 2: all ranks begin alike, which fully_shard leaves to the caller. Along one axis after the other, from
@@ -151,6 +152,7 @@ def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collecti
     for unit in chosen:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy,
                     offload_policy=offload)
+        run_hooks_always(unit)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     # --- phase 4: the optimizer's parameters, by name, are the DTensors now ---
     sharded = dict(module.named_parameters())

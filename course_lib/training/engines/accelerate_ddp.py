@@ -15,11 +15,21 @@ from course_lib.training.overflow import OverflowWatch
 from course_lib.training.unwrapping import take_back_forward
 
 
+def finds_unused_parameters(config: Config) -> bool:
+    """Whether DDP is to look for parameters that the loss does not use.
+
+    As in the Hugging Face Trainer: unless something else was asked for, always but under activation checkpointing.
+    """
+    asked = config.parallel.ddp_find_unused_parameters
+    return not config.model.activation_checkpointing if asked is None else asked
+
+
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     """What Accelerate wraps a model in torch's DistributedDataParallel with."""
-    # static_graph stays off: it spares the search for unused parameters, which is off as well, its first backward
-    # sends nothing before its end, and a first backward under no_sync it does not survive.
-    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    # static_graph stays off: its first backward sends nothing before its end, and a first backward under no_sync it
+    # does not survive.
+    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True,
+                                            find_unused_parameters=finds_unused_parameters(config))
     if config.parallel.bucket_mb is not None:
         options.bucket_cap_mb = config.parallel.bucket_mb  # type: ignore[assignment]
     return options

@@ -14,6 +14,7 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
+from course_lib.training.engines.accelerate_ddp import finds_unused_parameters
 from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 
 
@@ -42,7 +43,8 @@ class Scratch(ShardedEngine):
         bucket, group = self.config.parallel.bucket_bytes, self.groups.dp if self.tensor else None
         low = torch.bfloat16 if self.precision == "bf16" else None  # in which gathered parameters travel and compute
         if self.strategy == "ddp":
-            self.wrapped = DataParallel(model, group=group, bucket_bytes=bucket)
+            self.wrapped = DataParallel(model, group=group, bucket_bytes=bucket,
+                                        find_unused_parameters=finds_unused_parameters(self.config))
         elif self.strategy == "zero1":
             self.wrapped = OverlappedZero1(model, optimizer, group=group, bucket_bytes=bucket)
         elif self.strategy == "zero2":

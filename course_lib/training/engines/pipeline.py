@@ -173,7 +173,7 @@ class PipelineEngine(ShardedEngine):
                   for number, stage in self.stages.items()}
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return summed_loss(logits, labels, config.data.task)
+            return summed_loss(logits, labels, config.data.task, config.optim.label_smoothing_factor)
 
         self.forwards = PipelineExecutor(self.schedule, stages, loss, self.groups.pp, device)
         self.executor: PipelineExecutor | TorchPipeline = self.forwards

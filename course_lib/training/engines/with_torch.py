@@ -21,7 +21,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
-from course_lib.training.engines.accelerate_ddp import ddp_options
+from course_lib.training.engines.accelerate_ddp import ddp_options, finds_unused_parameters
 from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
 
@@ -48,7 +48,8 @@ class TorchZero1(ShardedEngine):
             take_back_forward(model)
         else:  # Accelerate's DDP is over all ranks
             self.wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True,
-                                                   bucket_cap_mb=self.config.parallel.bucket_bytes / 2**20)
+                                                   bucket_cap_mb=self.config.parallel.bucket_bytes / 2**20,
+                                                   find_unused_parameters=finds_unused_parameters(self.config))
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         # alone on a GPU the model is not wrapped, and has no no_sync() of its own

@@ -1,0 +1,33 @@
+"""Where the blocks of known models lie among what comes before and after them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which parts of a base model, by name, come before and after its blocks.
+
+    Attributes:
+        embedding: takes the token ids; on later stages it returns what the stage before sent.
+        added: what it returns is added to the embedding's.
+        front: what else comes before the blocks.
+        back: what comes after them.
+    """
+
+    embedding: str
+    added: tuple[str, ...] = ()
+    front: tuple[str, ...] = ()
+    back: tuple[str, ...] = ()
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "bert": Layout("embeddings", back=("pooler",)),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), Layout("embeddings", back=("pooler",))),
+    "distilbert": Layout("embeddings"),
+    "gpt2": Layout("wte", added=("wpe",), front=("drop",), back=("ln_f",)),
+    "opt": Layout("decoder.embed_tokens", added=("decoder.embed_positions",), front=("decoder.project_in",),
+                  back=("decoder.final_layer_norm", "decoder.project_out")),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), Layout("embed_tokens", back=("norm",))),
+}
+"""By model type; of others :mod:`course_lib.modeling.structure` finds out."""

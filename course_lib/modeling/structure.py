@@ -1,0 +1,130 @@
+"""Finds how a model that has no layout of its own is built around its blocks, so that it can be cut into stages.
+
+Which modules stand before the blocks and which after is seen in one forward of a few tokens. Whether the cut is right
+is then seen, too: stages in turn have to compute what the model does.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.errors import ConfigError
+from course_lib.modeling.layouts import LAYOUTS, Layout
+from course_lib.parallel.blocks import blocks
+
+TOKENS = 6
+"""Of the sequence that a model is looked at with."""
+_seen: "weakref.WeakKeyDictionary[nn.Module, Layout]" = weakref.WeakKeyDictionary()
+ChainedLogits = Callable[[nn.Module, Layout, dict[str, Tensor]], Tensor]
+"""From a model, a layout and a batch to the logits of stages of that layout in turn."""
+
+
+def layout_of(model: nn.Module, chained: ChainedLogits) -> Layout:
+    """The layout of a model.
+
+    Args:
+        model: for a task, with a head.
+        chained: cuts it and runs the stages.
+    Raises:
+        ConfigError: no head, no blocks, several stacks of them, or stages that would compute something else.
+    """
+    name, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(kind, str) or not hasattr(model, "base_model"):
+        raise ConfigError(f"{name} cannot be cut into stages: it is no model of transformers",
+                          "write its stages as modules by hand")
+    if model.base_model is model:
+        raise ConfigError(f"{name} cannot be cut into stages: it has no head", "use the model for a task")
+    if kind in LAYOUTS:
+        return LAYOUTS[kind]
+    if model not in _seen:
+        _seen[model] = _verified(model, name, chained)
+    return _seen[model]
+
+
+def _verified(model: nn.Module, name: str, chained: ChainedLogits) -> Layout:
+    """The layout that a forward shows, once stages of it have computed the model's own logits."""
+    instead = "use --training_type accelerated, or write its stages as modules by hand"
+    with _looking(model):
+        batch = _probe(model)
+        try:
+            layout, logits = _look(model, name, batch)
+            same = torch.allclose(chained(model, layout, batch), logits, rtol=1e-4, atol=1e-5)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever another forward does with what it did not expect
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(f"{name} cannot be cut into stages: {reason}", instead) from error
+    if not same:
+        raise ConfigError(f"{name} cannot be cut into stages: in turn they don't compute what the model does", instead)
+    return layout
+
+
+def _look(model: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Layout, Tensor]:
+    """What stands before and after the blocks in a forward, and its logits."""
+    base: Any = model.base_model
+    prefix, names = f"{model.base_model_prefix}.", list(blocks(model))
+    stacks = {block.rpartition(".")[0] for block in names}
+    if len(stacks) > 1 or getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} cannot be cut into stages: it has several stacks of blocks",
+                          "use --training_type accelerated")
+    (stack,) = stacks
+    if not stack.startswith(prefix):
+        raise ConfigError(f"{name} cannot be cut into stages: its blocks are not in its base model",
+                          "use --training_type accelerated")
+    beside = _beside(base, stack.removeprefix(prefix))
+    calls: list[tuple[str, bool]] = []  # in order: what was called, and whether it handed hidden states on
+    first_block = model.get_submodule(names[0])
+    with contextlib.ExitStack() as hooks:
+        for path, module in [*beside.items(), ("", first_block)]:
+            def note(_: Any, args: Any, output: Any, path: str = path) -> None:
+                hands_on = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+                calls.append((path, hands_on and isinstance(output, Tensor)))
+            handle = module.register_forward_hook(note)
+            hooks.callback(handle.remove)
+        logits = model(**batch).logits
+    begin = [path for path, _ in calls].index("")
+    token = next(path for path, module in base.named_modules() if module is base.get_input_embeddings())
+    embedding = next(path for path in beside if f"{token}.".startswith(f"{path}."))
+    before = [call for call in calls[:begin] if call[0] != embedding]
+    return Layout(
+        embedding, added=tuple(path for path, _ in before if isinstance(beside[path], nn.Embedding)),
+        front=tuple(path for path, hands_on in before if hands_on),
+        back=tuple(path for path, hands_on in calls[begin + 1 :] if path and hands_on) + _poolers(base)), logits
+
+
+def _beside(base: nn.Module, stack: str) -> dict[str, nn.Module]:
+    """The modules on the way from a base model to its list of blocks that are not on it, by name."""
+    found, node, at = {}, base, ""
+    for part in stack.split("."):
+        found |= {at + name: child for name, child in node.named_children() if name != part}
+        node, at = node.get_submodule(part), f"{at}{part}."
+    return found
+
+
+def _poolers(base: nn.Module) -> tuple[str, ...]:
+    """A pooler's output is no hidden states: stages before the last have no use for it."""
+    return tuple(name for name, child in base.named_children() if name == "pooler" and child is not None)
+
+
+def _probe(model: nn.Module) -> dict[str, Tensor]:
+    """One row of a few tokens, the last of which is padding's neighbour in no model: none is padding."""
+    words = model.config.get_text_config().vocab_size
+    ids = torch.arange(5, 5 + TOKENS, device=next(model.parameters()).device)[None] % words
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@contextlib.contextmanager
+def _looking(model: nn.Module) -> Iterator[None]:
+    """Without gradients, dropout, caches, or a trace in torch's random state."""
+    was = {module: module.training for module in model.modules()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in was.items():
+                module.training = training
