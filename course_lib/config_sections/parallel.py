@@ -33,8 +33,9 @@ deepspeed for zero, scratch for pipelines and tensor parallelism, else torch."""
     """Gradients that travel together, in MiB; default: 25, and for DeepSpeed its own 500 million elements, or an \
 eighth of a smaller model."""
     ddp_find_unused_parameters: bool | None = None
-    """Let DDP look for parameters that the loss does not use, as XLNet and RoFormer have, and leave them alone; costs \
-a walk over the graph and a small message per backward. Default: yes, but under activation_checkpointing."""
+    """Let DDP look for parameters that the loss does not use, and leave them alone: a walk over the graph and a \
+small message per backward. Default: where a forward of a few tokens leaves some out (XLNet, RoFormer), and for \
+experts and dropped layers; the Hugging Face Trainer always does, but under activation checkpointing."""
     lean_buffers: bool = False
     """Let DeepSpeed hold and send what the formulas of lesson 05 count: buckets of 25 MiB, no parameter whole on \
 every rank, nothing kept for its next use. By default it takes memory for speed."""

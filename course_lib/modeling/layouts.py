@@ -13,12 +13,14 @@ class Layout:
         added: what it returns is added to the embedding's.
         front: what else comes before the blocks.
         back: what comes after them.
+        returns: how many things a block returns in a tuple, hidden states first; 0 for hidden states alone.
     """
 
     embedding: str
     added: tuple[str, ...] = ()
     front: tuple[str, ...] = ()
     back: tuple[str, ...] = ()
+    returns: int = 0
 
 
 LAYOUTS: Mapping[str, Layout] = {

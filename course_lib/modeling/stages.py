@@ -188,10 +188,22 @@ class Nothing(nn.Module):
 
 
 class Through(nn.Module):
-    """Replaces what another stage computes: gives its input back."""
+    """Replaces what another stage computes: gives its input back.
 
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden
+    Args:
+        replaced: whose plain attributes it has, such as the kind of attention that a mask is made for.
+        returns: how many things it returned in a tuple, of which the hidden states are first; 0 for these alone.
+    """
+
+    def __init__(self, replaced: nn.Module | None = None, returns: int = 0):
+        super().__init__()
+        self.returns = returns
+        if replaced is not None:
+            vars(self).update({name: value for name, value in vars(replaced).items()
+                               if isinstance(value, str | int | float | None)} | vars(self))
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden, *[None] * (self.returns - 1)) if self.returns else hidden
 
 
 def cut(model: nn.Module, split: Split, stages: Iterable[int]) -> dict[int, Stage]:
@@ -214,7 +226,8 @@ def _stage(model: nn.Module, units: Sequence[str], layout: Layout | None = None)
     layout, prefix = layout or _layout(model), f"{model.base_model_prefix}."
     first, last = EMBEDDINGS in units, HEAD in units
     received = Received()
-    replaced: dict[str, nn.Module] = {name: Through() for name in blocks(model) if name not in units}
+    replaced: dict[str, nn.Module] = {name: Through(block, layout.returns) for name, block in blocks(model).items()
+                                      if name not in units}
     if not first:
         replaced[prefix + layout.embedding] = received
         replaced |= {prefix + name: Nothing() for name in layout.added}

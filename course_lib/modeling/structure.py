@@ -57,7 +57,8 @@ def _verified(model: nn.Module, name: str, chained: ChainedLogits) -> Layout:
             raise
         except Exception as error:  # whatever another forward does with what it did not expect
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(f"{name} cannot be cut into stages: {reason}", instead) from error
+            raise ConfigError(f"{name} cannot be cut into stages: its forward does not take their hidden states "
+                              f"({reason})", instead) from error
     if not same:
         raise ConfigError(f"{name} cannot be cut into stages: in turn they don't compute what the model does", instead)
     return layout
@@ -76,24 +77,33 @@ def _look(model: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Layout
         raise ConfigError(f"{name} cannot be cut into stages: its blocks are not in its base model",
                           "use --training_type accelerated")
     beside = _beside(base, stack.removeprefix(prefix))
-    calls: list[tuple[str, bool]] = []  # in order: what was called, and whether it handed hidden states on
+    calls: list[tuple[str, bool, bool]] = []  # what was called; whether it took ids, and handed hidden states on
+    of_block: list[int] = []  # how many things it returned in a tuple
     first_block = model.get_submodule(names[0])
     with contextlib.ExitStack() as hooks:
         for path, module in [*beside.items(), ("", first_block)]:
             def note(_: Any, args: Any, output: Any, path: str = path) -> None:
-                hands_on = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
-                calls.append((path, hands_on and isinstance(output, Tensor)))
+                plain = bool(args) and isinstance(args[0], Tensor) and isinstance(output, Tensor)
+                floating = plain and args[0].is_floating_point()
+                calls.append((path, plain and not floating, floating))
+                if not path:
+                    of_block.append(len(output) if isinstance(output, tuple) else 0)
             handle = module.register_forward_hook(note)
             hooks.callback(handle.remove)
         logits = model(**batch).logits
-    begin = [path for path, _ in calls].index("")
+    order = [path for path, *_ in calls]
+    if "" not in order:
+        raise ConfigError(f"{name} cannot be cut into stages: it does not call its blocks as modules",
+                          "use --training_type accelerated")
+    begin = order.index("")
     token = next(path for path, module in base.named_modules() if module is base.get_input_embeddings())
     embedding = next(path for path in beside if f"{token}.".startswith(f"{path}."))
     before = [call for call in calls[:begin] if call[0] != embedding]
     return Layout(
-        embedding, added=tuple(path for path, _ in before if isinstance(beside[path], nn.Embedding)),
-        front=tuple(path for path, hands_on in before if hands_on),
-        back=tuple(path for path, hands_on in calls[begin + 1 :] if path and hands_on) + _poolers(base)), logits
+        embedding, added=tuple(path for path, ids, _ in before if ids),
+        front=tuple(path for path, _, hands_on in before if hands_on),
+        back=tuple(path for path, _, hands_on in calls[begin + 1 :] if path and hands_on),
+        returns=of_block[0]), logits
 
 
 def _beside(base: nn.Module, stack: str) -> dict[str, nn.Module]:
@@ -103,11 +113,6 @@ def _beside(base: nn.Module, stack: str) -> dict[str, nn.Module]:
         found |= {at + name: child for name, child in node.named_children() if name != part}
         node, at = node.get_submodule(part), f"{at}{part}."
     return found
-
-
-def _poolers(base: nn.Module) -> tuple[str, ...]:
-    """A pooler's output is no hidden states: stages before the last have no use for it."""
-    return tuple(name for name, child in base.named_children() if name == "pooler" and child is not None)
 
 
 def _probe(model: nn.Module) -> dict[str, Tensor]:

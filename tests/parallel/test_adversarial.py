@@ -173,8 +173,8 @@ CASES = {
     "dataclasses": (Dataclasses, adamw, ALL),
     "two precisions": (TwoPrecisions, lambda *a, **k: adamw(*a, eps=0.1, **k), ("ddp", *BY_BLOCKS, "torch fsdp")),
 }
-"""By name: the model, its optimizer, and the engines that train it. Of those left out, FSDP2 refuses one block at several
-places and parameters without a dimension, and ends in an abort of gloo where ranks use different parameters."""
+"""By name: the model, its optimizer, and the engines that train it. FSDP2 is left out where it refuses (one block at
+several places, parameters without a dimension), and where ranks use other parameters, which aborts in gloo."""
 
 
 def wrapped(name, model, make):

@@ -16,8 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from course_lib.modeling.loading import HEADS
 from course_lib.training import cpu_kernels
-from tests.modeling import tiny_architectures
-from tests.modeling.tiny_architectures import batch
+from testing import tiny_architectures
+from testing.tiny_architectures import batch
 
 NOTHING = 1e-6
 """A dropout that drops nothing: of 65,536 parts it is none. It takes the way with dropout."""

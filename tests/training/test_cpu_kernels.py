@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from course_lib.config import build as config_of
 from course_lib.errors import ConfigError
 from course_lib.training import cpu_kernels
-from tests.modeling import tiny_architectures
-from tests.modeling.tiny_architectures import batch
+from testing import tiny_architectures
+from testing.tiny_architectures import batch
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from course_lib.config import build as config_of
 from course_lib.modeling import presets
 from course_lib.training import cpu_kernels
 from course_lib.training.run import build_trainer, evaluate
-from tests.modeling import tiny_architectures
-from tests.modeling.tiny_architectures import batch
+from testing import tiny_architectures
+from testing.tiny_architectures import batch
 from tests.training import kernel_sweep
 
 

@@ -15,21 +15,11 @@ from course_lib.training.overflow import OverflowWatch
 from course_lib.training.unwrapping import take_back_forward
 
 
-def finds_unused_parameters(config: Config) -> bool:
-    """Whether DDP is to look for parameters that the loss does not use.
-
-    As in the Hugging Face Trainer: unless something else was asked for, always but under activation checkpointing.
-    """
-    asked = config.parallel.ddp_find_unused_parameters
-    return not config.model.activation_checkpointing if asked is None else asked
-
-
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     """What Accelerate wraps a model in torch's DistributedDataParallel with."""
-    # static_graph stays off: its first backward sends nothing before its end, and a first backward under no_sync it
-    # does not survive.
-    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True,
-                                            find_unused_parameters=finds_unused_parameters(config))
+    # static_graph stays off: it spares the search for unused parameters, which most models do without, its first
+    # backward sends nothing before its end, and a first backward under no_sync it does not survive.
+    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     if config.parallel.bucket_mb is not None:
         options.bucket_cap_mb = config.parallel.bucket_mb  # type: ignore[assignment]
     return options
@@ -38,11 +28,14 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
 class AccelerateDDP(Engine):
     """``--strategy ddp --engine torch``, also on one process and on one GPU."""
 
+    by_ddp = True
+
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
         return {"kwargs_handlers": [ddp_options(self.config)]}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
+        self.accelerator.ddp_handler.find_unused_parameters = self.finds_unused
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
         self.overflow = OverflowWatch()
         take_back_forward(model)

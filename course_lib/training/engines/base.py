@@ -20,6 +20,7 @@ from course_lib.parallel.sharding import Shard
 from course_lib.parallel.topology import AxisGroups, Coordinates, RankGrid
 from course_lib.training.engines import process_group
 from course_lib.training.precision import autocast, pick_device, pick_precision
+from course_lib.training.unused_parameters import may_leave_out
 from course_lib.training.votes import Votes
 
 
@@ -56,6 +57,10 @@ class Engine:
     """Whether the last step found an overflow under fp16 and left the weights alone."""
     knows_at_once = True
     """Whether ``step_was_skipped`` answers without waiting for the GPU."""
+    by_ddp = False
+    """Whether gradients are summed by DDP, torch's or the course's own."""
+    finds_unused = False
+    """Whether DDP looks for parameters that the loss does not use, see :meth:`examine`."""
     scores: Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
     """In evaluation, what to call in the model's place; see :func:`course_lib.training.evaluation.evaluate_split`."""
 
@@ -152,6 +157,12 @@ class Engine:
     def take_part(self, model: nn.Module) -> nn.Module:
         """The part of the model that this process trains: all of it, but in a pipeline."""
         return model
+
+    def examine(self, model: nn.Module) -> None:
+        """Look at this process's part of the model, on its device, before it is compiled and wrapped."""
+        if self.by_ddp:
+            asked = self.config.parallel.ddp_find_unused_parameters
+            self.finds_unused = (self.num_processes > 1 and may_leave_out(model)) if asked is None else asked
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Take the model, on its device, and its optimizer, which has made no step."""

@@ -32,6 +32,7 @@ def compose(engine: Engine, whole: nn.Module, before_wrapping: Callable[[], None
     # A pipeline keeps some blocks of a rank's pieces. From here on nothing needs the whole, and the rest may go.
     engine.model = engine.take_part(whole).to(engine.device)
     before_wrapping()
+    engine.examine(engine.model)
     # Compiled are the blocks alone, before hooks of data parallelism are around them: a graph would break at each.
     if config.model.torch_compile:
         compile_blocks(engine.model, dynamic=None if config.data.has_one_length else True)

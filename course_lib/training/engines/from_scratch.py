@@ -14,7 +14,6 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.training.engines.accelerate_ddp import finds_unused_parameters
 from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 
 
@@ -26,6 +25,10 @@ class Scratch(ShardedEngine):
     @property
     def shards_state(self) -> bool:  # type: ignore[override]
         return self.strategy != "ddp" or self.grid.tp > 1
+
+    @property
+    def by_ddp(self) -> bool:  # type: ignore[override]
+        return self.strategy == "ddp"
 
     @property
     def casts(self) -> bool:  # type: ignore[override]
@@ -44,7 +47,7 @@ class Scratch(ShardedEngine):
         low = torch.bfloat16 if self.precision == "bf16" else None  # in which gathered parameters travel and compute
         if self.strategy == "ddp":
             self.wrapped = DataParallel(model, group=group, bucket_bytes=bucket,
-                                        find_unused_parameters=finds_unused_parameters(self.config))
+                                        find_unused_parameters=self.finds_unused)
         elif self.strategy == "zero1":
             self.wrapped = OverlappedZero1(model, optimizer, group=group, bucket_bytes=bucket)
         elif self.strategy == "zero2":

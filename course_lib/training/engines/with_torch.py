@@ -21,7 +21,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
-from course_lib.training.engines.accelerate_ddp import ddp_options, finds_unused_parameters
+from course_lib.training.engines.accelerate_ddp import ddp_options
 from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
 
@@ -29,6 +29,7 @@ from course_lib.training.unwrapping import take_back_forward
 class TorchZero1(ShardedEngine):
     """DDP, and an optimizer that keeps the state of its share of the parameters (whole tensors, dealt out)."""
 
+    by_ddp = True
     optimizer: ZeroRedundancyOptimizer
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
@@ -44,12 +45,13 @@ class TorchZero1(ShardedEngine):
         group = self.groups.dp if self.tensor else None
         self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), process_group=group, **options)
         if self.tensor is None:
+            self.accelerator.ddp_handler.find_unused_parameters = self.finds_unused
             self.wrapped = self.accelerator.prepare(model)
             take_back_forward(model)
         else:  # Accelerate's DDP is over all ranks
             self.wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True,
                                                    bucket_cap_mb=self.config.parallel.bucket_bytes / 2**20,
-                                                   find_unused_parameters=finds_unused_parameters(self.config))
+                                                   find_unused_parameters=self.finds_unused)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         # alone on a GPU the model is not wrapped, and has no no_sync() of its own
