@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import gc
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.processing import ProcessedData
 from course_lib.errors import CourseError
 from course_lib.launching.launch import RankError, RanksHung, launch
-from course_lib.modeling.loading import LoadedModel, _checkpoint_activations
+from course_lib.modeling.loading import HEADS, LoadedModel, _checkpoint_activations
 from course_lib.training.callbacks import Callback
 from course_lib.training.trainer import Trainer
 from testing import tiny_architectures
@@ -134,11 +135,15 @@ def _data(task: str) -> tuple[ProcessedData, DataProcessor]:
 
 @functools.lru_cache(maxsize=2)
 def _model(name: str, task: str) -> nn.Module:
-    """The small model, without dropout."""
+    """The small model, without dropout, loaded from a folder as a user's is: RoFormer's table of positions is trained
+    then, and not in a new model."""
     kind, fields, _ = ARCHITECTURES[name]
     labels = _data(task)[0].label_names
     model = tiny_architectures.build(CONFIG_MAPPING[kind], task, **fields,
                                      **({"num_labels": len(labels)} if labels else {}))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        model = HEADS[task][0].from_pretrained(folder, dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

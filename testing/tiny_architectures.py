@@ -1,6 +1,7 @@
 """Every architecture of transformers that `course train` takes, as small as its config lets it be."""
 
 import re
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -60,7 +61,7 @@ OWN = {
 
 def shrunk(fields: dict) -> dict:
     """The fields of a config that have a smaller value, those of configs in it too."""
-    small_values = {}
+    small_values: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             small_values[name] = {"model_type": value["model_type"], **shrunk(value)}
@@ -75,15 +76,16 @@ def shrunk(fields: dict) -> dict:
     return small_values
 
 
-def tiny(config_class: type[PreTrainedConfig], task: str, **more: int) -> PreTrainedConfig:
+def tiny(config_class: type[PreTrainedConfig], task: str, **more: Any) -> PreTrainedConfig:
     """A config of two layers of width 32 and 99 words, as far as its class has fields for them."""
-    fields = shrunk(config_class().to_dict()) | OWN.get(config_class.__name__, {}) | more
+    own: dict[str, Any] = OWN.get(config_class.__name__, {})  # type: ignore[assignment]
+    fields = shrunk(config_class().to_dict()) | own | more
     if task == "causal_lm" and hasattr(config_class(), "is_decoder"):
         fields["is_decoder"] = True
     return config_class(**fields)
 
 
-def build(config_class: type[PreTrainedConfig], task: str, **more: int) -> PreTrainedModel:
+def build(config_class: type[PreTrainedConfig], task: str, **more: Any) -> PreTrainedModel:
     """The tiny model for a task, with new weights; an Exception of any kind where there can be none."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -80,7 +80,7 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
         ctx.save_for_backward(logits, targets)
         ctx.smoothing = smoothing
-        return torch.stack([_summed(*chunk, smoothing) for chunk in _chunks(logits, targets)]).sum()
+        return torch.stack([_summed(part, wanted, smoothing) for part, wanted in _chunks(logits, targets)]).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -7,13 +7,14 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from transformers import AlbertConfig, AlbertForSequenceClassification, BertConfig, BertModel
+from transformers import CONFIG_MAPPING, BertConfig, BertModel
 
 from course_lib.errors import ConfigError
 from course_lib.metering.meter import Meter
 from course_lib.modeling.balance import Clock, deal_out
 from course_lib.modeling.stages import EMBEDDINGS, HEAD, cut, shared_weights, split_at, split_evenly
-from tests.modeling.stage_cases import LENGTH, MODELS, SIZES, batch, build, loss_sum
+from testing import tiny_architectures
+from tests.modeling.stage_cases import LENGTH, MODELS, batch, build, loss_sum
 
 TIED = {"bert masked", "roberta causal", "distilbert masked", "gpt2 causal", "opt causal", "llama causal"}
 
@@ -38,6 +39,37 @@ def test_the_stages_in_turn_are_the_model(name):
         loss_sum(output, targets).backward()
         for key, parameter in model.named_parameters():
             assert parameter.grad is None if wanted[key] is None else torch.equal(parameter.grad, wanted[key])
+
+
+FOUND = {"gemma2": "causal_lm", "gpt_neox": "causal_lm", "gptj": "causal_lm", "bloom": "causal_lm",
+         "falcon": "causal_lm", "mixtral": "causal_lm", "mamba": "causal_lm", "qwen3": "causal_lm",
+         "modernbert": "masked_lm", "roformer": "masked_lm", "deberta-v2": "masked_lm", "mpnet": "masked_lm",
+         "camembert": "masked_lm", "albert": "classification"}
+"""Architectures whose layout a forward shows, but for two: a block that returns a tuple, positions within the encoder,
+a table that all blocks read, one block that runs twice, masks by the kind of attention of each block."""
+
+
+def small(architecture, task):
+    return tiny_architectures.build(CONFIG_MAPPING[architecture], task)
+
+
+@pytest.mark.parametrize("architecture", FOUND)
+def test_stages_by_structure_in_turn_are_the_model(architecture):
+    model = small(architecture, FOUND[architecture]).eval()
+    inputs = tiny_architectures.batch()
+    logits = model(**inputs).logits
+    logits.square().mean().backward()
+    wanted = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    before = torch.get_rng_state()
+    for count in (2, 3):
+        model.zero_grad()
+        output = chained(cut(model, split_evenly(model, count, by="parameters"), range(count)), inputs)
+        assert torch.allclose(output, logits, atol=1e-6) and torch.equal(before, torch.get_rng_state())
+        output.square().mean().backward()
+        for key, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (wanted[key] is None)
+            assert wanted[key] is None or torch.allclose(parameter.grad, wanted[key], atol=1e-6)
+    assert not model.training and not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,9 +135,10 @@ def test_a_split_spec_that_is_none(spec, message):
 
 
 @pytest.mark.parametrize(("model", "message"), [
-    (lambda: AlbertForSequenceClassification(AlbertConfig(**SIZES, embedding_size=8)),
-     "AlbertForSequenceClassification cannot be cut into stages: only bert, "),
-    (lambda: nn.Linear(2, 2), "Linear cannot be cut into stages: only bert, "),
+    (lambda: small("t5", "classification"), "T5ForSequenceClassification cannot be cut into stages: it has several"),
+    (lambda: small("xlnet", "causal_lm"), "XLNetLMHeadModel cannot be cut into stages: in turn they don't compute"),
+    (lambda: small("squeezebert", "masked_lm"), "SqueezeBertForMaskedLM .* does not call its blocks as modules"),
+    (lambda: nn.Linear(2, 2), "Linear cannot be cut into stages: it is no model of transformers"),
     (lambda: BertModel(BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
      "BertModel cannot be cut into stages: it has no head"),
 ])

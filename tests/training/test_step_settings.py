@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.trainer_pt_utils import LabelSmoother
 
 from course_lib import modeling
 from course_lib.config import build
@@ -41,6 +42,23 @@ def test_the_loss_in_chunks_is_the_plain_one(monkeypatch, task, dtype):
     assert torch.allclose(ours.grad, 2 * plain.grad)
     rows = loss.loss_of_rows(logits, labels, task)
     assert rows[:, 0].sum().item() * 0.37 == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("task", ["classification", "causal_lm", "masked_lm"])
+def test_smoothed_labels_are_the_hugging_face_trainers(task):
+    torch.manual_seed(0)
+    shape = (5,) if task == "classification" else (3, 11)
+    labels, logits = torch.randint(0, 97, shape), torch.randn(*shape, 97)
+    if task != "classification":
+        labels[torch.rand(3, 11) < 0.3] = loss.IGNORE
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found = loss.summed_loss(ours, labels, task, 0.1) / loss.count_targets(labels, task)
+    wanted = LabelSmoother(epsilon=0.1)({"logits": theirs}, labels, shift_labels=task == "causal_lm")
+    found.backward()
+    wanted.backward()
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6) and torch.allclose(ours.grad, theirs.grad, atol=1e-7)
+    plain = loss.summed_loss(logits, labels, task) / loss.count_targets(labels, task)
+    assert abs(plain.item() - found.item()) > 1e-3
 
 
 # --- clipping ---

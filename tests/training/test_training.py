@@ -8,14 +8,17 @@ import shutil
 import psutil
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
+from transformers import Trainer as HuggingFaceTrainer
 
 from course_lib.config import OptimConfig, build
 from course_lib.errors import ConfigError
 from course_lib.modeling import presets
 from course_lib.training.callbacks import Callback, FunctionCallback
 from course_lib.training.checkpoints import checkpoint, manifest, resuming, safetensors_tree
-from course_lib.training.optimization import learning_rate_factor, make_optimizer
+from course_lib.training.optimization import learning_rate_factor, make_optimizer, parameter_groups
 from course_lib.training.run import build_trainer
+from testing import tiny_architectures
 
 pytestmark = pytest.mark.slow
 
@@ -285,3 +288,16 @@ def test_biases_and_norms_do_not_decay():
     decay, rest = make_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
     assert [tuple(p.shape) for p in decay["params"]] == [(3, 3)] and decay["weight_decay"] == 0.1
     assert len(rest["params"]) == 3 and rest["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "t5", "xlnet", "mamba", "deberta-v2", "distilbert"])
+def test_what_decays_is_what_decays_in_the_hugging_face_trainer(architecture):
+    """By name and layer: T5's relative_attention_bias and XLNet's r_w_bias are matrices, and biases."""
+    task = "causal_lm" if architecture == "mamba" else "classification"
+    model = tiny_architectures.build(CONFIG_MAPPING[architecture], task)
+    theirs = set(HuggingFaceTrainer.get_decay_parameter_names(None, model))
+    groups = {p: group["weight_decay"] for group in parameter_groups(model, 0.1) for p in group["params"]}
+    wanted = {p: 0.1 if name in theirs else 0.0 for name, p in model.named_parameters() if p.requires_grad}
+    assert groups == wanted and set(wanted.values()) == {0.0, 0.1}
+    by_shape = {p: 0.1 if p.ndim >= 2 else 0.0 for p in wanted}
+    assert (groups != by_shape) == (architecture in ("t5", "xlnet", "mamba")), "matrices and vectors would not do"

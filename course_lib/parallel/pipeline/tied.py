@@ -1,10 +1,13 @@
 """Weights that two stages share, such as an embedding that is the output head too."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from course_lib.parallel.absence import ABSENT, are_absent
 
 
 def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[int, nn.Module],
@@ -29,8 +32,8 @@ def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[in
         # Of several stages here any will do: they share the weight, and its gradient.
         stage = next(stage for stage in names if stage_ranks[stage] == rank)
         weight = stages[stage].get_parameter(names[stage])
-        # A holder whose loss did not reach it sends zeros: the others wait for its part.
-        own = torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
+        # A holder whose loss did not reach it sends what says so: the others wait for its part.
+        own = torch.full_like(weight, ABSENT) if weight.grad is None else weight.grad.contiguous() + 0.0
         parts = {peer: own if peer == rank else torch.empty_like(own) for peer in holders}
         # --- every holder sends to every other: there are two of them, or few, and no group of theirs is needed ---
         exchange = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for peer in holders if peer != rank
@@ -38,5 +41,8 @@ def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[in
         for work in dist.batch_isend_irecv(exchange) if exchange else ():
             work.wait()
         # --- add in the order of the ranks, the same everywhere: in another order the last bits would differ, and the
-        # copies drift apart. holders times (…) -> (…) ---
-        weight.grad = torch.stack([parts[peer] for peer in holders]).sum(0)
+        # copies drift apart. holders times (…) -> (…). What no loss reached has no gradient. ---
+        reached = weight.grad is not None
+        weight.grad = functools.reduce(torch.add, [parts[peer].detach() for peer in holders])
+        if not reached and are_absent([weight.grad])[0]:
+            weight.grad = None

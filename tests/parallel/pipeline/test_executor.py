@@ -342,6 +342,48 @@ def test_hugging_face_models_equal_the_unsplit_one(ranks, family, name, engine):
         assert any(furthest(outcome["before"], outcome["after"]) > 0.01 * scale for outcome in outcomes)
 
 
+class GivesScale(nn.Module):
+    """Takes extras that are named as arguments of a step are."""
+
+    def forward(self, x, scale=None, targets=None):
+        return x * scale + targets
+
+
+class GivesNoTensor(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return self.what
+
+
+def on_one_rank():
+    """What a step says to stages that return no tensors, and its loss with extras of its own arguments' names."""
+    dist.init_process_group("gloo")
+    said = []
+    for what in ({"hidden": 1}, None, (torch.ones(1), None), [torch.ones(1)]):
+        executor = PipelineExecutor(make("gpipe", 1, 2), {0: GivesNoTensor(what)}, squares)
+        with pytest.raises(ConfigError) as error:
+            executor.step(torch.ones(2, 3), targets=torch.ones(2, 3))
+        said.append(str(error.value))
+    executor = PipelineExecutor(make("gpipe", 1, 2), {0: GivesScale()}, lambda output, target: output.sum() + target)
+    x = torch.ones(2, 3, requires_grad=True)
+    extras = {"scale": torch.full((2, 3), 5.0), "targets": torch.full((2, 3), 0.5)}
+    done = executor.step(x, targets=torch.zeros(2, 1), scale=2.0, named=extras)
+    return said, [loss.item() for loss in done.losses]
+
+
+@pytest.mark.timeout(60)
+def test_what_a_stage_may_not_return_and_extras_of_any_name():
+    said, losses = launch(on_one_rank, num_processes=1, timeout=50)[0]
+    assert [line.partition(":")[0] for line in said] == [
+        "stage 0 returned a dict", "stage 0 returned a NoneType", "stage 0 returned a tuple with a NoneType",
+        "stage 0 returned a list"]
+    assert all(line.endswith("let a stage return a tensor, or a tuple of tensors") for line in said)
+    assert losses == [16.5, 16.5]  # 3 * (1 * 5 + 0.5)
+
+
 def test_the_first_half_of_the_backward_computes_no_gradient_of_weights():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     model.append(model[0])  # used twice

@@ -1,0 +1,41 @@
+"""What the README tells people to type runs: each training line as it stands there, but with a tiny model and few rows.
+
+That each is taken at all is tests/test_shown_commands.py's affair.
+"""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.commands.conftest import run
+from tests.test_shown_commands import shown
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = [line.partition("#")[0].strip() for _, line in shown(ROOT / "README.md")
+         if line.startswith("course train") and "--num_processes" in line]
+SMALL = ("--model", "tiny-bert", "--max_train_samples", "64", "--max_eval_samples", "16", "--max_length", "16",
+         "--max_steps", "2", "--baselines", "false", "--progress_bar", "false", "--device", "cpu")
+OFTEN = ("pipeline", "tensor")
+"""Words of lines that run in every test, since nothing else starts the like by the command line."""
+
+
+def test_lines_of_every_kind_are_there():
+    assert len(LINES) >= 9
+    for word in ("zero2", "zero3", "fsdp", "pipeline", "tensor_parallel_size", "zbv", "resume", "watchdog"):
+        assert any(word in line for line in LINES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("line", [pytest.param(line, marks=() if any(word in line for word in OFTEN)
+                                               else pytest.mark.long) for line in LINES])
+def test_it_runs(tmp_path, line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    ranks = int(shlex.split(line)[shlex.split(line).index("--num_processes") + 1])
+    done = run(*shlex.split(line)[1:], *SMALL, "--output_dir", tmp_path / "run", timeout=180, OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["world_size"] == ranks and summary["eval"]["loss"] > 0
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
