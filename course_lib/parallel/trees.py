@@ -19,13 +19,13 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors of a tree, in the order of :func:`map_tensors`."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif _is_dataclass(leaf):
-            found += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return found
+            tensors += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return tensors
 
 
 def _of_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
