@@ -92,15 +92,17 @@ STYLES = {"colwise": Role.COLUMN, "rowwise": Role.ROW, "replicated_with_grad_all
 """Roles by the words of transformers' ``base_model_tp_plan``; what it splits in other ways is not split here."""
 
 
-def from_transformers(config: Any) -> TensorPlan:
+def from_transformers(config: Any, kind: str) -> TensorPlan:
     """The plan that transformers has for an architecture (``config.base_model_tp_plan``).
 
     Its norms are not in it: there is no sequence parallelism by such a plan.
 
+    Args:
+        config: of a model.
+        kind: the architecture's name, for messages.
     Raises:
         ModelError: it has none, or splits something as this course does not.
     """
-    kind = getattr(config, "model_type", type(config).__name__)
     others = f"hand in a Plan of its modules' names, or use one of {', '.join(PLANS)}"
     roles: dict[str, Role] = {}
     lists: set[str] = set()

@@ -186,7 +186,7 @@ def plan_of(module: nn.Module, plan: TensorPlan | None = None) -> tuple[TensorPl
     """
     config = next((part.config for part in module.modules() if hasattr(part, "config")), None)
     kind = getattr(config, "model_type", type(module).__name__)
-    return plan or PLANS.get(kind) or from_transformers(config), config
+    return plan or PLANS.get(kind) or from_transformers(config, kind), config
 
 
 def named(module: nn.Module, name: str) -> str | None:

@@ -131,7 +131,7 @@ def test_what_cannot_be_split_is_refused_with_the_rule(ranks):
         "columns": r"dimension 0 of a \(6, 4\) parameter is 6, which 4",
         "rows": r"dimension 1 of a \(4, 6\) parameter is 6, which 4",
         "tokens": r"dimension 1 of a \(1, 7, 32\) tensor is 7, which 2 .* pad the sequences to a multiple",
-        "no plan": "no tensor-parallel plan for opt: hand in a Plan .* gpt2, bert, llama",
+        "no plan": "no tensor-parallel plan for opt: hand in a Plan .* gpt2, bert, .*llama",
         "no config": "no tensor-parallel plan for Linear",
         "cross-attention": "the plan does not name `crossattention",
         "other models": "rank [13]'s model is not rank [02]'s",
