@@ -109,7 +109,7 @@ def mended(argv: Sequence[str], error: CourseError) -> str:
     """The command line that would work, by what an error knows: misspelt words replaced, options set or left out.
 
     Returns:
-        The command as one types it; empty where it would be the same one.
+        The command as one types it; empty where it would be the same one, or has characters that are no text.
     """
     words: list[str] = []
     rest = [underscored(token) for token in argv]
@@ -122,7 +122,9 @@ def mended(argv: Sequence[str], error: CourseError) -> str:
         else:
             words.append(error.spelt.get(name, name) + equals + value)
     words += [word for name, value in error.cure.items() if value is not None for word in (f"--{name}", value) if word]
-    return shlex.join(["course", *words]) if words != [underscored(token) for token in argv] else ""
+    if words == [underscored(token) for token in argv] or not all(word.isprintable() for word in words):
+        return ""
+    return shlex.join(["course", *words])
 
 
 def underscored(token: str) -> str:

@@ -96,6 +96,18 @@ def test_an_error_ends_with_the_command_that_works(line, ends, capsys):
     assert capsys.readouterr().err.rstrip().endswith(ends)
 
 
+def test_no_command_is_made_up():
+    """Of one that stays the same, as where the mistake stands in a file, or that would break the line."""
+    spelt, cured = ConfigError("x", spelt={"trian": "train"}), ConfigError("x", cure={"momentum": None, "seed": "1"})
+    assert cli.mended(["trian", "--model", "a b"], spelt) == "course train --model 'a b'"
+    assert cli.mended(["trian", "two\nlines"], spelt) == cli.mended(["train"], spelt) == ""
+    assert cli.mended(["train", "--momentum=2", "--seed", "7", "--seed=8", "--lr", "1"], cured) == (
+        "course train --lr 1 --seed 1")
+    assert cli.mended(["train"], ConfigError("x", cure={"momentum": None})) == ""
+    assert cli.mended(["train", "--lr", "1"], ConfigError("x", cure={"learning_rate": "2"})) == (
+        "course train --learning_rate 2")
+
+
 def test_hints_name_what_is_near_and_nothing_else(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".pre-commit-config.yaml").write_text("a: 1")

@@ -139,7 +139,8 @@ def test_twice_means_now():
 @pytest.mark.parametrize(("number", "saved", "code"), [
     (signal.SIGUSR1, True, EXIT_RESUME), (signal.SIGTERM, True, EXIT_RESUME), (signal.SIGTERM, False, 143),
     (signal.SIGINT, False, EXIT_INTERRUPTED)])
-def test_the_launcher_passes_the_signals_on_and_ends_with_the_ranks_code(tmp_path, monkeypatch, number, saved, code):
+def test_the_launcher_passes_the_signals_on_and_ends_with_the_ranks_code(tmp_path, monkeypatch, capsys, number, saved,
+                                                                         code):
     def launched(arguments):
         assert "SIGUSR1" in os.environ["PET_SIGNALS_TO_HANDLE"].split(",")
         assert arguments.training_script_args == ["train"]
@@ -151,8 +152,10 @@ def test_the_launcher_passes_the_signals_on_and_ends_with_the_ranks_code(tmp_pat
     monkeypatch.setattr(forks, "why_not_fork", lambda device: "a GPU was used")
     monkeypatch.setattr(launch_module, "launch_command", launched)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(relaunch, "usable_cores", lambda: 1)
     args = argparse.Namespace(argv=["train"], main=None)
     assert relaunch.relaunch(2, args, config(tmp_path), output_dir=tmp_path) == code
+    assert "warning: 2 ranks share 1 core" in capsys.readouterr().err
 
 
 def rank_to_signal(arguments):

@@ -206,5 +206,6 @@ def test_command_prints_json(tmp_path, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert list(printed["peak"]) == list(KINDS) and printed["exchanges"][0]["name"] == "all_gather"
     assert [row["kind"] for row in printed["formula"]][3] == "model states"
-    assert cli.main(["simulate", "--model", str(tmp_path), "--world-size", "4", "--sequence-length", "16"]) == 0
-    assert "model.layers.0" in capsys.readouterr().out
+    assert cli.main(["simulate", "--model", str(tmp_path), "--world-size", "4"]) == 0
+    page = capsys.readouterr().out
+    assert "model.layers.0" in page and "1 x 64 tokens" in page, "as many tokens as the model takes"

@@ -5,6 +5,7 @@ import functools
 import json
 import shutil
 
+import datasets
 import psutil
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import Trainer as HuggingFaceTrainer
 from course_lib.config import OptimConfig, build
 from course_lib.errors import ConfigError
 from course_lib.modeling import presets
+from course_lib.training import run
 from course_lib.training.callbacks import Callback, FunctionCallback
 from course_lib.training.checkpoints import checkpoint, manifest, resuming, safetensors_tree
 from course_lib.training.optimization import learning_rate_factor, make_optimizer, parameter_groups
@@ -35,6 +37,20 @@ def trainer_of(tmp_path):
         return build_trainer(config, callbacks)[0]
 
     return make
+
+
+def test_without_a_progress_bar_data_are_prepared_without_one_too(tmp_path, monkeypatch):
+    hidden = []
+
+    def seen(config, callbacks):
+        hidden.append(datasets.are_progress_bars_disabled())
+        raise ConfigError("that was all")
+
+    monkeypatch.setattr(run, "build_trainer", seen)
+    for wanted in (True, False):
+        with pytest.raises(ConfigError, match="that was all"):
+            run.train(build(QUICK | {"output_dir": str(tmp_path / "run"), "progress_bar": wanted}))
+    assert hidden == [False, True] and not datasets.are_progress_bars_disabled()
 
 
 def losses_of(trainer):

@@ -73,3 +73,15 @@ def test_a_folder_with_a_run_says_first_how_to_go_on(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match="already holds a run: go on with --resume_from_checkpoint auto"):
         run_folder.check(build({"output_dir": str(tmp_path)}))
+
+
+def test_a_read_only_file_system_is_no_lack_of_rights(tmp_path, monkeypatch):
+    config = build({"output_dir": str(tmp_path / "run")})
+    monkeypatch.setattr(run_folder, "_writable", lambda folder: False)
+    with pytest.raises(ConfigError, match=f"no permission in {tmp_path}"):
+        run_folder.check(config)
+    mounted = os.statvfs(tmp_path)
+    read_only = os.statvfs_result([*mounted[:8], mounted.f_flag | os.ST_RDONLY, mounted.f_namemax])
+    monkeypatch.setattr(os, "statvfs", lambda folder: read_only)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is on a read-only file system"):
+        run_folder.check(config)
