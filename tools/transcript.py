@@ -64,6 +64,7 @@ def said(command: str, line: str = "") -> str:
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code: int | str | None
         try:
             code = cli.main(shlex.split(command))
         except SystemExit as ended:

@@ -58,9 +58,8 @@ def test_a_stopped_sweep_goes_on(tmp_path):
     for _ in range(2):
         with subprocess.Popen(list(map(str, line)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
             try:
-                deadline = time.monotonic() + 90
                 while not logged(tmp_path / "runs" / "1"):
-                    assert begun.poll() is None and time.monotonic() < deadline
+                    assert begun.poll() is None
                     time.sleep(0.1)
                 begun.terminate()
                 out, err = begun.communicate(timeout=60)
