@@ -9,10 +9,12 @@ import functools
 import os
 import random
 import re
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from course_lib.launching.launch import RankError, RanksHung, launch
 SECONDS_PER_CASE = 10.0
 """That a rank waits for another in a collective."""
 NOT_RUN = "not run, after a case in which ranks waited in vain"
+LATE = "timed out: the function was still running"
 _pages: list[RankState] = []
 """By rank, what it does, in memory that forked ranks share with this process."""
 
@@ -41,6 +44,7 @@ class CheckJob:
     Attributes:
         answer: number of the answer that it is a case of: once its ranks have waited in vain, the rest is not run.
         seconds: that a rank waits for another in a collective.
+        most: seconds that the case may take; None: as long as the launch.
     """
 
     task: Task
@@ -48,6 +52,7 @@ class CheckJob:
     case: Case
     answer: int = 0
     seconds: float = SECONDS_PER_CASE
+    most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,9 @@ def _observe_on_rank(jobs: Sequence[CheckJob]) -> list[Observation | None]:
         meeting = Meeting(dist.PrefixStore(f"case {number}", store), rank, world, 2 * _seconds(len(jobs)))
         meeting.meet("begin")  # the others may still be busy with a case that this rank has no part in
         if not job.task.needs_ranks:
-            observed.append(_observe_function(job, rank))
+            last = observed[-1] if number and jobs[number - 1].answer == job.answer else None
+            is_late = last is not None and (last.get("error") == NOT_RUN or LATE in last.get("error", ""))
+            observed.append({"error": NOT_RUN} if is_late and job.most else _observe_function(job, rank))
             continue
         stopped = f"answer {job.answer} stopped"
         if rank == 0:  # one decides for all
@@ -280,10 +287,29 @@ def _observe_case(job: CheckJob, meeting: Meeting, stop: Callable[[], None]) -> 
     return seen
 
 
+@contextlib.contextmanager
+def _limited(seconds: float | None) -> Iterator[None]:
+    """Interrupt what takes longer, such as a loop without an end; in the process's main thread."""
+    if seconds is None:
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(LATE)
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _observe_function(job: CheckJob, rank: int, page: RankState | None = None) -> Observation:
     """What is observed of the function; what it raises is an error text."""
     try:
-        with hang_report.recorded(page) if page else contextlib.nullcontext():
+        with hang_report.recorded(page) if page else contextlib.nullcontext(), _limited(job.most):
             return job.task.observe(job.function, job.case, rank)
     except Exception as error:  # whatever the learner's code raises is what was observed
         return {"error": own_code.told(error, own_code.file_of(job.function)), "at": time.monotonic()}

@@ -4,7 +4,7 @@ Planted answers live in ``solutions/planted/*.py``, one table `PLANTED` per less
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ from course_lib.grading import masters
 from course_lib.grading.check import SECONDS_PER_CASE, CheckJob, Report, observe
 from course_lib.grading.hidden import hidden_cases, load, solutions_folder
 from course_lib.grading.own_code import registered
-from course_lib.grading.task import Task
+from course_lib.grading.task import Observation, Task
 from course_lib.grading.tasks import TASKS
+from course_lib.launching.launch import RankError, RanksHung
 
 PATIENCE = 2.0
 """Seconds that a rank of a wrong answer waits for another: most of those that wait do so in vain."""
+MOST = 10.0
+"""Seconds that a wrong answer may take for a case."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +99,35 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
     """
     folder = folder or solutions_folder()
     chosen = list(tasks.values() if isinstance(tasks, Mapping) else tasks)
-    answers = [(task, *answer) for task, wrong in _answers(folder, chosen) for answer in wrong]
-    jobs: list[list[CheckJob]] = []
-    drawn = {task.name: [*task.cases(random.Random(0)), *hidden_cases(task, random.Random(seed), folder)]
-             for task in chosen}
-    for number, (task, answer, _, source) in enumerate(answers):
-        function = function_of(task, source)
-        patience = SECONDS_PER_CASE if answer == "solution" else PATIENCE
-        jobs.append([CheckJob(task, function, case, number, patience) for case in drawn[task.name]])
-    observed = iter(observe([job for group in jobs for job in group]))
     rows = []
-    for (task, answer, loses, _), mine in zip(answers, jobs, strict=True):
-        findings = tuple(finding for job in mine for finding in task.judge(job.case, next(observed)))
-        rows.append(_row(Report(task, findings), answer, loses))
+    for task, answers in _answers(folder, chosen):
+        cases = [*task.cases(random.Random(0)), *hidden_cases(task, random.Random(seed), folder)]
+        jobs = []
+        for number, (answer, _, source) in enumerate(answers):
+            function = function_of(task, source)
+            limits = (SECONDS_PER_CASE, None) if answer == "solution" else (PATIENCE, MOST)
+            jobs.append([CheckJob(task, function, case, number, *limits) for case in cases])
+        for (answer, loses, _), observed in zip(answers, observe_all(jobs), strict=True):
+            findings = tuple(finding for case, seen in zip(cases, observed, strict=True)
+                             for finding in task.judge(case, seen))
+            rows.append(_row(Report(task, findings), answer, loses))
     return rows
+
+
+def observe_all(answers: Sequence[Sequence[CheckJob]]) -> list[list[list[Observation]]]:
+    """What is observed of several answers, by answer, case and rank, in as few launches as may be.
+
+    Where a launch ends badly its answers are launched anew in two halves, until the one that ends it is alone: then
+    its error is what is observed.
+    """
+    try:
+        observed = iter(observe([job for jobs in answers for job in jobs]))
+    except (RankError, RanksHung) as error:
+        if len(answers) == 1:
+            return [[[{"error": str(error).splitlines()[0]}] for _ in answers[0]]]
+        half = len(answers) // 2
+        return observe_all(answers[:half]) + observe_all(answers[half:])
+    return [[next(observed) for _ in jobs] for jobs in answers]
 
 
 def report(tasks: Mapping[str, Task] = TASKS) -> int:

@@ -176,4 +176,77 @@ def attach(model):
             "last = number == len(micro_batches) - 1", "last = 0 < number == len(micro_batches) - 1"),
     Planted("ddp.no_sync", "zeroes the gradient before each micro-batch", "gradient", "        last = number",
             "        engine.zero_grad()\n        last = number"),
+    Planted("ddp.module", "every rank goes on from its own weights", "same start",
+            "            dist.broadcast(parameter.data, 0)", "            pass"),
+    Planted("ddp.module", "sends when backward is over", "leaves early", "        self.arrived.add(parameter)",
+            "        return"),
+    Planted("ddp.module", "remembers what arrived in the last step", "mean gradient",
+            "parameter.grad = mean.view_as(parameter)\n        self.arrived, self.sent = set(), []",
+            "parameter.grad = mean.view_as(parameter)\n        self.sent = []"),
+    Planted("ddp.module", "remembers what it sent in the last step", "mean gradient",
+            "parameter.grad = mean.view_as(parameter)\n        self.arrived, self.sent = set(), []",
+            "parameter.grad = mean.view_as(parameter)\n        self.arrived = set()"),
+    Planted("ddp.module", "sum for mean", "mean gradient", "            flat /= dist.get_world_size()\n", ""),
+    Planted("ddp.module", "waits in the hook", "waits in finish",
+            "self.sent.append((flat, dist.all_reduce(flat, async_op=True)))",
+            "self.sent.append((flat, dist.all_reduce(flat, async_op=True)))\n        self.sent[-1][1].wait()"),
+    Planted("ddp.module", "buckets from the first parameter on", "buckets", "reversed(learning)", "learning"),
+    Planted("ddp.module", "frozen weights have a hook too", "mean gradient",
+            "for parameter in module.parameters() if parameter.requires_grad]",
+            "for parameter in module.parameters()]"),
+    Planted("ddp.module", "no gradient here, none of the others' either", "mean gradient",
+            "                parameter.grad = mean", "                if parameter.grad is not None:\n"
+            "                    parameter.grad = mean"),
+    Planted("ddp.module", "a bucket that is not complete stays at home", "mean gradient",
+            "        while len(self.sent) < len(self.buckets):\n            self.send()\n", ""),
+    Planted("ddp.module", "closes a bucket before it would overflow", "buckets", ">= bucket_bytes:",
+            "+ parameter.nbytes > bucket_bytes and self.buckets[-1]:"),
+    Planted("ddp.module", "whatever is complete leaves, in the order of this rank", "mean gradient", "", '''
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class BucketedDDP(nn.Module):
+    def __init__(self, module, bucket_bytes):
+        super().__init__()
+        self.module = module
+        for parameter in module.parameters():
+            dist.broadcast(parameter.data, 0)
+        learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.buckets = [[]]
+        for parameter in reversed(learning):
+            if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
+                self.buckets.append([])
+            self.buckets[-1].append(parameter)
+        self.arrived, self.sent = set(), {}
+        for parameter in learning:
+            parameter.register_post_accumulate_grad_hook(self.note)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def note(self, parameter):
+        self.arrived.add(parameter)
+        for number, bucket in enumerate(self.buckets):
+            if number not in self.sent and self.arrived.issuperset(bucket):
+                self.send(number)
+
+    def send(self, number):
+        bucket = self.buckets[number]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
+        self.sent[number] = flat, dist.all_reduce(flat, async_op=True)
+
+    def finish(self):
+        for number in range(len(self.buckets)):
+            if number not in self.sent:
+                self.send(number)
+        for number, (flat, work) in self.sent.items():
+            work.wait()
+            flat /= dist.get_world_size()
+            bucket = self.buckets[number]
+            for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket])):
+                parameter.grad = mean.view_as(parameter)
+        self.arrived, self.sent = set(), {}
+'''),
 )

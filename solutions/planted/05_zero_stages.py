@@ -70,4 +70,44 @@ def attach_zero2(parameters):
         parameter.register_post_accumulate_grad_hook(arrived)
     return lambda: [slices[p] for p in parameters]
 '''),
+    Planted("zero.optimizer", "sum for mean", "weights", "        self.shard.grad /= self.ranks\n", ""),
+    Planted("zero.optimizer", "frozen weights in the buffer", "collectives",
+            "for parameter in parameters if parameter.requires_grad]", "for parameter in parameters]"),
+    Planted("zero.optimizer", "states that begin anew in each step", "weights", "        self.optimizer.step()",
+            "        self.optimizer.state.clear()\n        self.optimizer.step()"),
+    Planted("zero.optimizer", "gathers before it steps", "weights",
+            "        self.optimizer.step()\n        whole = torch.empty(self.ranks * self.length)\n"
+            "        dist.all_gather_single(whole, self.shard.detach())\n",
+            "        whole = torch.empty(self.ranks * self.length)\n"
+            "        dist.all_gather_single(whole, self.shard.detach())\n        self.optimizer.step()\n"),
+    Planted("zero.optimizer", "new tensors that the model never sees", "weights",
+            "parameter.data.copy_(", "print and ("),
+    Planted("zero.optimizer", "stumbles over a missing gradient", "weights",
+            "torch.zeros_like(p) if p.grad is None else p.grad for", "p.grad for"),
+    Planted("zero.optimizer", "zero_grad does nothing", "zero_grad",
+            "            parameter.grad = None", "            pass"),
+    Planted("zero.optimizer", "the next rank's shard", "weights", "chunk(self.ranks)[dist.get_rank()]",
+            "chunk(self.ranks)[(dist.get_rank() + 1) % self.ranks]"),
+    Planted("zero.optimizer", "reads every weight from the beginning", "weights",
+            "            start += parameter.numel()\n", ""),
+    Planted("zero.optimizer", "all-reduces, and every rank has all states", "states in shards", "", '''
+import torch.distributed as dist
+
+
+class ShardedOptimizer:
+    def __init__(self, parameters, make_optimizer):
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.optimizer = make_optimizer(self.parameters)
+
+    def step(self):
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        self.optimizer.step()
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+'''),
 )

@@ -50,4 +50,63 @@ PLANTED = (
             "    dist.all_gather_object(gathered, own)"),
     Planted("faults.agreement", "the shapes alone", "ranks", "hashlib.sha256(data).digest()[:8]",
             "len(data).to_bytes(8, \"big\")"),
+    Planted("faults.checkpoint", "files that are not synced", "survives",
+            "            self.disk.sync(f\"{step}/{name}\")\n", ""),
+    Planted("faults.checkpoint", "a last file that is not synced", "survives",
+            "        self.disk.sync(f\"{step}.tmp\")\n", ""),
+    Planted("faults.checkpoint", "deletes before it writes", "survives", "        sums = {}",
+            "        for path in self.disk.list():\n            self.disk.delete(path)\n        sums = {}"),
+    Planted("faults.checkpoint", "does not look at its files' checksums", "notices damage",
+            "if hashlib.sha256(files[name]).hexdigest() != expected:", "if False:"),
+    Planted("faults.checkpoint", "believes its last file", "notices damage",
+            "if hashlib.sha256(body).hexdigest().encode() != checksum:", "if False:"),
+    Planted("faults.checkpoint", "keeps all of them", "keeps few", "[-self.keep :]", ""),
+    Planted("faults.checkpoint", "keeps the oldest", "finds the last", "[-self.keep :]", "[: self.keep]"),
+    Planted("faults.checkpoint", "the first that it finds", "finds the last",
+            "sorted(self.finished(), reverse=True)", "sorted(self.finished())"),
+    Planted("faults.checkpoint", "gives up where the newest is damaged", "notices damage",
+            "            if files is not None:\n                return step, files\n",
+            "            return None if files is None else (step, files)\n"),
+    Planted("faults.checkpoint", "one file in place, the newest over the last", "survives", "", '''
+import json
+
+
+class Checkpoints:
+    def __init__(self, disk, keep):
+        self.disk = disk
+
+    def save(self, step, files):
+        text = json.dumps([step, {name: data.decode() for name, data in files.items()}])
+        self.disk.write("latest", text.encode())
+        self.disk.sync("latest")
+
+    def newest(self):
+        try:
+            step, files = json.loads(self.disk.read("latest"))
+        except (KeyError, ValueError):
+            return None
+        return step, {name: data.encode() for name, data in files.items()}
+'''),
+    Planted("faults.checkpoint", "renames what is not yet on the medium", "survives", "", '''
+import json
+
+
+class Checkpoints:
+    def __init__(self, disk, keep):
+        self.disk, self.keep = disk, keep
+
+    def save(self, step, files):
+        text = json.dumps({name: data.decode() for name, data in files.items()})
+        self.disk.write("new", text.encode())
+        self.disk.rename("new", f"{step:06}")
+        self.disk.sync(f"{step:06}")
+        for path in [path for path in self.disk.list() if path != "new"][: -self.keep]:
+            self.disk.delete(path)
+
+    def newest(self):
+        for path in reversed([path for path in self.disk.list() if path != "new"]):
+            files = json.loads(self.disk.read(path))
+            return int(path), {name: data.encode() for name, data in files.items()}
+        return None
+'''),
 )

@@ -54,7 +54,7 @@ def same(left, right):
 
 def test_three_exercises_per_lesson_or_more():
     counted = Counter(task.lesson for task in TASKS.values())
-    assert set(counted) == set(LESSONS) and min(counted.values()) >= 3 and sum(counted.values()) == len(TASKS) >= 46
+    assert set(counted) == set(LESSONS) and min(counted.values()) >= 3 and sum(counted.values()) == len(TASKS) >= 52
     assert len({task.function for task in TASKS.values()}) == len(TASKS), "a .py file names them by function"
     assert len({task.grade_id for task in TASKS.values()}) == len(TASKS)
     for task in TASKS.values():
@@ -103,6 +103,26 @@ def test_no_observation_breaks_a_rule_or_earns_by_its_form(task):
             assert not any(finding.holds for finding in task.judge(case, broken))
 
 
+BUILT = {"ddp.module": "02", "zero.optimizer": "05", "fsdp.module": "06", "pipeline.run": "07", "tensor.block": "08",
+         "faults.checkpoint": "10"}
+"""Exercises the size of a module: several mechanisms in one, over several steps."""
+
+
+def test_six_exercises_are_the_size_of_a_module_and_the_pages_count_all_of_them():
+    built = {name: task.lesson[:2] for name, task in TASKS.items() if task.title.startswith("Build it: ")}
+    assert built == BUILT and all(TASKS[name].minutes >= 45 and TASKS[name].difficulty >= 4 for name in built)
+    for page in ("README.md", "exercises/README.md"):
+        assert f"{len(TASKS)} exercises" in (ROOT / page).read_text(encoding="utf-8")
+    listed = (EXERCISES / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in listed for name in built)
+
+
+def test_the_point_of_an_exercise_is_named_where_its_parts_are_none_by_themselves():
+    without = {name for name, task in TASKS.items() if not task.essential}
+    assert without == {"loop.warmup", "zero.bytes", "pipeline.bubble", "tensor.grid", "plan.memory", "plan.all_reduce",
+                       "cloud.request", "cloud.cost"}
+
+
 def test_points_want_every_finding_of_a_property():
     task = TASKS["ddp.average"]
     good = [Finding(name, True, None, "", "") for name in task.points]
@@ -135,7 +155,7 @@ def test_every_task_stands_in_its_master_as_the_table_has_it():
             points = ", ".join(f"{name} ({number})" for name, number in task.points.items())
             assert task.title in prose and f"{task.minutes} minutes · {total} points: {points}" in prose
             assert f"{'●' * task.difficulty}{'○' * (5 - task.difficulty)} · importance {'●' * task.importance}" in prose
-            assert f"def {task.function}(" in cells[task.grade_id].source
+            assert re.search(rf"^(def|class) {task.function}\(?", cells[task.grade_id].source, re.MULTILINE)
             assert cells[task.grade_id].source.count("### BEGIN SOLUTION") == 1
             check = cells[f"{task.grade_id}-check"]
             assert check.metadata["nbgrader"]["points"] == total

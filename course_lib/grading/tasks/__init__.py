@@ -7,8 +7,9 @@ import importlib
 
 from course_lib.grading.task import Task
 
-MODULES = ("start", "loop", "ddp", "prepared", "evaluation", "zero", "fsdp", "pipeline", "tensor", "planning",
-           "resuming", "faults", "tracking", "cloud", "interruption")
+MODULES = ("start", "loop", "ddp", "ddp_module", "prepared", "evaluation", "zero", "zero_optimizer", "fsdp",
+           "fsdp_module", "pipeline", "executor", "tensor", "block", "planning", "resuming", "faults", "surviving",
+           "tracking", "cloud", "interruption")
 """In the order of the lessons."""
 
 TASKS: dict[str, Task]

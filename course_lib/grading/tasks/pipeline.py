@@ -8,7 +8,7 @@ from typing import Any
 from course_lib.errors import ConfigError
 from course_lib.grading.rules import Seen, items, number, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import alone
+from course_lib.grading.tasks.drawing import alone, in_turn
 from course_lib.modeling.balance import deal_out
 from course_lib.parallel.pipeline.actions import Action, Schedule, loop
 from course_lib.parallel.pipeline.schedules import make
@@ -103,7 +103,7 @@ def reference(name: str, case: Case) -> Schedule:
 
 def pipeline_case(rng: random.Random) -> dict:
     ranks = rng.randrange(2, 6)
-    return {"ranks": ranks, "microbatches": ranks + rng.randrange(0, 6)}
+    return {"ranks": ranks, "microbatches": max(1, ranks + rng.randrange(-3, 6))}
 
 
 def interleaved_case(rng: random.Random) -> dict:
@@ -137,9 +137,15 @@ ZERO_BUBBLE = schedule_task(
 
 # --- pipeline.balance ---
 
-def balance_case(rng: random.Random) -> dict:
-    units = rng.randrange(4, 12)
-    return {"costs": [rng.choice((1, 1, 1, 2, 3, 5, 8)) for _ in range(units)], "stages": rng.randrange(2, 5)}
+def balance_case(rng: random.Random, place: int) -> dict:
+    """Dear blocks at both ends, dear first blocks, one stage, as many stages as blocks; else anything."""
+    stages = 1 if place == 3 else rng.randrange(2, 5) if place != 2 else rng.randrange(3, 5)
+    costs = [rng.choice((1, 1, 1, 2, 3, 5, 8)) for _ in range(stages if place == 4 else rng.randrange(5, 12))]
+    if place == 1:
+        costs[0] = costs[-1] = 40
+    if place == 2:
+        costs[0] = costs[1] = 40
+    return {"costs": costs, "stages": stages}
 
 
 def observe_split(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -169,7 +175,7 @@ def dearest_is_cheapest(case: Case, seen: Seen) -> Miss | None:
 
 BALANCE = Task(
     name="pipeline.balance", lesson=LESSON, function="split", title="Cut a model into even stages", difficulty=3,
-    importance=4, minutes=30, draw=alone(balance_case, 8), observe=observe_split, needs_ranks=False,
+    importance=4, minutes=30, draw=in_turn(balance_case, 8), observe=observe_split, needs_ranks=False,
     essential=("dearest stage",),
     properties={"contiguous stages": Property(1, is_a_split), "dearest stage": Property(3, dearest_is_cheapest)})
 

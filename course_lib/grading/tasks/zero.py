@@ -98,6 +98,7 @@ def as_cut(case: Case, seen: Seen) -> Miss | None:
 PARTITION = Task(
     name="zero.partition", lesson=LESSON, function="my_runs", title="Cut a flat buffer into shards", difficulty=3,
     importance=4, minutes=25, draw=alone(partition_case, 8), observe=observe_partition, needs_ranks=False,
+    essential=("in order",),
     properties={"every element once": Property(1, each_element_once), "even": Property(1, evenly),
                 "in order": Property(1, as_cut)})
 

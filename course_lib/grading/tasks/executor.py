@@ -1,0 +1,184 @@
+"""Lesson 07, to build: what runs a rank's row of a table, with its sends and receives."""
+
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import NAMES, Seen, array, events, number, result, short
+from course_lib.grading.task import Case, Miss, Property, Task, plain
+from course_lib.grading.tasks.drawing import entry, numbers
+from course_lib.parallel.pipeline.actions import Schedule
+from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.validation import in_flight
+
+LESSON = "07_pipeline_schedules"
+STEPS = 2
+RATE = 0.25
+ROWS = 3
+KINDS = ((1, "gpipe", 1), (2, "1f1b", 1), (3, "gpipe", 1), (3, "1f1b", 1), (2, "interleaved", 2))
+"""Ranks, table, stages per rank."""
+
+
+def stage_of(weights: Sequence[np.ndarray], frozen: bool) -> nn.Sequential:
+    """A linear layer, a tanh and a linear layer; the first may be frozen."""
+    layers = []
+    for weight in weights:
+        layers.append(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
+        layers[-1].weight.data = torch.from_numpy(weight.copy())
+    layers[0].requires_grad_(not frozen)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
+
+
+def run_case(rng: random.Random, world: int, kind: str, per_rank: int) -> dict:
+    width, count = rng.randrange(2, 5), world * rng.choice((1, 2)) + world
+    return {"table": kind, "stages_per_rank": per_rank, "microbatches": count,
+            "weights": [[[numbers(rng, width, width) / 2 for _ in range(2)] for _ in range(per_rank)]
+                        for _ in range(world)],
+            "frozen": rng.randrange(world * per_rank),
+            "inputs": [[numbers(rng, ROWS, width) for _ in range(count)] for _ in range(STEPS)],
+            "targets": [[numbers(rng, ROWS, width) for _ in range(count)] for _ in range(STEPS)]}
+
+
+def draw_runs(rng: random.Random, kinds: Sequence[tuple[int, str, int]] = KINDS) -> list[Case]:
+    return [Case(world, run_case(rng, world, kind, per_rank)) for world, kind, per_rank in kinds]
+
+
+def table_of(case: Case) -> Schedule:
+    given = case.inputs
+    return make(given["table"], case.world_size, given["microbatches"], given["stages_per_rank"])
+
+
+def stages_on(case: Case, rank: int) -> dict[int, nn.Sequential]:
+    """By number, the stages of a rank: stage s lies on rank s mod N."""
+    numbers_ = [rank + lap * case.world_size for lap in range(case.inputs["stages_per_rank"])]
+    return {stage: stage_of(weights, stage == case.inputs["frozen"])
+            for stage, weights in zip(numbers_, case.inputs["weights"][rank], strict=True)}
+
+
+def gradients_in(stages: dict[int, nn.Sequential]) -> Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+                      for stage in sorted(stages) for p in stages[stage].parameters()])
+
+
+def observe_run(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    stages, row = stages_on(case, rank), [str(action) for action in table_of(case).rows[rank]]
+    gradients, losses, peak = [], [], 0
+    held: list[weakref.ref] = []
+
+    def watched(stage: int) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            nonlocal peak
+            record.note(f"F of {stage}")
+            held.append(weakref.ref(output))
+            peak = max(peak, sum(reference() is not None for reference in held))
+            output.register_hook(lambda gradient: record.note(f"B of {stage}"))
+
+        return hook
+
+    for stage, module in stages.items():
+        module.register_forward_hook(watched(stage))
+    with Recorder() as record:
+        for inputs, targets in zip(case.inputs["inputs"], case.inputs["targets"], strict=True):
+            record.note("step")
+            for module in stages.values():
+                module.zero_grad()
+            found = function(list(row), dict(stages), case.world_size * case.inputs["stages_per_rank"],
+                             [torch.from_numpy(x.copy()) for x in inputs],
+                             [torch.from_numpy(target.copy()) for target in targets])
+            losses.append(plain(found))
+            gradients.append(gradients_in(stages))
+            with torch.no_grad():
+                for module in stages.values():
+                    for parameter in module.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(RATE * parameter.grad)
+    return {"gradients": plain(torch.stack(gradients)), "losses": plain(np.asarray(losses, dtype=np.float64)),
+            "peak": peak, "events": record.events}
+
+
+def whole(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
+    """By rank the gradients of its stages in each step, and each step's losses by micro-batch: all in one process."""
+    by_rank = [stages_on(case, rank) for rank in range(case.world_size)]
+    stages = {number_: module for mine in by_rank for number_, module in mine.items()}
+    gradients: list[list[np.ndarray]] = [[] for _ in by_rank]
+    losses: list[list[float]] = []
+    for inputs, targets in zip(case.inputs["inputs"], case.inputs["targets"], strict=True):
+        losses.append([])
+        for module in stages.values():
+            module.zero_grad()
+        for x, target in zip(inputs, targets, strict=True):
+            output = torch.from_numpy(x.copy())
+            for number_ in sorted(stages):
+                output = stages[number_](output)
+            loss = (output - torch.from_numpy(target)).square().mean() / len(inputs)
+            loss.backward()
+            losses[-1].append(loss.item())
+        for rank, mine in enumerate(by_rank):
+            gradients[rank].append(gradients_in(mine).numpy().copy())
+        with torch.no_grad():
+            for module in stages.values():
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(RATE * parameter.grad)
+    return [np.stack(mine) for mine in gradients], np.array(losses)
+
+
+def losses_are(case: Case, seen: Seen) -> Miss | None:
+    """The last stage's rank returns the losses in the micro-batches' order, the others nothing."""
+    right = whole(case)[1]
+    for rank in range(case.world_size):
+        due = right if rank == case.world_size - 1 else np.zeros((STEPS, 0))
+        losses = array(seen, rank, "losses")
+        if losses.shape != due.shape or not np.allclose(losses, due, rtol=1e-4, atol=1e-5):
+            return Miss(f"losses {short(due.round(4).tolist())}", short(losses.round(4).tolist()), rank)
+    return None
+
+
+def follows_its_row(case: Case, seen: Seen) -> Miss | None:
+    """Forwards and backwards in the row's order, in each step."""
+    for rank, row in enumerate(table_of(case).rows):
+        right = (["step"] + [f"{action.kind} of {action.stage}" for action in row]) * STEPS
+        done = [event for event in events(seen, rank) if event.split()[0] in ("step", "F", "B")]
+        if done != right:
+            at = next((i for i, (a, b) in enumerate(zip(done, right, strict=False)) if a != b), len(done))
+            return Miss(f"{short(', '.join(right[at:at + 3]))} as event {at}",
+                        short(", ".join(done[at:at + 3]) or "nothing more"), rank)
+    return None
+
+
+def as_many_messages(case: Case, seen: Seen) -> Miss | None:
+    """For each F but the last stage's a message to the next stage's rank, and for each B but the first's one back."""
+    ranks, last = case.world_size, case.world_size * case.inputs["stages_per_rank"] - 1
+    size = case.inputs["inputs"][0][0].nbytes
+    for rank, row in enumerate(table_of(case).rows):
+        due = [f"send {size} to {(action.stage + (1 if action.kind == 'F' else -1)) % ranks}" for action in row
+               if ranks > 1 and action.stage != (last if action.kind == "F" else 0)] * STEPS
+        made = [event for event in events(seen, rank) if event.split()[0] in NAMES and not event.startswith("recv")]
+        if sorted(made) != sorted(due):
+            return Miss(f"{len(due)} messages: {short(', '.join(due))}", f"{len(made)}: {short(', '.join(made))}", rank)
+    return None
+
+
+def lets_go(case: Case, seen: Seen) -> Miss | None:
+    """No rank holds more stage outputs than its row has micro-batches in flight, and the one that it has just used."""
+    for rank, most in enumerate(in_flight(table_of(case))):
+        if not 0 < (peak := number(seen, rank, "peak")) <= most + 1:
+            return Miss(f"at most {most + 1} outputs held at once", f"{peak:.0f}", rank)
+    return None
+
+
+RUN = Task(
+    name="pipeline.run", lesson=LESSON, function="run_row", title="Build it: run a row, with sends and receives",
+    difficulty=5, importance=5, minutes=60, draw=draw_runs, observe=observe_run,
+    own={"weights": entry}, essential=("gradients", "follows its row"),
+    properties={"gradients": Property(4, result("gradients", lambda case: whole(case)[0])),
+                "losses": Property(1, losses_are), "follows its row": Property(3, follows_its_row),
+                "messages": Property(2, as_many_messages), "lets go": Property(2, lets_go)})
+
+ALL = (RUN,)

@@ -1,0 +1,64 @@
+"""Mutants: what is changed in a solution, and that the checks reject all that are not known to be as good."""
+
+import pytest
+
+from course_lib.errors import ConfigError
+from course_lib.grading import mutants
+from course_lib.grading.hidden import load, solutions_folder
+from course_lib.grading.tasks import TASKS
+from tests.grading.test_grade_command import command  # noqa: F401
+
+SOURCE = '''def mean(values, start=1):
+    """Not changed."""
+    total = 0.5
+    for value in values:
+        total += value * 2
+    if start <= 3 and not values:
+        print(total, flush=True)
+    return total / len(values) if values else -total
+'''
+
+
+def test_what_is_changed():
+    made = mutants.mutants("x", SOURCE)
+    changes = {(mutant.line, mutant.change) for mutant in made}
+    assert changes >= {
+        (3, "0.5 -> 1.5"), (4, "for value in values: -> "), (5, "total += value * 2 -> "),
+        (5, "value * 2 -> value / 2"), (5, "total += value * 2 -> total -= value * 2"), (6, "start <= 3 -> start < 3"),
+        (6, "start <= 3 and (not values) -> start <= 3 or not values"), (6, "not values -> values"),
+        (7, "flush=True -> "), (7, "print(total, flush=True) -> "), (7, "True -> False"),
+        (8, "total / len(values) -> total * len(values)"), (8, "-total -> total")}
+    assert not any("Not changed" in mutant.change for mutant in made)
+    assert len({mutant.source for mutant in made}) == len(made) and SOURCE not in {mutant.source for mutant in made}
+    for mutant in made:
+        compile(mutant.source, "mutant", "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_mutants_of_a_solution_are_rejected_and_an_equivalent_one_is_told(monkeypatch, capsys):
+    task = {name: TASKS[name] for name in ("pipeline.bubble",)}
+    rows = mutants.run(task)
+    assert len(rows) >= 8 and all(row.holds for row in rows) and all(row.failed for row in rows)
+    assert mutants.report(task) == 0 and f"{len(rows)} mutants, 0 not graded" in capsys.readouterr().out
+    same = mutants.Mutant("pipeline.bubble", 1, "1 -> 1.0", mutants.masters.answers(
+        solutions_folder() / "07_pipeline_schedules.ipynb")["pipeline.bubble"])
+    monkeypatch.setattr(mutants, "mutants", lambda name, solution: [same])
+    assert mutants.report(task) == 1
+    out = capsys.readouterr().out
+    assert "pipeline.bubble, line 1: 1 -> 1.0: accepted" in out and "NOT LISTED" in out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_every_mutant_is_rejected_or_as_good_for_a_reason():
+    rows = mutants.run()
+    assert {row.mutant.task for row in rows} == set(TASKS) and len(rows) > 900
+    assert [(row.mutant.task, row.mutant.line, row.mutant.change) for row in rows if not row.holds] == []
+    reasons = load(solutions_folder() / "equivalent.py").EQUIVALENT
+    assert set(reasons) == {(row.mutant.task, row.mutant.change) for row in rows if row.equivalent}
+
+
+def test_mutants_want_the_self_test(command):  # noqa: F811
+    with pytest.raises(ConfigError, match="goes with --self-test"):
+        command("--mutants")
