@@ -40,18 +40,18 @@ def may_leave_out(model: nn.Module) -> bool:
 
 def reached(root: Tensor) -> set[Tensor]:
     """The leaves that a backward from a tensor would give gradients to."""
-    found: set[Tensor] = set()
+    leaves: set[Tensor] = set()
     waiting, seen = [root.grad_fn], {root.grad_fn}
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
         if hasattr(node, "variable"):  # where gradients of a leaf are accumulated
-            found.add(node.variable)
+            leaves.add(node.variable)
         new = {following for following, _ in node.next_functions} - seen
         seen |= new
         waiting += new
-    return found
+    return leaves
 
 
 def _row(model: nn.Module, device: torch.device) -> dict[str, Tensor]:

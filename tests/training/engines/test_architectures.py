@@ -1,0 +1,66 @@
+"""Architectures of transformers in every way to train, beside one process; the whole table is a long test."""
+
+import collections
+
+import pytest
+
+from course_lib.training.engines import engine_class
+from testing.architectures import ARCHITECTURES, WAYS, Outcome, config_of, outcomes
+
+pytestmark = pytest.mark.slow
+
+
+def where_it_does_not_agree(found):
+    return {way: (str(outcome), outcome.line) for way, outcome in found.items() if not outcome.agrees}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("architecture", "task", "ways", "refused"), [
+    # parameters that no loss uses: torch's DDP and its ZeRO have to look for them
+    ("xlnet", "causal_lm", ("ddp torch", "zero1 torch", "zero2 scratch", "fsdp scratch"), ()),
+    ("roformer", "masked_lm", ("ddp torch", "pipeline"), ()),
+    # an encoder that calls layer.forward(…), past the layers' hooks
+    ("squeezebert", "masked_lm", ("ddp torch", "zero3 scratch", "fsdp torch", "fsdp scratch", "pipeline"),
+     ("pipeline",)),
+    # lists of lists of layers
+    ("funnel", "masked_lm", ("fsdp scratch", "tensor"), ("tensor",)),
+    # transformers' plan, with norms of heads; a layout that a forward shows
+    ("qwen3", "causal_lm", ("tensor", "pipeline"), ()),
+    ("gemma2", "causal_lm", ("tensor", "pipeline"), ()),
+    ("xlm-roberta", "masked_lm", ("tensor", "pipeline"), ()),
+])
+def test_trains_as_one_process_does(tmp_path, architecture, task, ways, refused):
+    found = outcomes(tmp_path, architecture, task, ways)
+    apart = where_it_does_not_agree(found)
+    assert set(apart) == set(refused) and all(not found[way].crashed for way in refused), apart
+
+
+def test_smoothed_labels_travel_through_a_pipeline(tmp_path, monkeypatch):
+    monkeypatch.setitem(WAYS, "pipeline", WAYS["pipeline"] | {"label_smoothing_factor": 0.2})
+    plain = outcomes(tmp_path, "gpt2", "causal_lm", ("pipeline",))["pipeline"]
+    assert not plain.agrees and plain.loss > 1e-3, "the plain loop has none"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("architecture", "task"), [
+    (name, task) for name, (_, _, tasks) in ARCHITECTURES.items() for task in tasks])
+def test_every_way_agrees_or_says_in_a_line_why_not(tmp_path, monkeypatch, architecture, task):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found = outcomes(tmp_path, architecture, task, timeout=200.0)
+    assert set(found) == set(WAYS)
+    wrong = {way: line for way, (line, _) in where_it_does_not_agree(found).items() if not found[way].line
+             or found[way].crashed}
+    assert wrong == {} and all("\n" not in outcome.line for outcome in found.values())
+
+
+def test_the_table_has_all_kinds():
+    kinds = collections.Counter(kind for kind, _, _ in ARCHITECTURES.values())
+    assert len(kinds) >= 40 and {"bert", "llama", "t5", "mixtral", "mamba"} <= set(kinds)
+    assert {engine_class(config_of(".", "causal_lm", **options)).__name__ for options in WAYS.values()} == {
+        "AccelerateDDP", "Scratch", "TorchZero1", "TorchFSDP", "DeepSpeedZero", "PipelineEngine"}
+
+
+def test_what_an_outcome_says():
+    assert str(Outcome(3e-7, 2e-9)) == "3e-07" and str(Outcome(line="no")) == "refused"
+    assert str(Outcome(3e-3, 2e-9)) == "**3e-03, 2e-09**" and str(Outcome(line="no", crashed=True)) == "**crash**"
