@@ -202,7 +202,9 @@ def outcomes(folder: Path, name: str, task: str, ways: Iterable[str] = tuple(WAY
     logging.set_verbosity_error()
     with contextlib.redirect_stdout(None):
         losses, weights = _trained(folder / "one", name, task, training_type="basic", batch_size=ROWS)
-    assert len(losses) == STEPS
+    start = _model(name, task).state_dict()
+    moved = max((weights[key] - start[key]).abs().max().item() for key in weights if key in start)
+    assert len(losses) == STEPS and moved > 10 * TOLERANCE, "a difference could not be seen"
     found: dict[str, Outcome] = {}
     # DeepSpeed takes the whole process to itself, and what crashed leaves ranks that cannot go on.
     waiting = [[way] for way in ways if "deepspeed" in way] + [[way for way in ways if "deepspeed" not in way]]

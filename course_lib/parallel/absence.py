@@ -8,7 +8,7 @@ and what only some ranks used has the sum of these. Sums over micro-batches, pro
 means keep it so.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ ABSENT = -0.0
 
 
 def present_(gradients: list[Tensor]) -> None:
-    """Make every -0.0 of gradients that are there +0.0, in place; their values stay."""
-    if gradients:
-        torch._foreach_add_(gradients, 0.0)
+    """Make every -0.0 of gradients that are there, one or more, +0.0, in place; their values stay."""
+    torch._foreach_add_(gradients, 0.0)
 
 
 def zero_present_(gradient: Tensor) -> None:
@@ -28,7 +27,6 @@ def zero_present_(gradient: Tensor) -> None:
     gradient.masked_fill_(~(gradient.signbit() & (gradient == 0)), 0.0)
 
 
-def are_absent(sums: Iterable[Tensor]) -> list[bool]:
+def are_absent(sums: Collection[Tensor]) -> list[bool]:
     """For each sum over ranks whether no rank had a gradient; waits for the device, once for all."""
-    answers = [(part.signbit() & (part == 0)).all() for part in sums]
-    return torch.stack(answers).tolist() if answers else []
+    return torch.stack([(part.signbit() & (part == 0)).all() for part in sums]).tolist() if sums else []

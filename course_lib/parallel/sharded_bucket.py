@@ -113,7 +113,7 @@ class ShardedBucket:
             return
         parts = {parameter: self.gradient[part] for parameter, part in self.shard_slices.items()}
         doubtful = [parameter for parameter in parts if parameter not in self.used]  # by this rank; by others?
-        absent = are_absent(parts[parameter] for parameter in doubtful)
+        absent = are_absent([parts[parameter] for parameter in doubtful])
         left_alone = {parameter for parameter, none in zip(doubtful, absent, strict=True) if none}
         for parameter, piece in self.pieces.items():
             piece.data.grad = None if parameter in left_alone else parts[parameter]

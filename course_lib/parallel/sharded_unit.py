@@ -216,7 +216,7 @@ class Reduction:
         # A parameter that no rank's backward has reached has no gradient. Of most this rank knows that it is used.
         doubtful = [parameter for parameter, piece in self.unit.pieces.items()
                     if parameter not in self.unit.used and piece.data.grad is None]
-        absent = are_absent(mean[self.unit.shard_slices[parameter]] for parameter in doubtful)
+        absent = are_absent([mean[self.unit.shard_slices[parameter]] for parameter in doubtful])
         left_alone = {id(self.unit.pieces[p].data) for p, none in zip(doubtful, absent, strict=True) if none}
         # The first gradient of a piece is a view of `mean`: nothing is copied.
         for own, part in parts:

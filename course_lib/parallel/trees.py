@@ -19,25 +19,27 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors of a tree, in the order of :func:`map_tensors`."""
-    tensors: list[Tensor] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif _is_dataclass(leaf):
-            tensors += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return tensors
+    return [tensor for leaf in tree_leaves(tree) for tensor in _within(leaf)]
+
+
+def _within(leaf: Any) -> list[Tensor]:
+    return [leaf] if isinstance(leaf, Tensor) else tensors_of(_values(leaf)) if _is_dataclass(leaf) else []
 
 
 def _of_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return function(leaf)
-    if not _is_dataclass(leaf):
-        return leaf
-    same = copy.copy(leaf)
-    for field in dataclasses.fields(leaf):
+    return function(leaf) if isinstance(leaf, Tensor) else _copied(function, leaf) if _is_dataclass(leaf) else leaf
+
+
+def _copied(function: Callable[[Tensor], Any], instance: Any) -> Any:
+    same = copy.copy(instance)
+    for field in dataclasses.fields(instance):
         # Frozen ones, too: this is a new object that nobody has seen.
-        object.__setattr__(same, field.name, map_tensors(function, getattr(leaf, field.name)))
+        object.__setattr__(same, field.name, map_tensors(function, getattr(instance, field.name)))
     return same
+
+
+def _values(instance: Any) -> list[Any]:
+    return [getattr(instance, field.name) for field in dataclasses.fields(instance)]
 
 
 def _is_dataclass(leaf: Any) -> bool:
