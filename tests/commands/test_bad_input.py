@@ -8,7 +8,8 @@ import pytest
 
 from course_lib import cli
 from course_lib.training.checkpoints import checkpoint, manifest
-from tests.commands.conftest import QUICK, command, run
+from tests.commands.conftest import QUICK, command
+from tests.forked_process import run_course
 
 BASE = ("train", *QUICK, "--training_type", "basic", "--eval_steps", "0")
 
@@ -173,6 +174,6 @@ def test_a_disk_that_fills_up_while_saving(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_ranks_say_it_once(tmp_path):
-    done = run("train", *QUICK, "--num_processes", "2", "--output_dir", tmp_path, "--dataset", "tweet", timeout=100)
+    done = run_course("train", *QUICK, "--num_processes", "2", "--output_dir", tmp_path, "--dataset", "tweet")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert spoken(done.stderr) == 1 and "`tweets`" in done.stderr

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from course_lib.config import ENGINES
+from tests.forked_process import run_course
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -41,8 +42,8 @@ def ddp(tmp_path_factory):
     pytest.param("zero3", "scratch", marks=pytest.mark.long), ("fsdp", None)])
 def test_course_train_with_a_strategy(tmp_path, ddp, strategy, engine):
     chosen = ["--engine", engine] if engine else []
-    done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--strategy", strategy, *chosen,
-               "--output_dir", tmp_path / "run")
+    done = run_course("train", *TINY, "--num_processes", "2", "--strategy", strategy, *chosen,
+                      "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     # Each rank draws its own dropout masks, the same for every strategy.
     assert losses_of(tmp_path / "run") == pytest.approx(ddp, abs=5e-5)
@@ -62,8 +63,8 @@ def test_under_plain_torchrun(tmp_path, ddp):
 
 
 def test_an_engine_that_has_no_such_strategy_is_one_line(tmp_path):
-    done = run(BIN / "course", "train", *TINY, "--strategy", "fsdp", "--engine", "deepspeed",
-               "--output_dir", tmp_path / "run")
+    done = run_course("train", *TINY, "--strategy", "fsdp", "--engine", "deepspeed",
+                      "--output_dir", tmp_path / "run")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "engine deepspeed has no fsdp: for fsdp use torch, scratch, accelerate" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -91,8 +92,8 @@ accelerator.end_training()  # gloo's threads may abort a process that ends with 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_generated_files_serve_any_script(tmp_path):
-    done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--strategy", "zero2", "--batch_size", "2",
-               "--output_dir", tmp_path / "run")
+    done = run_course("train", *TINY, "--num_processes", "2", "--strategy", "zero2", "--batch_size", "2",
+                      "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run"
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["num_processes"] == 2
@@ -110,13 +111,13 @@ def test_the_generated_files_serve_any_script(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_course_train_in_stages(tmp_path, ddp):
-    done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--schedule",
-               "zbv", "--batch_size", "32", "--pipeline_chunks", "4", "--output_dir", tmp_path / "run")
+    done = run_course("train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--schedule", "zbv",
+                      "--batch_size", "32", "--pipeline_chunks", "4", "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "zbv, 4 stages on 2 ranks × 1, 4 micro-batches" in " ".join(done.stdout.split())
     # The same rows as two processes of 16 each; the ranks draw other dropout masks, so only the first loss is near.
     assert losses_of(tmp_path / "run")[0] == pytest.approx(ddp[0], abs=0.1)
-    refused = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--strategy",
-                  "zero3", "--output_dir", tmp_path / "other")
+    refused = run_course("train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--strategy", "zero3",
+                         "--output_dir", tmp_path / "other")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
     assert "zero3 moves gradients or parameters in every micro-batch" in refused.stderr

@@ -8,6 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.forked_process import run_course
+
 COURSE = Path(sys.executable).parent / "course"
 TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_length", "32",
         "--max_steps", "2", "--baselines", "false", "--device", "cpu", "--save_steps", "0"]
@@ -39,11 +41,11 @@ def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
     assert len(failed) == 1 and failed.iloc[0]["learning_rate"] == 1e30 and "not a finite number" in done.stdout
     assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
     ended = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/summary.json")}
-    again = run(sweep, *TINY, "--sweep_dir", tmp_path / "runs")
+    again = run_course("sweep", sweep, *TINY, "--sweep_dir", tmp_path / "runs")
     assert again.returncode == 1 and "not a finite number" in again.stdout, "what failed is tried again"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*/summary.json")} == ended
     assert pd.read_csv(tmp_path / "runs" / "results.csv").equals(results)
-    other = run(sweep, *TINY, "--seed", "7", "--sweep_dir", tmp_path / "runs")
+    other = run_course("sweep", sweep, *TINY, "--seed", "7", "--sweep_dir", tmp_path / "runs")
     assert other.returncode == 2 and "holds a sweep of other settings or options" in other.stderr
 
 
@@ -81,15 +83,15 @@ def logged(folder):
 def test_a_dry_run_and_a_setting_that_no_run_could_take(tmp_path):
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(SWEEP)
-    done = run(sweep, *TINY, "--dry_run")
+    done = run_course("sweep", sweep, *TINY, "--dry_run")
     assert done.returncode == 0 and done.stdout.splitlines() == [
         "0: batch_size=8, learning_rate=0.001", "1: batch_size=8, learning_rate=1e-09"]
     sweep.write_text(SWEEP.replace("[8]", "[8, 0]"))
-    refused = run(sweep, *TINY, "--sweep_dir", tmp_path / "runs")
+    refused = run_course("sweep", sweep, *TINY, "--sweep_dir", tmp_path / "runs")
     assert refused.returncode == 2 and "`batch_size` cannot be 0" in refused.stderr
     assert not (tmp_path / "runs").exists()
-    written = run(sweep, *TINY, "--wandb_yaml", tmp_path / "wandb.yaml")
+    written = run_course("sweep", sweep, *TINY, "--wandb_yaml", tmp_path / "wandb.yaml")
     assert written.returncode == 2  # the same setting
     sweep.write_text(SWEEP)
-    written = run(sweep, *TINY, "--wandb_yaml", tmp_path / "wandb.yaml")
+    written = run_course("sweep", sweep, *TINY, "--wandb_yaml", tmp_path / "wandb.yaml")
     assert written.returncode == 0 and "--max_steps" in (tmp_path / "wandb.yaml").read_text()

@@ -14,6 +14,7 @@ from transformers import pipeline
 from course_lib import config_files
 from course_lib.training.checkpoints import checkpoint
 from tests.commands.conftest import QUICK, command, run
+from tests.forked_process import run_course
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +108,7 @@ def test_ctrl_c_saves_and_exits_130_and_the_run_goes_on(tmp_path, ranks):
     saved = checkpoint.latest(tmp_path)
     assert not psutil.wait_procs(below, timeout=60)[1], "a rank was left running"
     step = json.loads((saved / "state.json").read_text())["state"]["step"]
-    done = run(*options, "--resume_from_checkpoint", "latest", "--max_steps", step + 3)
+    done = run_course(*options, "--resume_from_checkpoint", "latest", "--max_steps", step + 3)
     assert done.returncode == 0 and f"resumed from {saved}" in done.stdout
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if '"loss"' in line]
