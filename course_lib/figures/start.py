@@ -76,8 +76,8 @@ def start_times(predicted: Mapping[int, float], measured: Mapping[int, Sequence[
         measured: seconds of each repeat, by number of processes.
     """
     most = max(measured)
-    title = (f"{most} process{'es' * (most > 1)} start and end in {median(measured[most]):.2f} s; as many new "
-             f"interpreters would take {predicted[most]:.1f} s")
+    title = (f"{most} process{'es' * (most > 1)} start in {median(measured[most]):.2f} s; fresh interpreters would "
+             f"take {predicted[most]:.1f} s")
     with canvas(title, height=2.9) as (figure, axes):
         for place, (count, seconds) in enumerate(measured.items()):
             _pair(axes, place, predicted[count], seconds, COLOURS["communication"], "{:.2f} s")

@@ -86,10 +86,10 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
     with canvas(title, width=6.4, height=2.2) as (figure, axes):
         for row, (phase, ms) in enumerate(measured.items()):
             axes.barh(row, ms, height=0.42, color=COLOURS[phase])
-            axes.text(ms, row, f" {ms:.3g} ms", va="center")
+            axes.text(ms, row, f" {_milliseconds(ms)}", va="center")
             if phase in predicted:
                 axes.barh(row + 0.36, predicted[phase], height=0.22, edgecolor=COLOURS[phase], **PREDICTED)
-                axes.text(predicted[phase], row + 0.36, f" predicted {predicted[phase]:.3g} ms", va="center",
+                axes.text(predicted[phase], row + 0.36, f" predicted {_milliseconds(predicted[phase])}", va="center",
                           color=COLOURS["neutral"], fontsize=9)
         axes.set_yticks(range(len(measured)), list(measured))
         axes.invert_yaxis()
@@ -97,6 +97,10 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
         axes.grid(axis="x")
         axes.set(xlabel="ms per step", xlim=(0, 1.25 * max([*measured.values(), *predicted.values()])))
     return figure
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
 
 
 def padding_grids(lengths: np.ndarray, orders: Mapping[str, Sequence[np.ndarray]]) -> Figure:

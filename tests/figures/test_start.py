@@ -17,7 +17,7 @@ def test_all_turns_are_drawn_and_their_median_is_told():
 
 def test_the_title_says_both_times():
     figure = start.start_times({1: 2.0, 4: 8.0}, {1: [0.1, 0.2, 0.3], 4: [0.5, 0.4, 0.6]})
-    assert figure.get_suptitle() == "4 processes start and end in 0.50 s; as many new interpreters would take 8.0 s"
+    assert figure.get_suptitle() == "4 processes start in 0.50 s; fresh interpreters would take 8.0 s"
 
 
 def test_what_to_do_stays_on_the_page():

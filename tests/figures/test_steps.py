@@ -36,3 +36,9 @@ def test_what_was_measured_is_left_as_it_was():
     before = [dict(moment.held) for moment in TWO_STEPS]
     steps.memory_over_steps(TWO_STEPS)
     assert [moment.held for moment in TWO_STEPS] == before
+
+
+def test_a_slow_machines_milliseconds_are_read_at_once():
+    figure = steps.time_by_phase({"forward": 1420.0, "backward": 61.84}, {"forward": 568.0})
+    words = {text.get_text().strip() for axes in figure.axes for text in axes.texts}
+    assert words == {"1,420 ms", "61.8 ms", "predicted 568 ms"}
