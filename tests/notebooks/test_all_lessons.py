@@ -23,7 +23,8 @@ SUBJECTS = {
     "03_accelerate": ("def every_day(folder, batches=8, resume=False):",),
     "06_fsdp": ("class Unit:", "class TinyFSDP:", "def at_work(dtype, steps, folder):"),
     "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",),
-    "10_faults_and_hangs": ("class Recorder:",)}
+    "10_faults_and_hangs": ("class Recorder:",),
+    "11_wandb": ("def tracked_run(rate, seed, group=None, save=False):",)}
 """First lines of the cells that hold a lesson's subject whole: up to 40 lines, all others up to 20."""
 
 
@@ -94,7 +95,7 @@ def test_ranks_take_the_lessons_device():
         cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
         devices[name] = Counter(device for cell in cells if cell.cell_type == "code" and "%" not in cell.source[:1]
                                 for device in devices_of(cell.source))
-    assert sum(counts.total() for counts in devices.values()) == 34
+    assert sum(counts.total() for counts in devices.values()) == 35
     others = {name: counts.total() - counts["device"] for name, counts in devices.items() if set(counts) - {"device"}}
     assert others == ON_THE_CPU
     assert {device for counts in devices.values() for device in counts} == {"device", "'cpu'"}

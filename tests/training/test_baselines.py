@@ -1,5 +1,7 @@
 """The baselines, against figures worked out by hand."""
 
+import math
+
 import pytest
 
 from course_lib.errors import DataError
@@ -23,6 +25,17 @@ def test_majority_class_is_learnt_from_training_not_from_test():
 
 def test_a_tie_goes_to_the_smallest_class():
     assert baselines.majority_class([2, 1, 2, 1], [1, 1, 2], num_classes=3)["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_a_constant_that_knows_the_class_shares_by_hand():
+    # Three of four training rows are class 0; each class counts one more: shares 4/6 and 2/6.
+    loss = baselines.class_shares_loss([0, 0, 0, 1], [0, 1], num_classes=2)
+    assert loss == pytest.approx(-(math.log(4 / 6) + math.log(2 / 6)) / 2)
+    many = [0] * 655 + [1] * 597 + [2] * 1783
+    assert baselines.class_shares_loss(many, many, 3) < math.log(3), "a constant knows more than nothing"
+    assert math.isfinite(baselines.class_shares_loss([0, 0], [1], 2)), "a class that training lacks"
+    with pytest.raises(DataError, match="test split of the baselines is empty"):
+        baselines.class_shares_loss([0], [], 2)
 
 
 GOOD = ["good film", "great good acting", "good and great", "really good"]
