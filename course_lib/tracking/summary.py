@@ -54,13 +54,17 @@ class SummaryTable:
 
 
 def summary_table(runs: Sequence[TrackedRun]) -> SummaryTable:
-    """Each run's name, state and steps, its scores, the options in which the runs differ, and how it went on its way.
+    """Each run's name, state and steps, the score that it was chosen by, the options in which the runs differ, its
+    other scores, and how it went on its way.
 
-    The scores begin with the metric that the runs were chosen by. They are those of the test split; of the validation
-    split where a run has no other; and of the last evaluation where it did not come to its end.
+    Scores are those of the test split; of the validation split where a run has no other; and of the last evaluation
+    where it did not come to its end.
     """
     last = [{metric: value for _, _, metric, value in run.rows} for run in runs]
-    metrics = [name for name in score_columns(runs) if any(name in values for values in last)]
+    scores = [name for name in score_columns(runs) if any(name in values for values in last)]
+    deciding = {chosen_by(run) for run in runs}
+    first = [name for name in scores if name.partition("/")[2] in deciding]
+    others = [name for name in scores if name not in first]
     underway = [name for name in UNDERWAY if any(name in values for values in last)]
     differing = telling_options(runs)
     rows = []
@@ -70,9 +74,9 @@ def summary_table(runs: Sequence[TrackedRun]) -> SummaryTable:
         def numbers(names: Iterable[str], values: dict[str, float] = values) -> list[str]:
             return [f"{values[name]:.4g}" if name in values else "" for name in names]
 
-        rows.append([run.name, run.state, str(steps), *numbers(metrics),
-                     *(redact(_text(run.config.get(name, ""))) for name in differing), *numbers(underway)])
-    return SummaryTable(["run", "state", "steps", *metrics, *differing, *underway], rows)
+        rows.append([run.name, run.state, str(steps), *numbers(first),
+                     *(redact(_text(run.config.get(name, ""))) for name in differing), *numbers([*others, *underway])])
+    return SummaryTable(["run", "state", "steps", *first, *differing, *others, *underway], rows)
 
 
 def score_columns(runs: Iterable[TrackedRun]) -> list[str]:

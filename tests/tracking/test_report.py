@@ -121,10 +121,12 @@ def test_the_table_fits_its_terminal_with_the_metric_that_chose_first(wide_runs,
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert all(f"0.{75 + i}" in text for i in range(4)), "macro_f1 of the validation split"
-    said = " ".join(lines[-2:]) if "No room" in text else ""
+    said = " ".join(text.partition("No room")[2].split())
     assert bool(said) == (width < 400)
     for name in ("progress_bar", "save_total_limit", "text_column", "watchdog", "logging_steps", "eval/"):
         assert name not in text
+    head = text.partition("a-run")[0]
+    assert "macro_f1" in head and "learning_" in head, "what they were chosen by, and what they differ in"
     if width == 400:
         head = "".join(text.split("a-run")[0].split())
         assert all(part in head for part in ("mine", "gradient_", "samples_per_", "validation/"))
