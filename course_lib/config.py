@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from course_lib.config_sections import schedules
 from course_lib.config_sections.fields import Strict
 from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
 from course_lib.config_sections.parallel import ENGINES, ParallelConfig, PipelineConfig
@@ -156,6 +157,7 @@ def _check_together(config: Config) -> Config:
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
                           "use --training_type accelerated", cure={"training_type": "accelerated"})
+    schedules.arguments(config.optim.lr_scheduler, config.optim.lr_scheduler_kwargs)
     if run.training_type == "pipeline":
         config = _check_pipeline(config)
     else:

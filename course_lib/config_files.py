@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from course_lib import config_trainer_names
 from course_lib.config import Config, build, option, options
 from course_lib.errors import ConfigError, near, nearest
 
@@ -39,10 +40,15 @@ ALIASES = {
     "load_best_model_at_end": "keep_best",
     "max_eval_rows": "max_eval_samples",
     "nproc_per_node": "num_processes",
+    "full_determinism": "deterministic",
+    "dataloader_drop_last": "drop_last",
+    "ddp_bucket_cap_mb": "bucket_mb",
+    "hub_private_repo": "hub_private",
 }
 
 # Options of the Hugging Face Trainer whose values mean something else here.
-TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_strategy")
+TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_strategy",
+              *config_trainer_names.NAMES)
 
 
 class _UsualSteps:
@@ -53,7 +59,8 @@ class _UsualSteps:
 
     def among(self, leaves: Mapping[str, Any]) -> Any:
         """The number of steps, as the Hugging Face Trainer has it (TrainingArguments.eval_steps and save_steps)."""
-        return leaves.get("logging_steps", option("logging_steps").default) if self.field == "eval_steps" else 500
+        usual = option("logging_steps").default
+        return leaves.get("logging_steps", usual) or usual if self.field == "eval_steps" else 500
 
 
 def canonical(name: str) -> str:
@@ -81,6 +88,8 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an unknown name, a value that its name does not have, or two that contradict each other.
     """
     leaves: dict[str, Any] = {}
+    named = {name.replace("-", "_"): value for name, value in raw.items()}
+    config_trainer_names.check_warmup(named)
     precisions = [f"{name} {value}" for name, value in raw.items() if name.replace("-", "_") in ("bf16", "fp16")
                   and str(value).lower() == "true"]
     given = next((str(value) for name, value in raw.items() if name.replace("-", "_") == "mixed_precision"), "auto")
@@ -93,6 +102,8 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
                 if precisions[1:]:
                     raise ConfigError(f"{' and '.join(precisions)} contradict each other", "keep one of them")
                 leaves["mixed_precision"] = name
+        elif name in config_trainer_names.NAMES:
+            leaves |= config_trainer_names.translate(name, value, named)
         elif name in TRANSLATED:
             steps = f"{'save' if name == 'save_strategy' else 'eval'}_steps"
             if str(value) not in ("no", "epoch", "steps"):
@@ -105,9 +116,20 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
                 leaves[steps] = 0 if str(value) == "no" else None
         elif name == "resume_from_checkpoint" and str(value).lower() in ("true", "false"):
             leaves[name] = "latest" if str(value).lower() == "true" else None
+        elif name == "warmup_steps" and _is_share(value):
+            leaves["warmup_ratio"] = value
         else:
-            leaves[canonical(key)] = value
+            field = canonical(key)
+            leaves[field] = config_trainer_names.own_value(field, value, named)
     return leaves
+
+
+def _is_share(value: Any) -> bool:
+    """Whether a number of warm-up steps is a share of all steps, as the Hugging Face Trainer takes it."""
+    try:
+        return 0 < float(value) < 1
+    except (TypeError, ValueError):
+        return False
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

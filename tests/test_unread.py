@@ -24,6 +24,7 @@ TRAINERS = {"basic": {"training_type": "basic"}} | {
 BY_CIRCUMSTANCE = {
     "dataset_config": "names a configuration of a Hub data set",
     "revision": "names a version of a Hub model",
+    "separator": "is refused where the data set has no CSV file", "encoding": "is refused where it has no text file",
     "validation_fraction": "is for data that come without a validation split",
     "pin_memory": "is for GPUs",
     "num_workers": "is read where the loader is made, by the number of cores",

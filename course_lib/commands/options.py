@@ -8,7 +8,7 @@ import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from course_lib import config_files
+from course_lib import config_files, config_trainer_names
 from course_lib.config import Config, Option, options
 
 FIRST = "what matters first"
@@ -69,8 +69,11 @@ def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...
     parser.epilog = ("`course train --explain OPTION` tells more of one. Names of the Hugging Face Trainer work too: "
                      + ", ".join(f"{alias} for {name}" for name, others in aliases.items() for alias in others) + ".")
     other = parser.add_argument_group("as the Hugging Face Trainer says it")
-    for name in config_files.TRANSLATED:
-        if name in ("bf16", "fp16"):
+    for name in (name for name in config_files.TRANSLATED if name not in aliases):
+        if name in config_trainer_names.NAMES:
+            optional = {"nargs": "?", "const": "true"}
+            other.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **optional)
+        elif name in ("bf16", "fp16"):
             other.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="true|false", nargs="?", const="true")
         else:
             other.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="no|steps|epoch")

@@ -1,5 +1,6 @@
 """The tables that commands end with."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -48,15 +49,29 @@ def scores_table(config: Config, summary: dict[str, Any]) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     for name, values in summary["baselines"].items():
-        table.add_row(NAMES[name], *(f"{values[column]:.3f}" for column in columns))
-    table.add_row(f"{config.model.model}, fine-tuned", *(f"{scores[column]:.3f}" for column in columns), style="bold")
+        table.add_row(NAMES[name], *(with_interval(values, column) for column in columns))
+    table.add_row(f"{config.model.model}, fine-tuned", *(with_interval(scores, column) for column in columns),
+                  style="bold")
+    table.caption = "in brackets: 95 % interval over such rows"
     return table
+
+
+def with_interval(scores: Mapping[str, Any], name: str) -> str:
+    """``0.829 [0.821, 0.837]``: a score and its 95 % interval."""
+    ends = scores["interval95"].get(name)
+    return f"{scores[name]:.3f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
 
 
 def print_scores(scores: dict[str, Any]) -> None:
     """One row per figure."""
     table = Table(title=f"{scores['model']} on {scores['dataset']}, {scores['split']} split", show_header=False)
     for name, value in scores.items():
-        if name not in ("model", "dataset", "split"):
-            table.add_row(name, f"{value:.6f}" if isinstance(value, float) else str(value))
-    Console().print(table)
+        if name not in ("model", "dataset", "split", "interval95", "notes"):
+            low, high = scores["interval95"].get(name, (None, None))
+            table.add_row(name, f"{value:.6f}" if isinstance(value, float) else str(value),
+                          "" if low is None else f"{low:.3f} to {high:.3f}")
+    table.caption = "third column: 95 % interval over such rows"
+    console = Console()
+    console.print(table)
+    for note in scores["notes"]:
+        console.print(note, soft_wrap=True, highlight=False, markup=False)

@@ -20,14 +20,18 @@ class DataConfig(Strict):
     """Column that holds the text; found by itself for known data sets and usual names."""
     label_column: str | None = None
     """Column that holds the class; found by itself for known data sets and usual names."""
+    separator: Literal[",", ";", "|", "tab"] | None = None
+    """What separates the columns of a CSV file; default: the one by which all its first rows have as many."""
+    encoding: str | None = None
+    """Encoding of local files of text, as in cp1252; default: what a byte-order mark says, else UTF-8."""
     train_split: str = "train"
     """Split to train on."""
     validation_split: str = "validation"
     """Split to evaluate on during training; cut from the training split where there is none."""
     test_split: str = "test"
-    """Split held out to the end; the validation split where there is none."""
+    """Split held out to the end; cut from the training split where there is none."""
     validation_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Share of the training split to cut off where a split is missing."""
+    """Share of the training split to cut off for validation, and as much for a test split, where they are missing."""
     task: Literal["classification", "causal_lm", "masked_lm"] = "classification"
     """What the model learns to predict."""
     max_length: Annotated[int, Ge(4)] = 128
@@ -100,8 +104,12 @@ class OptimConfig(Strict):
     """Clip the gradient to this global L2 norm; 0 turns clipping off."""
     label_smoothing_factor: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of each target that the training loss spreads over all classes or tokens; evaluations score without."""
-    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
-    """Shape of the learning rate after warm-up."""
+    lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",
+                          "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
+                          "warmup_stable_decay"] = "linear"
+    """Shape of the learning rate after warm-up; all but the first three are those of Transformers."""
+    lr_scheduler_kwargs: str | None = None
+    """What else the shape takes, as a JSON object: `{"num_cycles": 1}`."""
     warmup_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of all steps over which the learning rate rises from 0."""
     warmup_steps: NotNegative = 0
@@ -148,10 +156,18 @@ batch_size is the most that a micro-batch may have."""
     """Seed of initialisation, data order, masking and dropout."""
     deterministic: bool = False
     """Use operators that give the same bits in every run, and refuse those that cannot."""
-    logging_steps: Positive = 10
-    """Optimizer steps between two logged lines."""
+    data_seed: NotNegative | None = None
+    """Seed of the order of the rows; default: seed."""
+    drop_last: bool = False
+    """Leave out the last rows of an epoch where they fill no global batch."""
+    logging_steps: NotNegative | None = 10
+    """Optimizer steps between two logged lines; none: each epoch; 0: only at the end."""
+    logging_first_step: bool = False
+    """Log the first step too."""
     eval_steps: NotNegative | None = None
     """Optimizer steps between two evaluations; default: each epoch; 0: only at the end."""
+    eval_delay: Annotated[float, Ge(0)] = 0.0
+    """Steps before the first evaluation during training, or epochs where each is evaluated."""
     early_stopping_patience: Positive | None = None
     """Stop after so many evaluations without a better metric."""
     best_metric: Literal["loss", "accuracy", "macro_f1", "perplexity"] | None = None

@@ -64,6 +64,7 @@ READERS = (
            "add --memory_steps, or leave it out"),
     Reader(("profile_wait", "profile_warmup"), lambda leaves: leaves["profile_steps"] > 0, "profiled steps",
            "add --profile_steps, or leave it out"),
+    Reader(("eval_delay",), lambda leaves: leaves["eval_steps"] != 0, "evaluations during training"),
     Reader(("desync_steps",), lambda leaves: leaves["desync_check"] != "off", "the desync check",
            "use --desync_check sampled, or leave it out"),
     Reader(("hub_private",), lambda leaves: leaves["push_to_hub"] is not None, "pushes to the Hub",

@@ -62,10 +62,12 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         batch_size: rows per process in one micro-batch.
         num_processes: processes that share a global batch.
         accumulation: micro-batches per process in one global batch.
-        seed: decides the order, together with the epoch.
+        seed: decides the order, together with the epoch, and which tokens are masked.
         group_by_length: sort windows of the shuffled order by length, then shuffle the batches.
         global_batch_size: rows in one optimizer step; default: all that the three above hold. Where it is
             less, filler makes up for the rest.
+        order_seed: decides the order in the seed's place.
+        drop_last_batch: leave out the last rows of an epoch where they fill no global batch.
 
     Attributes:
         batches: row numbers of each global batch of the epoch chosen, see :class:`EpochBatches`.
@@ -73,22 +75,25 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
 
     def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, batch_size: int, num_processes: int = 1,
                  accumulation: int = 1, seed: int = 0, group_by_length: bool = True,
-                 global_batch_size: int | None = None):
+                 global_batch_size: int | None = None, *, order_seed: int | None = None, drop_last_batch: bool = False):
         self.lengths = lengths
         self.batch_size = batch_size
         self.num_processes = num_processes
         self.accumulation = accumulation
         self.seed = seed
+        self.order_seed = seed if order_seed is None else order_seed
         self.group_by_length = group_by_length
         self.places = batch_size * num_processes * accumulation
         self.global_batch_size = global_batch_size or self.places
         self.drop_last = False  # Accelerate asks
+        self.drop_last_batch = drop_last_batch
         self.start_at(0)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in a whole epoch; the last may have fewer rows."""
-        return -(-len(self.lengths) // self.global_batch_size)
+        rows, size = len(self.lengths), self.global_batch_size
+        return rows // size if self.drop_last_batch else -(-rows // size)
 
     def start_at(self, epoch: int, first_step: int = 0) -> None:
         """Choose the epoch, and the global batch to begin at (to resume in its middle).
@@ -100,7 +105,8 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
 
     def global_batches(self, epoch: int) -> Sequence[np.ndarray]:
         """Row numbers of each global batch, longest row first where grouped by length."""
-        return EpochBatches(self.lengths, self.global_batch_size, [self.seed, epoch], self.group_by_length)
+        return EpochBatches(self.lengths, self.global_batch_size, [self.order_seed, epoch], self.group_by_length,
+                            drop_last=self.drop_last_batch)
 
     def deal(self, batch: np.ndarray, epoch: int) -> Iterator[list[RowKey]]:
         """Micro-batches of one global batch, in order of accumulation step, then process."""

@@ -113,7 +113,7 @@ def _as_names(values: pa.Array, name: str, split: str, first: int) -> pa.Array:
         fractional = pc.not_equal(pc.floor(values), values)
         if (row := pc.index(fractional, True).as_py()) >= 0:
             raise DataError(f"column `{name}` of the {split} split holds {values[row].as_py()} in row {first + row} "
-                            "(from 0), which is no class", "use whole numbers or names")
+                            "(from 0), which is no class", "use whole numbers or names; regression is not here")
         values = values.cast(pa.int64())
     elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
               or pa.types.is_string(kind) or pa.types.is_large_string(kind)):

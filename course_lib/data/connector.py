@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
-from course_lib.data import columns, sources
+from course_lib.data import columns, label_check, sources
 from course_lib.data.cache import FORMAT, cached_filter, cached_map, column, column_digest, digest
 from course_lib.data.cleaning import clean
 from course_lib.errors import DataError, nearest
@@ -62,8 +62,9 @@ class DataConnector:
     def load(self) -> TextData:
         """The data set with its splits under their canonical names.
 
-        A missing validation split is cut from the training split, stratified by class. A missing test split stays
-        missing, for the validation split to stand in. Both stand in the notes.
+        A missing validation or test split is cut from the training split, stratified by class, so that no score is of
+        rows that chose the model. Each class keeps a training row; where that leaves no row for a test split, there is
+        none, and the validation split has to do. The notes say so.
 
         Raises:
             DataError: the data set, a split, a column, or a row's text or label is missing or unfit.
@@ -72,10 +73,7 @@ class DataConnector:
         chosen = self._choose_splits(source, notes)
         rows = {split: self._read(source, own_name, split, notes) for split, own_name in chosen.items()}
         splits, label_names = self._number(rows)
-        if "validation" not in splits:
-            splits = self._cut_validation(splits, notes)
-        if "test" not in splits:
-            notes.append("no test split: the validation split stands in for it")
+        splits = self._cut_missing(splits, notes)
         splits = self._shorten(splits, label_names, notes)
         return TextData(splits, label_names, source.name, source.described, fingerprint(splits, label_names),
                         tuple(notes))
@@ -129,7 +127,10 @@ class DataConnector:
                             "use --task causal_lm or masked_lm, or data with labels")
         label = columns.choose_column(self.config.label_column or source.label_column, columns.LABEL_NAMES,
                                       raw.column_names, "label_column", what)
-        return _Rows(texts, columns.Labels(raw, label, split))
+        labels = columns.Labels(raw, label, split)
+        if split == "train" and not isinstance(labels.feature, datasets.ClassLabel):
+            label_check.check_classes(raw, text, label, labels.distinct.to_pylist(), what)
+        return _Rows(texts, labels)
 
     def _clean(self, rows: datasets.Dataset, split: str) -> datasets.Dataset:
         """The texts cleaned as the config says."""
@@ -157,19 +158,32 @@ class DataConnector:
         return {split: columns.number_classes(rows[split].texts, numbered, label_names, known, split)
                 for split, numbered in labels.items()}, label_names
 
-    def _cut_validation(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
-        """Hold out a part of the training split as the validation split."""
-        train, fraction = splits["train"], self.config.validation_fraction
-        held_out = columns.cut(len(train), fraction, self.seed, column(train, "label") if self._classifies else None)
-        count = pc.sum(held_out).as_py()
-        if not count:
-            raise DataError(f"the training split has {len(train)} rows, too few to cut a validation split from",
-                            "give a validation split, or more rows")
-        how = "in each class" if self._classifies else "of the rows"
-        notes.append(f"no validation split: {count} rows ({fraction:.0%} {how}, seed {self.seed}) are cut from "
-                     "the training split")
-        return splits | {"train": cached_filter(train, pc.invert(held_out), "Training rows"),
-                         "validation": cached_filter(train, held_out, "Validation rows")}
+    def _cut_missing(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
+        """The splits with those that are missing cut from the training split, each of the same share of its rows."""
+        size, share, left = len(splits["train"]), self.config.validation_fraction, 1.0
+        missing = [name for name in ("validation", "test") if name not in splits]
+        if share * len(missing) >= 1:
+            raise DataError(f"validation_fraction {share} is cut off twice, for validation and for test, and leaves "
+                            "nothing to train on", "give less than 0.5")
+        for split in missing:
+            train = splits["train"]
+            labels = column(train, "label") if self._classifies else None
+            held_out = columns.cut(len(train), share / left, self.seed, labels)
+            count = pc.sum(held_out).as_py()
+            if split == "test" and count in (0, len(train)):
+                notes.append(f"no test split, and {size} rows are too few to cut one: the validation split, by which "
+                             "the best model is chosen, stands in for it")
+                break
+            if not count:
+                raise DataError(f"the training split has {size} rows, too few to cut a validation split from",
+                                "give a validation split, or more rows")
+            how = "in each class" if self._classifies else "of the rows"
+            notes.append(f"no {split} split: {count} rows ({share:.0%} {how}, seed {self.seed}) are cut from the "
+                         "training split")
+            splits = splits | {"train": cached_filter(train, pc.invert(held_out), "Training rows"),
+                               split: cached_filter(train, held_out, f"{split.capitalize()} rows")}
+            left -= share
+        return splits
 
     def _shorten(self, splits: dict[str, datasets.Dataset], label_names: tuple[str, ...] | None,
                  notes: list[str]) -> datasets.DatasetDict:

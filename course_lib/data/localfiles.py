@@ -12,6 +12,7 @@ import pandas as pd
 from datasets.utils import logging
 
 from course_lib.data.cache import RECORD_BYTES, RECORD_ROWS, progress_bars
+from course_lib.data.delimited import as_utf8, how_to_read, separator_of
 from course_lib.data.parquet import read_parquet
 from course_lib.errors import DataError
 
@@ -53,14 +54,18 @@ def find_splits(path: Path) -> dict[str, list[Path]]:
     return splits
 
 
-def read_split(files: Sequence[Path]) -> datasets.Dataset:
+def read_split(files: Sequence[Path], encoding: str | None = None, separator: str | None = None) -> datasets.Dataset:
     """The rows of files of one kind, memory-mapped from the cache of `datasets`.
 
     Of CSV and TSV every column is read as text. A blank line separates the examples of plain text where it has any;
     else each line is one.
 
+    Args:
+        files: of one kind.
+        encoding: of text; default: what a byte-order mark says, else UTF-8.
+        separator: of CSV, a name in :data:`course_lib.data.delimited.SEPARATORS`; default: the one that is found.
     Raises:
-        DataError: a file is empty, not UTF-8, or cannot be read as its kind.
+        DataError: a file is empty, in another encoding, or cannot be read as its kind.
     """
     kind, shown = KINDS[files[0].suffix.lower()], str(files[0])
     if len(files) > 1:
@@ -69,6 +74,7 @@ def read_split(files: Sequence[Path]) -> datasets.Dataset:
     with _reading(shown, kind), progress_bars(large):
         if kind == "parquet":
             return read_parquet(files)
+        files = [as_utf8(file, encoding) for file in files]
         has_blank_line = [check_text(file) for file in files]
         paths = list(map(str, files))
         if kind == "json":
@@ -79,10 +85,10 @@ def read_split(files: Sequence[Path]) -> datasets.Dataset:
             return datasets.Dataset.from_text(paths, encoding="utf-8-sig", chunksize=RECORD_BYTES,
                                               writer_batch_size=RECORD_ROWS,
                                               sample_by="paragraph" if any(has_blank_line) else "line")
-        separator = "\t" if kind == "tsv" else ","
-        columns = _header(files[0], separator)
+        between = separator_of(files[0], "tab" if kind == "tsv" else separator)
+        columns = _header(files[0], between)
         features = datasets.Features({column: datasets.Value("string") for column in columns})
-        return datasets.Dataset.from_csv(paths, features=features, sep=separator, keep_default_na=False, na_values=[""],
+        return datasets.Dataset.from_csv(paths, features=features, sep=between, keep_default_na=False, na_values=[""],
                                          writer_batch_size=RECORD_ROWS)
 
 
@@ -128,7 +134,8 @@ def check_text(path: Path) -> bool:
                 begun |= not blank
                 gap = begun and blank
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 (byte {offset + error.start})", "save it as UTF-8") from None
+        looks, instead = how_to_read(path, offset + error.start)
+        raise DataError(f"{path} is not UTF-8 (byte {offset + error.start}){looks}", instead) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     if not offset:

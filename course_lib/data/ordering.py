@@ -29,10 +29,12 @@ class EpochBatches(Sequence[np.ndarray]):
         seed: whole numbers that decide the order.
         group_by_length: sort windows of the shuffled order by length, then shuffle the batches.
         part: rows that are shuffled together.
+        drop_last: leave out the last rows in the shuffled order where they fill no batch.
     """
 
     def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, size: int, seed: Sequence[int],
-                 group_by_length: bool = True, part: int = PART):
+                 group_by_length: bool = True, part: int = PART, drop_last: bool = False):
+        self.drop_last = drop_last
         self.lengths, self.size, self.seed, self.group_by_length = lengths, size, list(seed), group_by_length
         self.rows = len(lengths)
         self.run = self.rows if self.rows <= part else size * max(1, min(RUN, part // 16) // size)
@@ -43,7 +45,7 @@ class EpochBatches(Sequence[np.ndarray]):
         self.here: tuple[int, list[np.ndarray]] = (-1, [])
 
     def __len__(self) -> int:
-        return -(-self.rows // self.size)
+        return self.rows // self.size if self.drop_last else -(-self.rows // self.size)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -67,6 +69,8 @@ class EpochBatches(Sequence[np.ndarray]):
         # All rows in one part are shuffled by the seed alone.
         random = np.random.default_rng(self.seed if self.rows == self.run else [*self.seed, part + 1])
         order, size = random.permutation(len(rows)), self.size
+        if self.drop_last:
+            order = order[:len(order) // size * size]
         rows = rows[order]
         if not self.group_by_length:
             return [rows[i : i + size] for i in range(0, len(rows), size)]

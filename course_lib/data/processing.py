@@ -35,6 +35,8 @@ class ProcessedData:
     task: str
     fingerprint: str
     """Names the token ids, the labels and their order; the same in every process."""
+    notes: tuple[str, ...] = ()
+    """See :class:`course_lib.data.connector.TextData`."""
 
 
 class DataProcessor:
@@ -72,7 +74,8 @@ class DataProcessor:
         tokenize = self._truncate_split if classifies else self._cut_split
         splits = {split: tokenize(rows, split, keys[split]) for split, rows in data.splits.items()}
         labels = [column_digest(rows, "labels") for rows in splits.values() if classifies]
-        return ProcessedData(splits, data.label_names, self.config.task, digest(keys, data.label_names, labels))
+        return ProcessedData(splits, data.label_names, self.config.task, digest(keys, data.label_names, labels),
+                             data.notes)
 
     def collator(self, device_type: str = "cpu") -> Collator:
         """What makes batches of the rows, for that kind of device.

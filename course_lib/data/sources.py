@@ -71,19 +71,28 @@ def find(config: DataConfig) -> Source:
     if config.dataset_config is not None and (name in OFFLINE_NAMES or Path(name).expanduser().exists()):
         raise DataError(f"dataset_config `{config.dataset_config}` has no meaning for `{name}`",
                         "leave it out: only data sets on the Hub have configurations")
-    if name == "tweets":
-        return _tweets()
-    if name == "pydocs":
-        return _pydocs(config)
+    if name in OFFLINE_NAMES:
+        _refuse_meaningless(config)
+        return _tweets() if name == "tweets" else _pydocs(config)
     path = Path(name).expanduser()
     if path.exists():
         files = localfiles.find_splits(path)
+        _refuse_meaningless(config, {localfiles.KINDS[file.suffix.lower()] for part in files.values() for file in part})
         return Source(path.resolve().name, f"local {'folder' if path.is_dir() else 'file'} {name}", files,
-                      lambda split: localfiles.read_split(files[split]))
+                      lambda split: localfiles.read_split(files[split], config.encoding, config.separator))
     if path.suffix.lower() in localfiles.KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
         beside = [str(entry) for entry in path.parent.glob("*") if entry.is_dir() or entry.suffix in localfiles.KINDS]
         raise DataError(f"no file or folder {name}", nearest(str(path), beside) if beside else "")
+    _refuse_meaningless(config)
     return _hub(name, config.dataset_config)
+
+
+def _refuse_meaningless(config: DataConfig, kinds: Collection[str] = ()) -> None:
+    """Refuse options of text files where there is none: `kinds` of local files."""
+    for option, fits in (("separator", "csv" in kinds), ("encoding", bool({*kinds} - {"parquet"}))):
+        if (value := getattr(config, option)) is not None and not fits:
+            raise DataError(f"{option} `{value}` has no meaning for `{config.dataset}`", "leave it out: it is for "
+                            + ("CSV files" if option == "separator" else "local files of text"))
 
 
 def _tweets() -> Source:

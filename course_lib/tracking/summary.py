@@ -1,6 +1,6 @@
 """Runs side by side: which numbers and which options are worth a column, and which of them a screen has room for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def summary_table(runs: Sequence[TrackedRun]) -> SummaryTable:
         steps = max((step for step, *_ in run.rows), default=0)
 
         def numbers(names: Iterable[str], values: dict[str, float] = values) -> list[str]:
-            return [f"{values[name]:.4g}" if name in values else "" for name in names]
+            return [_number(values, name) for name in names]
 
         rows.append([run.name, run.state, str(steps), *numbers(first),
                      *(redact(_text(run.config.get(name, ""))) for name in differing), *numbers([*others, *underway])])
@@ -124,6 +124,13 @@ def folded(name: str, width: int) -> list[str]:
 def shortened(text: str) -> str:
     """The end of a text that is wider than a cell."""
     return text if len(text) <= WIDEST else "…" + text[1 - WIDEST:]
+
+
+def _number(values: Mapping[str, float], name: str) -> str:
+    """A metric, with half the width of its 95 % interval where the run tracked one; empty where it has none."""
+    ends = [values[f"{name}_{side}"] for side in ("low", "high") if f"{name}_{side}" in values]
+    shown = f"{values[name]:.4g}" if name in values else ""
+    return f"{shown} ±{(ends[1] - ends[0]) / 2:.2g}" if shown and len(ends) == 2 else shown
 
 
 def _text(value: Any) -> str:

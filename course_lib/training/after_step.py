@@ -32,8 +32,11 @@ def do_what_is_due(trainer: Trainer, loss: torch.Tensor, gradient_norm: torch.Te
     watched = engine.sum(loss.clone()) if trainer.precision == "fp16" else gradient_norm
     bad = (trainer.first_bad_step == 0) & ~torch.isfinite(watched)
     trainer.first_bad_step = torch.where(bad, state.step, trainer.first_bad_step)
-    logs = state.step % config.run.logging_steps == 0 or state.finished
-    evaluates = is_due(trainer, config.run.eval_steps) and "validation" in trainer.eval_loaders
+    logs = is_due(trainer, config.run.logging_steps) or state.finished or (
+        config.run.logging_first_step and state.step == 1)
+    passed = state.epochs_done if config.run.eval_steps is None else state.step
+    evaluates = is_due(trainer, config.run.eval_steps) and "validation" in trainer.eval_loaders and (
+        passed >= config.run.eval_delay)
     saves = is_due(trainer, config.output.save_steps)
     waits = logs or evaluates or saves or trainer.device.type == "cpu"
     if waits:  # on a GPU not after every step: the device would run out of work meanwhile

@@ -3,15 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from course_lib.errors import DataError
+from course_lib.training import intervals
 
 TFIDF_C = 10.0
 """Inverse strength of the L2 penalty; best of 1, 3, 10, 30 by 5-fold cross-validation on training rows of the
 bundled tweets. A fixed default: nothing is tuned on the rows that are scored."""
 
 
-def majority_class(train_labels: Sequence[int], test_labels: Sequence[int], num_classes: int) -> dict[str, float]:
+def majority_class(train_labels: Sequence[int], test_labels: Sequence[int], num_classes: int) -> dict[str, Any]:
     """Score of always answering the commonest class of the training split (the smallest number among equals).
 
     Args:
@@ -19,7 +21,7 @@ def majority_class(train_labels: Sequence[int], test_labels: Sequence[int], num_
         test_labels: class numbers to score on.
         num_classes: classes that macro-F1 is the mean over.
     Returns:
-        `accuracy` and `macro_f1`, fractions of 1.
+        `accuracy` and `macro_f1`, fractions of 1, and `interval95`, a pair for each.
     Raises:
         DataError: a split is empty.
     """
@@ -49,7 +51,7 @@ def class_shares_loss(train_labels: Sequence[int], test_labels: Sequence[int], n
 
 
 def tfidf_logistic_regression(train_texts: Sequence[str], train_labels: Sequence[int], test_texts: Sequence[str],
-                              test_labels: Sequence[int]) -> dict[str, float]:
+                              test_labels: Sequence[int]) -> dict[str, Any]:
     """Score of a linear classifier on TF-IDF weighted words and pairs of words.
 
     Args:
@@ -58,7 +60,8 @@ def tfidf_logistic_regression(train_texts: Sequence[str], train_labels: Sequence
         test_texts: texts to score on.
         test_labels: their class numbers.
     Returns:
-        `accuracy` and `macro_f1` (over the classes that occur in either split), fractions of 1.
+        `accuracy` and `macro_f1` (over the classes that occur in either split), fractions of 1, and `interval95`,
+        a pair for each.
     Raises:
         DataError: a split is empty, the training split has one class only, or no text has a word.
     """
@@ -88,8 +91,13 @@ def _refuse_empty(train_labels: Sequence[int], test_labels: Sequence[int]) -> No
             raise DataError(f"the {name} split of the baselines is empty")
 
 
-def _score(labels: Sequence[int], predicted: Sequence[int], classes: Iterable[int]) -> dict[str, float]:
+def _score(labels: Sequence[int], predicted: Sequence[int], classes: Iterable[int]) -> dict[str, Any]:
     from sklearn.metrics import accuracy_score, f1_score
 
-    macro_f1 = f1_score(labels, predicted, labels=list(classes), average="macro", zero_division=0)
-    return {"accuracy": float(accuracy_score(labels, predicted)), "macro_f1": float(macro_f1)}
+    numbers = {label: number for number, label in enumerate(classes)}
+    macro_f1 = f1_score(labels, predicted, labels=list(numbers), average="macro", zero_division=0)
+    pairs = Counter((numbers[guess], numbers[label]) for guess, label in zip(predicted, labels, strict=True))
+    hits = sum(count for (guess, label), count in pairs.items() if guess == label)
+    return {"accuracy": float(accuracy_score(labels, predicted)), "macro_f1": float(macro_f1),
+            "interval95": {"accuracy": intervals.accuracy_interval(hits, len(labels)),
+                           "macro_f1": intervals.macro_f1_interval(pairs, len(numbers))}}

@@ -6,6 +6,7 @@ the last batch are dropped, and the metric is computed once over all of them.
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from course_lib.data.collating import moved, unpadded_rows
 from course_lib.modeling.masks import padding_known
+from course_lib.training import intervals
 from course_lib.training.loss import loss_of_rows
 
 BATCHES = 64
@@ -35,6 +37,7 @@ class ClassificationCounts:
 
     def __init__(self, num_labels: int):
         self.hits, self.predicted, self.actual = torch.zeros(3, num_labels, dtype=torch.int64)
+        self.pairs: Counter[tuple[int, int]] = Counter()
 
     def add(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
         """Add rows: int64 [n] each, classes from 0, on the CPU."""
@@ -42,12 +45,20 @@ class ClassificationCounts:
         self.hits += torch.bincount(references[predictions == references], minlength=classes)
         self.predicted += torch.bincount(predictions, minlength=classes)
         self.actual += torch.bincount(references, minlength=classes)
+        pairs, counts = torch.stack([predictions, references], 1).unique(dim=0, return_counts=True)
+        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+            self.pairs[pair[0], pair[1]] += count
 
     def compute(self) -> dict[str, float]:
         """``accuracy`` and ``macro_f1``, fractions of 1."""
         f1 = 2 * self.hits.double() / (self.predicted + self.actual).clamp(min=1)
         accuracy = self.hits.sum().double() / self.actual.sum()
         return {"accuracy": accuracy.item(), "macro_f1": f1.mean().item()}
+
+    def intervals(self) -> dict[str, intervals.Interval]:
+        """Of both; see :mod:`course_lib.training.intervals`."""
+        return {"accuracy": intervals.accuracy_interval(int(self.hits.sum()), int(self.actual.sum())),
+                "macro_f1": intervals.macro_f1_interval(self.pairs, len(self.hits))}
 
 
 def evaluate_split(
@@ -60,7 +71,8 @@ def evaluate_split(
     precision: AbstractContextManager,
     gather: Callable[[Any], Any] = lambda tensors: tensors,
     scores: Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]] | None = None,
-) -> dict[str, float]:
+    with_intervals: bool = False,
+) -> dict[str, Any]:
     """Loss and metrics over every row of a loader.
 
     Args:
@@ -73,6 +85,7 @@ def evaluate_split(
         gather: brings the ranks' tensors together along dimension 0 and drops the rows that were
             repeated to even out the last batch: ``Accelerator.gather_for_metrics``.
         scores: in the model's place, :func:`scores_of_rows` of a batch, where no rank has the whole model.
+        with_intervals: add ``interval95``, the 95 % interval of each metric as a pair.
     Returns:
         ``loss`` (nats per target) with ``accuracy`` and ``macro_f1``, or with ``perplexity``
         (exp of the loss, weighted by tokens), and ``rows``.
@@ -88,7 +101,7 @@ def evaluate_split(
                     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
                     scored = scores_of_rows(logits, batch["labels"], task)
             totals.add(gather((*scored, batch["labels"]) if num_labels else scored))
-    return totals.result()
+    return totals.result() | ({"interval95": totals.intervals()} if with_intervals else {})
 
 
 class _Totals:
@@ -101,6 +114,7 @@ class _Totals:
     def __init__(self, num_labels: int):
         self.num_labels, self.metrics = num_labels, ClassificationCounts(num_labels)
         self.sums, self.rows = torch.zeros(2, dtype=torch.float64), 0
+        self.squares = torch.zeros(3, dtype=torch.float64)
         self.waiting: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, scored: tuple[torch.Tensor, ...]) -> None:
@@ -120,6 +134,15 @@ class _Totals:
         answers = self.metrics.compute() if self.num_labels else {"perplexity": math.exp(min(loss, 700.0))}
         return {"loss": loss} | answers | {"rows": self.rows}
 
+    def intervals(self) -> dict[str, intervals.Interval]:
+        """Of each metric of :meth:`result`, which comes first."""
+        moments = torch.cat([torch.tensor([self.rows], dtype=torch.float64), self.sums, self.squares])
+        ends = intervals.loss_interval(moments.numpy())
+        loss = {"loss": ends} if ends else {}
+        if self.num_labels:
+            return loss | self.metrics.intervals()
+        return loss | ({"perplexity": (math.exp(min(ends[0], 700.0)), math.exp(min(ends[1], 700.0)))} if ends else {})
+
     def _fetch(self) -> None:
         """Bring what waits to the host, and add it up there batch by batch in float64, which not every GPU has."""
         if not self.waiting:
@@ -127,6 +150,8 @@ class _Totals:
         losses, *answers = (torch.cat(parts).cpu() for parts in zip(*self.waiting, strict=True))
         for part in losses.split([len(scored[0]) for scored in self.waiting]):
             self.sums += part.double().sum(0)
+        loss, targets = losses.double().T
+        self.squares += torch.stack([(loss * loss).sum(), (loss * targets).sum(), (targets * targets).sum()])
         self.rows += len(losses)
         if answers:
             self.metrics.add(*answers)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from course_lib.config import OptimConfig
+from course_lib.config_sections import schedules
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that don't decay, by what their names in lower case have in them."""
@@ -58,6 +59,11 @@ def learning_rate_factor(step: int, *, shape: str, warmup: int, total: int) -> f
 
 def make_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
     """The schedule that the config names, over the run's optimizer steps."""
+    more = schedules.arguments(config.lr_scheduler, config.lr_scheduler_kwargs)
     warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_steps)  # as transformers rounds
+    if config.lr_scheduler not in schedules.OWN or more:
+        from transformers import get_scheduler
+
+        return get_scheduler(config.lr_scheduler, optimizer, warmup, total_steps, more)
     return LambdaLR(optimizer, lambda step: learning_rate_factor(
         step, shape=config.lr_scheduler, warmup=warmup, total=total_steps))

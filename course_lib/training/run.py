@@ -85,7 +85,7 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
     ready = time.perf_counter()
     state = trainer.train()
     split = "test" if "test" in trainer.eval_loaders else "validation"
-    scores = trainer.evaluate(split)
+    scores = trainer.evaluate(split, intervals=True)
     memory = trainer.engine.gather_objects(machine.peak_memory_bytes(trainer.device))
     rates = trainer.throughput.rates(state, trainer.num_processes)
     summary: dict[str, Any] = {
@@ -139,7 +139,7 @@ def strategy_of(config: Config, num_processes: int) -> str:
     return "single" if num_processes == 1 and strategy == "ddp" else strategy
 
 
-def score_baselines(config: Config, text: TextData, split: str) -> dict[str, dict[str, float]]:
+def score_baselines(config: Config, text: TextData, split: str) -> dict[str, dict[str, Any]]:
     """What the majority class and TF-IDF with logistic regression reach on the same rows."""
     if config.data.task != "classification":
         return {}
@@ -174,10 +174,10 @@ def _evaluate(config: Config, split: str) -> dict[str, Any]:
     processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
     config = config.replace(cpu_kernels="torch")  # the fast ones are for training, and so is their setting of malloc
     trainer = Trainer(config, loaded, processor.process(text), processor)
-    scores = trainer.evaluate(split)
+    scores = trainer.evaluate(split, intervals=True)
     trainer.engine.close()
     return {"model": config.model.model, "dataset": text.name, "split": split, **scores,
-            "world_size": trainer.num_processes}
+            "world_size": trainer.num_processes, "notes": list(text.notes)}
 
 
 def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:

@@ -131,8 +131,13 @@ class Trainer:
                               f"use a multiple of {ranks}")
         if run.global_batch_size:
             rows, accumulation = layout(run.global_batch_size, ranks, run.batch_size)
-        return GlobalBatchSampler(column(self.data.splits["train"], "length"), rows, ranks, accumulation, run.seed,
-                                  self.config.data.group_by_length, run.global_batch_size)
+        sampler = GlobalBatchSampler(column(self.data.splits["train"], "length"), rows, ranks, accumulation, run.seed,
+                                     self.config.data.group_by_length, run.global_batch_size,
+                                     order_seed=run.data_seed, drop_last_batch=run.drop_last)
+        if not sampler.steps_per_epoch:
+            raise ConfigError(f"drop_last leaves out all {len(sampler.lengths)} training rows, which fill no batch "
+                              f"of {sampler.global_batch_size}", "leave it out, or lower batch_size")
+        return sampler
 
     def train(self) -> TrainState:
         """Run to the end, from the checkpoint that the config names, if it names one.
@@ -256,12 +261,12 @@ class Trainer:
             if not self.engine.step_was_skipped:
                 self.scheduler.step()
 
-    def evaluate(self, split: str) -> dict[str, float]:
-        """Metrics over every row of a split, the same on every process."""
+    def evaluate(self, split: str, intervals: bool = False) -> dict[str, Any]:
+        """Metrics over every row of a split, the same on every process; with their 95 % intervals if asked for."""
         with evaluating(self.wrapped):
             return evaluate_split(self.wrapped, self.eval_loaders[split], self.task, self.num_labels,
                                   device=self.device, precision=self.engine.autocast(), gather=self.engine.gather,
-                                  scores=self.engine.scores)
+                                  scores=self.engine.scores, with_intervals=intervals)
 
     def say(self, line: str) -> None:
         """Print one line, on the main rank."""

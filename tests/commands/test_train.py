@@ -39,7 +39,13 @@ def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_
     summary = summary_of(folder)
     assert summary["training_type"] == "basic" and summary["world_size"] == 1 and summary["strategy"] == "single"
     assert summary["cpu_kernels"] == "torch" and "fast CPU kernels" not in out and summary["threads"] >= 1
-    assert set(summary["eval"]) == {"split", "loss", "accuracy", "macro_f1", "rows"} and summary["eval"]["rows"] == 61
+    assert set(summary["eval"]) == {"split", "loss", "accuracy", "macro_f1", "rows", "interval95"}
+    ends = summary["eval"]["interval95"]
+    assert set(ends) == {"loss", "accuracy", "macro_f1"} and summary["eval"]["rows"] == 61
+    assert all(low < summary["eval"][name] < high for name, (low, high) in ends.items())
+    low, high = ends["accuracy"]
+    assert f"{summary['eval']['accuracy']:.3f} [{low:.3f}, {high:.3f}]" in out and "95 % interval" in out
+    assert all(set(scores["interval95"]) == {"accuracy", "macro_f1"} for scores in summary["baselines"].values())
     assert set(summary["baselines"]) == {"majority_class", "tfidf_logistic_regression"}
     assert summary["train"]["steps"] == 6 and summary["train"]["samples"] == 24
     assert summary["train"]["final_loss"] == lines[5]["loss"] and summary["train"]["samples_per_second"] > 0
@@ -49,12 +55,14 @@ def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_
     assert answer["label"] in ("negative", "neutral", "positive")
     card = (folder / "model" / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["model-index"] and f"{summary['eval']['accuracy']:.4f}" in card
+    assert f"{low:.4f} to {high:.4f}" in card
 
     code, out, _ = course("evaluate", "--model", folder / "model", "--training_type", "basic", "--max_length", "32",
                           "--max_eval_samples", "61", "--split", "test", "--json")
     scores = json.loads(out.splitlines()[-1])
     assert code == 0 and scores["accuracy"] == summary["eval"]["accuracy"]
     assert scores["loss"] == pytest.approx(summary["eval"]["loss"], abs=1e-6)
+    assert scores["interval95"]["accuracy"] == ends["accuracy"] and scores["notes"] == []
 
 
 @pytest.mark.timeout(300)
@@ -65,6 +73,7 @@ def test_causal_and_masked_language_models(course, tmp_path):
         assert code == 0, err
         scores = summary_of(tmp_path / task)["eval"]
         assert scores["perplexity"] > 1 and "accuracy" not in scores and "perplexity" in out
+        assert all(low < scores[name] < high for name, (low, high) in scores["interval95"].items())
 
 
 @pytest.mark.timeout(300)

@@ -50,7 +50,8 @@ def test_each_kind_of_file_gives_the_same_data(kind, tmp_path):
     data = load(tmp_path / f"rows.{kind}")
     wanted = [(f"words of row {row}", row % 2) for row in range(40)]
     got = rows_of(data)
-    assert sorted(got["train"] + got["validation"]) == sorted(wanted) and len(got["validation"]) == 4
+    assert sorted(sum(got.values(), [])) == sorted(wanted)
+    assert {split: len(rows) for split, rows in got.items()} == {"train": 32, "validation": 4, "test": 4}
     assert data.label_names == ("0", "1") and data.name == f"rows.{kind}"
     assert data.splits["train"].features == {"text": datasets.Value("string"), "label": datasets.Value("int64")}
 
@@ -92,10 +93,10 @@ def test_shards_of_a_split_are_joined_in_order(tmp_path):
     table(10).to_parquet(tmp_path / "train-00001-of-00002.parquet")
     table(30).to_parquet(tmp_path / "train-00000-of-00002.parquet")
     table(10).to_parquet(tmp_path / "valid.parquet")
+    table(10).to_parquet(tmp_path / "test.parquet")
     data = load(tmp_path)
     assert list(data.splits["train"]["text"][:]) == [*table(30)["text"], *table(10)["text"]]
-    assert data.notes == ("the split `valid` is the validation split",
-                          "no test split: the validation split stands in for it")
+    assert data.notes == ("the split `valid` is the validation split",)
 
 
 def test_csv_columns_are_text_whatever_they_look_like(tmp_path):
@@ -132,11 +133,11 @@ def test_columns_are_found_by_usual_names_and_taken_by_given_ones(tmp_path):
 def test_plain_text_is_lines_or_paragraphs(tmp_path):
     (tmp_path / "lines.txt").write_text("\ufefffirst line\nsecond line\nthird line\n\n", encoding="utf-8")
     (tmp_path / "paragraphs.txt").write_text("first\nparagraph\n\nsecond one\r\n\r\nthird\n", encoding="utf-8")
-    lines = load(tmp_path / "lines.txt", task="causal_lm", validation_fraction=0.4)
-    paragraphs = load(tmp_path / "paragraphs.txt", task="masked_lm", validation_fraction=0.4)
+    lines = load(tmp_path / "lines.txt", task="causal_lm", validation_fraction=0.33)
+    paragraphs = load(tmp_path / "paragraphs.txt", task="masked_lm", validation_fraction=0.33)
     for data, wanted in ((lines, ["first line", "second line", "third line"]),
                          (paragraphs, ["first paragraph", "second one", "third"])):
-        assert sorted([*data.splits["train"]["text"], *data.splits["validation"]["text"]]) == wanted
+        assert sorted(text for rows in data.splits.values() for text in rows["text"]) == wanted
         assert data.label_names is None and data.splits["train"].column_names == ["text"]
     assert "without text are left out" in lines.notes[0]
 
@@ -197,11 +198,33 @@ def test_a_missing_validation_split_is_cut_and_said(tmp_path):
     table(100).to_csv(tmp_path / "rows.csv", index=False)
     data, again, other = (load(tmp_path / "rows.csv", seed, validation_fraction=0.2) for seed in (1, 1, 2))
     assert Counter(data.splits["validation"]["label"]) == {0: 10, 1: 10}
-    assert not set(data.splits["train"]["text"]) & set(data.splits["validation"]["text"])
+    assert Counter(data.splits["test"]["label"]) == {0: 10, 1: 10} and len(data.splits["train"]) == 60
+    assert sorted(text for rows in data.splits.values() for text in rows["text"]) == sorted(table(100)["text"])
     assert rows_of(data) == rows_of(again) != rows_of(other)
     assert data.fingerprint == again.fingerprint != other.fingerprint
     assert data.notes == ("no validation split: 20 rows (20% in each class, seed 1) are cut from the training split",
-                          "no test split: the validation split stands in for it")
+                          "no test split: 20 rows (20% in each class, seed 1) are cut from the training split")
+
+
+def test_a_test_split_alone_leaves_the_validation_rows_as_they_were(tmp_path):
+    """Runs on data that have a test split go on with the rows that they had."""
+    for split in ("train", "test"):
+        table(100).to_csv(tmp_path / f"{split}.csv", index=False)
+    table(100).to_csv(tmp_path / "one.csv", index=False)
+    with_test, alone = load(tmp_path), load(tmp_path / "one.csv")
+    assert len(with_test.splits["test"]) == 100 and len(with_test.splits["train"]) == 90
+    assert rows_of(with_test)["validation"] == rows_of(alone)["validation"]
+
+
+def test_few_rows_make_no_test_split_and_that_is_said(tmp_path):
+    table(4).to_csv(tmp_path / "rows.csv", index=False)
+    data = load(tmp_path / "rows.csv")
+    assert {split: len(rows) for split, rows in data.splits.items()} == {"train": 2, "validation": 1, "test": 1}
+    table(3).to_csv(tmp_path / "rows.csv", index=False)
+    data = load(tmp_path / "rows.csv")
+    assert list(data.splits) == ["train", "validation"]
+    assert data.notes[1] == ("no test split, and 3 rows are too few to cut one: the validation split, by which the "
+                             "best model is chosen, stands in for it")
 
 
 def test_samples_are_limited_to_the_first_rows_of_each_split(tmp_path):
@@ -245,7 +268,7 @@ def test_pydocs(monkeypatch):
     monkeypatch.setattr(pydocs, "documents", lambda: (f"topic {number}\n\nis   this" for number in range(30)))
     monkeypatch.setattr(pydocs.sysconfig, "get_path", lambda _: "of this test")
     data = load("pydocs", task="causal_lm")
-    assert len(data.splits["train"]) == 27 and len(data.splits["validation"]) == 3
+    assert {split: len(rows) for split, rows in data.splits.items()} == {"train": 24, "validation": 3, "test": 3}
     assert "PSF licence" in data.source and data.splits["train"]["text"][0] == "topic 0 is this"
 
 
@@ -277,8 +300,27 @@ def changed(row, column, value):
 
 WRONG = {
     "latin-1": ({"train.csv": "text,label\nwell,0\ncaf\xe9,1\n".encode("latin-1")}, {},
-                r"train\.csv is not UTF-8 \(byte 21\): save it as UTF-8"),
-    "utf-16": ({"train.txt": "words".encode("utf-16")}, {"task": "causal_lm"}, r"train\.txt is not UTF-8 \(byte 0\)"),
+                r"train\.csv is not UTF-8 \(byte 21\); it looks like cp1252: give --encoding cp1252, and look"),
+    "Cyrillic": ({"train.csv": "text,label\nПривет как дела,0\nочень хорошо всё,1\n".encode("cp1251")}, {},
+                 r"it looks like cp1251: give --encoding cp1251"),
+    "another encoding": ({"train.csv": "text,label\ncaf\xe9,0\n".encode("latin-1")}, {"encoding": "utf-8"},
+                         r"is not UTF-8 \(byte 14\)"),
+    "not the encoding": ({"train.csv": table()}, {"encoding": "utf-32"}, "train.csv is not utf-32 .byte 0.: name"),
+    "no encoding": ({"train.csv": table()}, {"encoding": "cp1253b"}, "no encoding `cp1253b`: did you mean `cp12"),
+    "encoding of Parquet": ({"train.parquet": table()}, {"encoding": "cp1252"}, "encoding `cp1252` has no meaning for"),
+    "separator of JSON": ({"train.jsonl": table()}, {"separator": ";"}, "separator `;` has no meaning .* CSV files"),
+    "two separators": ({"train.csv": b"text;a,label\n" + b"x;y,z\n" * 9}, {},
+                       "could be separated by `,` or by `;`: say by which with --separator"),
+    "fractions": ({"train.csv": table(60).assign(label=np.linspace(0, 1, 60), stars=[1, 2, 3] * 20)}, {},
+                  "column `label` .* has 60 different values in 60 rows .*numbers to predict, and regression is not "
+                  "here .*--label_column: stars would do"),
+    "sentences": ({"train.csv": table(60).assign(label=[f"it is about row {row}" for row in range(60)])}, {},
+                  "texts, not classes: name a column of classes with --label_column; no other column here would do"),
+    "identifiers": ({"train.csv": table(60).assign(label=[f"id{row}" for row in range(60)])}, {},
+                    "nearly as many as rows, so no classes"),
+    "swapped": ({"train.csv": table(60)}, {"text_column": "label", "label_column": "text"},
+                "column `label` looks like the classes: are the two swapped. Give --text_column text --label_col"),
+    "all cut off": ({"train.csv": table()}, {"validation_fraction": 0.5}, "cut off twice.*give less than 0.5"),
     "empty file": ({"train.csv": b""}, {}, r"train\.csv is empty"),
     "header only": ({"train.csv": b"text,label\n"}, {}, r"train\.csv has no rows"),
     "empty parquet": ({"train.parquet": table(0)}, {}, r"train\.parquet has no rows"),
@@ -334,6 +376,50 @@ def test_what_is_wrong_is_said_in_one_line(case, tmp_path):
     with pytest.raises(DataError, match=said) as caught:
         load(tmp_path, **options)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_the_separator_is_found_or_named(separator, tmp_path):
+    frame = table().assign(text=[f"so, {row}; a|b\tand “more”" for row in range(40)])
+    frame.to_csv(tmp_path / "rows.csv", index=False, sep=separator)
+    name = {"\t": "tab"}.get(separator, separator)
+    found, named = load(tmp_path / "rows.csv", clean_text=False), load(tmp_path / "rows.csv", separator=name,
+                                                                      clean_text=False)
+    assert sorted(sum(rows_of(found).values(), [])) == sorted(zip(frame["text"], frame["label"], strict=True))
+    assert rows_of(found) == rows_of(named)
+    with pytest.raises(DataError, match="columns|rows have more fields|Expected"):
+        load(tmp_path / "rows.csv", separator="|" if separator != "|" else ";")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "cp1252"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "txt"])
+def test_encodings_are_found_by_their_mark_or_named(encoding, kind, tmp_path):
+    frame = table().assign(text=[f"un café, {row}" for row in range(40)])
+    path = tmp_path / f"rows.{kind}"
+    text = {"csv": frame.to_csv(index=False), "jsonl": frame.to_json(orient="records", lines=True, force_ascii=False),
+            "txt": "\n".join(frame["text"])}[kind]
+    path.write_bytes(text.encode(encoding))
+    data = load(path, task="causal_lm", encoding="cp1252" if encoding == "cp1252" else None)
+    assert sorted(text for rows in data.splits.values() for text in rows["text"]) == sorted(frame["text"])
+
+
+def test_a_separator_in_a_long_text_is_found_too(tmp_path):
+    """Where the sample ends within a row, that row says nothing; a field of any length is read."""
+    path = tmp_path / "rows.csv"
+    path.write_text("text;label\n" + "".join(f"{'long, ' * 40_000}{row};{row % 2}\n" for row in range(4)))
+    assert load(path).label_names == ("0", "1")
+
+
+def test_few_values_are_classes_whatever_they_look_like(tmp_path):
+    stars = table(200).assign(label=[row % 9 / 2 for row in range(200)])
+    stars.to_csv(tmp_path / "stars.csv", index=False)
+    assert len(load(tmp_path / "stars.csv").label_names) == 9
+    sentences = table(200).assign(label=[f"a class of four words {row % 12}" for row in range(200)])
+    sentences.to_csv(tmp_path / "sentences.csv", index=False)
+    assert len(load(tmp_path / "sentences.csv").label_names) == 12
+    intents = table(200).assign(label=[f"intent {row % 80}" for row in range(200)])
+    intents.to_csv(tmp_path / "intents.csv", index=False)
+    assert len(load(tmp_path / "intents.csv").label_names) == 80
 
 
 def test_the_row_that_is_named_is_the_one_in_the_file(tmp_path):

@@ -140,7 +140,7 @@ def test_a_data_set_on_the_hub_loads_and_then_loads_offline(hub, monkeypatch):
 
 
 def test_a_configuration_is_taken_or_asked_for(hub):
-    assert len(load("acme/several", dataset_config="other").splits["train"]) == 54
+    assert len(load("acme/several", dataset_config="other").splits["train"]) == 48
     with pytest.raises(DataError, match=r"configurations \['split', 'other'\]: choose one with --dataset_config"):
         load("acme/several")
     with pytest.raises(DataError, match=r"has the configurations \['split', 'other'\]"):

@@ -71,6 +71,15 @@ def test_groups_are_drawn_with_their_mean_and_classes_with_their_counts(runs_fol
     assert [text.get_text() for text in matrix.axes[0].texts] == ["8", "2", "5", "1"]
 
 
+def test_a_score_has_half_the_width_of_its_interval(tmp_path, capsys):
+    tracker = JsonLinesTracker(RunInfo("id", "one", "project", None, tmp_path / "one" / "tracking"))
+    tracker.start()
+    tracker.log({"test/accuracy": 0.8286, "test/accuracy_low": 0.811, "test/accuracy_high": 0.845, "test/loss": 0.5}, 3)
+    tracker.finish()
+    assert main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["one", "finished", "3", "0.5", "0.8286", "±0.017"]
+
+
 def test_the_command_lists_runs_with_what_they_differ_in(runs_folder, capsys):
     assert main(["runs", str(runs_folder)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()

@@ -34,7 +34,7 @@ def opening(trainer: "Trainer") -> list[str]:
     """The first lines of a run."""
     config, state = trainer.config, trainer.state
     rows = ", ".join(f"{len(split)} {name}" for name, split in trainer.data.splits.items())
-    lines = [f"data       {config.data.dataset}: {rows} rows"]
+    lines = [f"data       {config.data.dataset}: {rows} rows", *(f"           {note}" for note in trainer.data.notes)]
     if names := trainer.data.label_names:
         lines.append(f"classes    {classes(trainer, names)}")
     parameters = sum(_count(shape) for name, shape in trainer.engine.shapes().items())

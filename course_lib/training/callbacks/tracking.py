@@ -149,7 +149,7 @@ class TrackingCallback(Callback):
         """
         step, settings = trainer.state.step, self.config.tracking
         for tracker in self.trackers:
-            tracker.log({f"{split}/{name}": value for name, value in scores.items()}, step)
+            tracker.log(_flat(scores, split), step)
         if self.enabled and settings.log_predictions and texts is not None:
             predicted = predict(trainer, split)
             names = trainer.data.label_names or ()
@@ -173,6 +173,13 @@ class TrackingCallback(Callback):
     def _close(self, state: str) -> None:
         for tracker in self.trackers:
             tracker.finish(state)
+
+
+def _flat(scores: Mapping[str, Any], split: str) -> dict[str, float]:
+    """Final scores by full name; the ends of a 95 % interval are ``test/accuracy_low`` and ``test/accuracy_high``."""
+    ends = {f"{name}_{side}": end for name, interval in scores.get("interval95", {}).items()
+            for side, end in zip(("low", "high"), interval, strict=True)}
+    return {f"{split}/{name}": value for name, value in {**scores, **ends}.items() if name != "interval95"}
 
 
 def _full_name(name: str) -> str:

@@ -54,7 +54,8 @@ def model_card(config: Config, summary: dict[str, Any], source: str) -> str:
     ]
     data = ModelCardData(library_name="transformers", pipeline_tag=task, model_name=config.output_dir.name,
                          eval_results=results, tags=["distributed-transformers-course"])
-    rows = "\n".join(f"| {r.metric_type} | {r.metric_value:.4f} |" for r in results)
+    ends = {name: f"{low:.4f} to {high:.4f}" for name, (low, high) in summary["eval"]["interval95"].items()}
+    rows = "\n".join(f"| {r.metric_type} | {r.metric_value:.4f} | {ends.get(r.metric_type, '')} |" for r in results)
     run, optim = config.run, config.optim
     return f"""---
 {data.to_yaml()}
@@ -65,8 +66,8 @@ def model_card(config: Config, summary: dict[str, Any], source: str) -> str:
 `{config.model.model}` fine-tuned on `{config.data.dataset}` ({config.data.task}).
 The model came from: {source}. The data: {summary["data"]["source"]}.
 
-| {summary["eval"]["split"]} split | |
-|---|---|
+| {summary["eval"]["split"]} split, {summary["eval"]["rows"]} rows | | 95 % interval |
+|---|---|---|
 {rows}
 
 Trained for {summary["train"]["steps"]} steps on {summary["world_size"]} processes, global batch
