@@ -103,7 +103,11 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
                     raise ConfigError(f"{' and '.join(precisions)} contradict each other", "keep one of them")
                 leaves["mixed_precision"] = name
         elif name in config_trainer_names.NAMES:
-            leaves |= config_trainer_names.translate(name, value, named)
+            for field, own in config_trainer_names.translate(name, value, named).items():
+                given = str(named.get(field, own))
+                if name != "hub_model_id" and field != name and given.lower() != str(own).lower():
+                    raise ConfigError(f"{name} {value} and {field} {given} contradict each other", "keep one of them")
+                leaves[field] = own
         elif name in TRANSLATED:
             steps = f"{'save' if name == 'save_strategy' else 'eval'}_steps"
             if str(value) not in ("no", "epoch", "steps"):
