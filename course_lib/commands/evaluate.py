@@ -8,10 +8,15 @@ from course_lib.commands.options import add_config_options, config_from, importi
 NAME = "evaluate"
 HELP = "score a trained model on one split of a data set"
 
+OF_TRAINING = ("num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "global_batch_size",
+               "split_batches", "loss_weighting", "logging_steps", "eval_steps", "early_stopping_patience", "best_metric",
+               "keep_best", "baselines", "progress_bar")
+"""Fields that a trained model's scores have no use for."""
+
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_config_options(parser, ("data", "model", "run"))
+    add_config_options(parser, ("data", "model", "run"), without=OF_TRAINING)
     parser.add_argument("--split", default="test", help="split to score [test]")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -67,7 +67,7 @@ def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...
     # argparse would name every option in the first lines
     parser.usage = f"{parser.prog} {USAGE.get(parser.prog.rpartition(' ')[2], '')}[--config FILE] [--OPTION VALUE ...]"
     parser.epilog = ("`course train --explain OPTION` tells more of one. Names of the Hugging Face Trainer work too: "
-                     + ", ".join(f"{alias} for {name}" for name, others in aliases.items() for alias in others) + ".")
+                     + ", ".join(f"{alias} for {o.name}" for o in taken for alias in aliases[o.name]) + ".")
     other = parser.add_argument_group("as the Hugging Face Trainer says it")
     for name in (name for name in config_files.TRANSLATED if name not in aliases):
         if name in config_trainer_names.NAMES:

@@ -53,8 +53,10 @@ def test_everything_is_looked_at_here_and_the_quickstart_can_run(capsys):
 
 def test_the_tables_say_the_same(capsys, monkeypatch):
     monkeypatch.setattr(doctor_checks, "CHECKS", tuple(CHECKS[name] for name in ("plain loop", "many GPUs")))
+    monkeypatch.setenv("COLUMNS", "80")
     assert run() == 0
     shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
     assert "this machine" in shown and "one step taken" in shown and "→ learn with processes on the CPU" in shown
     assert "The quickstart can run here: make train" in shown
 

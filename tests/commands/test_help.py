@@ -42,6 +42,13 @@ def test_help_begins_with_ten_options_and_fits_80_columns(page):
     assert "--num_epochs X" in text and "--batch_size N" in text and "--dataset TEXT" in text
 
 
+def test_the_help_of_evaluate_offers_nothing_of_training(page):
+    text = page("evaluate")
+    assert "--eval_batch_size N" in text and "--num_processes N" in text
+    assert all(f"--{name}" not in text for name in ("num_epochs", "early_stopping_patience", "learning_rate"))
+    assert "num_train_epochs" not in text
+
+
 def test_every_field_is_explained(capsys):
     for field in fields():
         text = explained(field.name)
