@@ -3,7 +3,6 @@
 :mod:`capstone_runs` carries the project out on this machine's ranks, :mod:`capstone_rubric` judges it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,15 +10,19 @@ from typing import Any
 
 from course_lib import modeling
 from course_lib.config import Config, build
-from course_lib.data import DataConnector
+from course_lib.data import DataConnector, TextData
 from course_lib.errors import ConfigError, nearest
 from course_lib.lessons.planning_lab import known_errors
+from course_lib.parallel.blocks import blocks
 from course_lib.planning import cost, hardware, memory, models, strategy, to_launchers
 from course_lib.planning.plan import Engine, Plan
+from course_lib.training.baselines import class_shares_loss, majority_class
 
 LAYOUTS: dict[str, tuple[Engine, int]] = {"ddp": ("ddp", 0), "zero1": ("deepspeed", 1), "zero2": ("deepspeed", 2),
                                           "zero3": ("deepspeed", 3), "fsdp": ("fsdp", 3)}
 """The planner's engine and ZeRO stage by the trainer's strategy."""
+TRAINING_ROWS = 1000
+"""Of a language model's training split, whose tokens are counted."""
 LEAST_STEPS = 5
 """Of a run: one without optimizer states, two that are metered, and two to take the speed from."""
 
@@ -187,6 +190,14 @@ def plan_rented(project: Project) -> Rented:
                   cluster.accelerator.memory, best.cost.step, hours, hours * (1 + planner_error()))
 
 
+def states_at_least(project: Project, parameters: float, gpus: int) -> float:
+    """Bytes of model states that a rented GPU holds in mixed precision: 16, 4 + 12/N, 2 + 14/N or 16/N per parameter.
+
+    Source: arXiv 1910.02054, table 1.
+    """
+    return memory.zero_model_states(parameters, gpus, LAYOUTS[project.strategy][1])
+
+
 def planner_error() -> float:
     """By how much nine in ten of the planner's published comparisons are off at most, in throughput; 0.5 is half."""
     errors = known_errors()
@@ -210,13 +221,18 @@ class Here:
         states: bytes of parameters, gradients and optimizer states when backward has ended.
         sent: bytes in an optimizer step, under the ring model.
         samples_per_second: of all ranks, with the catalogue's guess of a CPU.
-        guessing: loss of a model that knows nothing, in nats.
+        constant: loss, in nats, of a constant that knows the training split's class (or token) shares and nothing
+            else, on the rows that the runs are scored on.
+        classes: that there are, or tokens.
+        majority_macro_f1: of always answering the commonest class; None for language modelling.
     """
 
     states: float
     sent: float
     samples_per_second: float
-    guessing: float
+    constant: float
+    classes: int
+    majority_macro_f1: float | None = None
 
 
 def plan_here(project: Project, config: Config) -> Here:
@@ -224,13 +240,33 @@ def plan_here(project: Project, config: Config) -> Here:
     text = DataConnector(config.data, config.run.seed).load()
     loaded = modeling.load(config.model, config.data.task, label_names=text.label_names,
                            texts=text.splits["train"]["text"], seed=config.run.seed, max_length=config.data.max_length)
-    classes = config.data.task == "classification"
+    classes = bool(text.label_names)
+    kinds = len(text.label_names) if text.label_names else loaded.tokenizer.vocab_size
     model = models.from_config(loaded.model.config.to_dict(), project.model, head=not classes)
+    answers = _answers(text, loaded.tokenizer, config.data.max_length)
     ranks, (engine, stage) = project.world_size, LAYOUTS[config.parallel.strategy]
     plan = Plan(config.data.max_length, engine, stage, data=ranks, micro_batch=config.run.batch_size,
                 accumulation=config.run.gradient_accumulation_steps, precision="fp32")
     speed = cost.estimate(model, plan, hardware.cluster("CPU", ranks))
+    volume = cost.zero_volume(stage) * model.parameters
+    if engine == "fsdp":  # what lies outside its blocks is kept after the forward, and gathered once
+        volume -= model.parameters - sum(each.numel() for block in blocks(loaded.model).values()
+                                         for each in block.parameters())
     return Here(memory.estimate(model, plan).states,
-                cost.zero_volume(stage) * 4 * model.parameters * (ranks - 1) / ranks,
+                4 * volume * (ranks - 1) / ranks,
                 speed.tokens_per_second / config.data.max_length,
-                math.log(len(text.label_names) if classes and text.label_names else model.vocab))
+                class_shares_loss(*answers, kinds), kinds,
+                majority_class(*answers, kinds)["macro_f1"] if classes else None)
+
+
+def _answers(text: TextData, tokenizer: Any, length: int) -> tuple[list[int], list[int]]:
+    """What a model has to say on the training rows, and on those that it is scored on: labels, or tokens."""
+    train, scored = text.splits["train"], text.splits["test" if "test" in text.splits else "validation"]
+    if text.label_names:
+        return list(train["label"]), list(scored["label"])
+
+    def tokens(texts: Sequence[str]) -> list[int]:
+        rows = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
+        return [token for row in rows for token in row[1:]]
+
+    return tokens(train["text"][:TRAINING_ROWS]), tokens(scored["text"][:])

@@ -1,7 +1,6 @@
 """The capstone's runs on this machine's ranks: metered, killed, resumed, and read back from their tracker."""
 
 import json
-import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -118,20 +117,28 @@ def _tracked(run: collect.TrackedRun) -> Tracked:
 
 
 def table(runs: Sequence[Tracked]) -> pd.DataFrame:
-    """One row per arm: runs, rows of each, mean loss and its error, MiB of states, MB sent, samples per second."""
+    """One row per arm: runs, rows of each, mean loss and its spread, MiB of states, MB sent, samples per second.
+
+    ``spread`` is the standard deviation of the loss over the arm's seeds.
+    """
     frame = pd.DataFrame([vars(run) for run in runs]).groupby("arm")
     means = frame[["loss", "states", "sent", "samples_per_second"]].mean()
     means.insert(0, "runs", frame.size())
     means.insert(1, "samples", frame["samples"].first())
-    means.insert(3, "luck", frame["loss"].sem())
+    means.insert(3, "spread", frame["loss"].std())
     return means.assign(states=means["states"] / 2**20, sent=means["sent"] / 1e6).rename(
         columns={"states": "states_MiB", "sent": "sent_MB"})
 
 
-def gap_and_luck(runs: Sequence[Tracked]) -> tuple[float, float]:
-    """How far apart the arms' mean losses are, in nats, and the standard error of that difference."""
-    arms = table(runs)
-    return abs(float(arms["loss"].diff().iloc[-1])), math.hypot(*arms["luck"])
+def gap_and_error(runs: Sequence[Tracked]) -> tuple[float, float]:
+    """By how much the other arm's loss is higher in the mean of the seeds, in nats, and the standard error of that.
+
+    Both arms run with the same seeds, so each seed gives a difference, and the error is theirs; it is nan where there
+    are fewer than two.
+    """
+    losses = pd.DataFrame([vars(run) for run in runs]).pivot_table(index="seed", columns="arm", values="loss")
+    differences = (losses["other"] - losses["chosen"]).dropna()
+    return float(differences.mean()), float(differences.sem())
 
 
 class KillAt(Callback):
@@ -166,11 +173,15 @@ class Broken:
     losses: Mapping[int, float]
 
 
-def break_run(project: Project, folder: Path) -> Broken:
-    """Train the project's first run in that folder, kill a rank in the middle, and look at what is left."""
+def break_run(project: Project, folder: Path, kill: KillAt | None = None) -> Broken:
+    """Train the project's first run in that folder, kill a rank in the middle, and look at what is left.
+
+    Args:
+        kill: what kills it; default: the last rank, at the project's step.
+    """
     config = project.config(folder)
-    kill = KillAt(project.world_size - 1, project.kill_step)
-    how = f"nothing: there is no step {project.kill_step}"
+    kill = kill or KillAt(project.world_size - 1, project.kill_step)
+    how = f"nothing: there is no step {kill.step}"
     try:
         launch(train, config, [kill], num_processes=project.world_size, device=project.device, timeout=TIMEOUT,
                stream=False)
@@ -178,7 +189,7 @@ def break_run(project: Project, folder: Path) -> Broken:
         how = str(error).splitlines()[0]
     losses = dict(record_of(folder))
     killed = "SIGKILL" in how
-    step = project.kill_step if killed else max(losses, default=0)
+    step = kill.step if killed else max(losses, default=0)
     try:
         newest = checkpoint.latest(folder).name
     except CheckpointError:
