@@ -7,7 +7,7 @@ import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,17 +195,30 @@ def send(job: Job, trainer: "ModelTrainer") -> str:
 
 
 def request(job: Job, account: Account) -> dict[str, Any]:
-    """The exact CreateTrainingJob request that the SDK would send, with nothing sent.
+    """The exact CreateTrainingJob request that the SDK would send for a job, with nothing sent.
 
-    moto stands in for AWS within this process. Without ``account.bucket`` its account number is moto's.
+    Without ``account.bucket`` its account number is moto's.
+    """
+    def submit(session: Any, folder: Path) -> None:
+        send(job, model_trainer(job, account, stage(folder), boto_session=session.boto_session))
+
+    return caught(submit, account.region)
+
+
+def caught(submit: Callable[[Any, Path], Any], region: str = "us-east-1") -> dict[str, Any]:
+    """The CreateTrainingJob request of whatever a function submits; moto stands in for AWS within this process.
+
+    Args:
+        submit: called with a session of the SDK, and an empty folder for what it uploads.
+        region: AWS's name of it.
     """
     from course_lib.cloud.stand_in import stand_in
 
-    with tempfile.TemporaryDirectory() as folder, stand_in(account.region) as boto_session:
+    with tempfile.TemporaryDirectory() as folder, stand_in(region) as boto_session:
         requests: list[dict[str, Any]] = []
         boto_session.events.register("provide-client-params.sagemaker.CreateTrainingJob",
                                      lambda params, **_: requests.append(params))
-        send(job, model_trainer(job, account, stage(Path(folder)), boto_session=boto_session))
+        submit(_sdk().Session(boto_session, sagemaker_config=NO_TELEMETRY), Path(folder))
     return requests[0]
 
 

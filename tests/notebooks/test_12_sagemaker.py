@@ -10,7 +10,7 @@ from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.figures.cloud import losses_by_attempt
 from course_lib.launching.netns import in_own_network
-from tests.notebooks.conftest import NOTEBOOKS
+from tests.notebooks.conftest import NOTEBOOKS, says
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 STEPS, INTERRUPT_AFTER = 60, 3
@@ -26,6 +26,17 @@ def test_the_request_and_its_cost(lesson):
     assert lesson["channels"] == 2 and lesson["dollars_at_most"] == pytest.approx(37.688 * 2 * 3)
     assert {"HyperParameters", "InputDataConfig", "ResourceConfig", "StoppingCondition", "CheckpointConfig",
             "OutputDataConfig", "RoleArn", "AlgorithmSpecification"} <= set(lesson["parts_of_the_request"])
+
+
+def test_the_class_of_the_sdk_is_typed_on_the_page_and_makes_the_same_request(lesson):
+    assert {"ResourceConfig", "StoppingCondition", "RoleArn"} <= set(lesson["same_as_by_hand"])
+    assert lesson["channels_by_hand"] == 2 and set(lesson["parts_of_the_request"]) <= set(lesson["parts_by_hand"])
+    assert lesson["driver_builds_options"]
+    cells = nbformat.read(NOTEBOOKS / "12_sagemaker.ipynb", as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    for typed in ("ModelTrainer(", "configs.SourceCode(", "configs.Compute(", "Torchrun(", "trainer.train(",
+                  "source(sagemaker.model_trainer)"):
+        assert typed in code, typed
 
 
 def test_the_failed_job_says_why_and_costs_all_the_same(lesson):
@@ -51,6 +62,7 @@ def test_model_and_metrics_came_back(lesson):
 
 
 def test_every_launcher_has_a_script(lesson):
+    assert says(lesson, "4 launchers, one job")
     assert lesson["lines_of_each_script"].keys() == {"slurm", "torchrun", "accelerate", "skypilot"}
     assert min(lesson["lines_of_each_script"].values()) >= 5
 
