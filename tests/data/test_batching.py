@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from course_lib.data.batching import GlobalBatchSampler, RowKey, Rows, SequentialKeys, training_loader
+from course_lib.data.ordering import EpochBatches
 
 LENGTHS = np.random.default_rng(0).integers(4, 60, size=203)
 LAYOUTS = [(1, 16, 1), (2, 8, 1), (4, 4, 1), (1, 4, 4), (2, 4, 2), (4, 1, 4)]  # processes, rows, accumulation
@@ -130,3 +131,17 @@ def test_workers_stay_and_the_order_is_that_without_them():
     assert orders[0] == orders[2] and len(orders[0][2]) == order.steps_per_epoch - 1
     assert processes[2][0] == processes[2][1] == processes[2][2] and len(processes[2][0]) == 2
     assert processes[0][0] == {os.getpid()}
+
+
+@pytest.mark.parametrize("group_by_length", [False, True])
+@pytest.mark.parametrize("part", [2**20, 40])
+def test_the_rows_that_fill_no_batch_are_left_out(group_by_length, part):
+    """Other ones in each epoch; without it, as in all other tests, no row is."""
+    lengths, left_out = list(range(1, 104)), []
+    for epoch in range(2):
+        batches = list(EpochBatches(lengths, 10, [1, epoch], group_by_length, part, drop_last=True))
+        rows = np.concatenate(batches)
+        assert [len(batch) for batch in batches] == [10] * 10 and len(set(rows.tolist())) == 100
+        left_out.append(set(range(103)) - set(rows.tolist()))
+    assert left_out[0] != left_out[1]
+    assert len(EpochBatches(lengths, 10, [1], group_by_length, part)) == 11
