@@ -141,7 +141,7 @@ def test_every_rule_refuses_and_lets_pass():
     defaults = {o.name: o.default for o in options()} | {"engine": "torch", "tracker": "jsonl"}
     others = {"training_type": "pipeline", "engine": "deepspeed", "strategy": "fsdp", "optimizer": "sgd",
               "task": "masked_lm", "split_spec": "h.1:end", "watch": "all", "tracker": "none", "memory_steps": 1,
-              "profile_steps": 1, "desync_check": "off", "push_to_hub": "x"}
+              "profile_steps": 1, "desync_check": "off", "push_to_hub": "x", "eval_steps": 0}
     for reader in READERS:
         answers = {reader.reads(defaults | {name: value}) for name, value in others.items()} | {reader.reads(defaults)}
         assert answers == {True, False}, reader.fields
