@@ -1,4 +1,4 @@
-"""A lesson's kernel that is forked from this process, rather than started as a user's is: those of lessons 00 and 03, about starting, are."""
+"""A lesson's kernel that is forked from this process; those of lessons 00 and 03, about starting, are a user's."""
 
 import os
 import sys
