@@ -182,7 +182,9 @@ def _mutate(parent: ast.AST, field: str, index: int | None, variant: int) -> tup
     value = getattr(parent, field)
     node = value if index is None else value[index]
     line = getattr(node, "lineno", getattr(parent, "lineno", 0))
-    before = ast.unparse(parent if isinstance(node, tuple(OPERATORS)) else node)
+    shown = isinstance(node, tuple(OPERATORS)) or (
+        isinstance(node, ast.Constant) and isinstance(parent, (ast.expr, ast.keyword)))
+    before = ast.unparse(parent if shown else node)
 
     def put(new: ast.AST | None) -> None:
         if index is None:
@@ -201,6 +203,7 @@ def _mutate(parent: ast.AST, field: str, index: int | None, variant: int) -> tup
     elif isinstance(node, ast.Constant) and variant == 0 and isinstance(node.value, (bool, int, float)):
         changed = ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
         put(changed)
+        changed = parent if shown else changed
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not)) and variant == 0:
         changed = node.operand
         put(changed)

@@ -8,5 +8,5 @@ DRAW = {
     "pipeline.interleaved": lambda rng: pipeline.INTERLEAVED.draw(rng, 8),
     "pipeline.zero_bubble": lambda rng: pipeline.ZERO_BUBBLE.draw(rng, 8),
     "pipeline.balance": lambda rng: pipeline.BALANCE.draw(rng, 12),
-    "pipeline.run": lambda rng: executor.RUN.draw(rng, ((2, "gpipe", 1), (4, "1f1b", 1), (2, "interleaved", 3))),
+    "pipeline.run": lambda rng: executor.RUN.draw(rng, ((2, "1f1b", 1), (2, "interleaved", 3))),
 }

@@ -26,7 +26,8 @@ def test_what_is_changed():
         (3, "0.5 -> 1.5"), (4, "for value in values: -> "), (5, "total += value * 2 -> "),
         (5, "value * 2 -> value / 2"), (5, "total += value * 2 -> total -= value * 2"), (6, "start <= 3 -> start < 3"),
         (6, "start <= 3 and (not values) -> start <= 3 or not values"), (6, "not values -> values"),
-        (7, "flush=True -> "), (7, "print(total, flush=True) -> "), (7, "True -> False"),
+        (7, "flush=True -> "), (7, "print(total, flush=True) -> "), (7, "flush=True -> flush=False"),
+        (5, "value * 2 -> value * 3"),
         (8, "total / len(values) -> total * len(values)"), (8, "-total -> total")}
     assert not any("Not changed" in mutant.change for mutant in made)
     assert len({mutant.source for mutant in made}) == len(made) and SOURCE not in {mutant.source for mutant in made}
@@ -53,7 +54,7 @@ def test_mutants_of_a_solution_are_rejected_and_an_equivalent_one_is_told(monkey
 @pytest.mark.timeout(3000)
 def test_every_mutant_is_rejected_or_as_good_for_a_reason():
     rows = mutants.run()
-    assert {row.mutant.task for row in rows} == set(TASKS) and len(rows) > 900
+    assert {row.mutant.task for row in rows} == set(TASKS) and len(rows) > 750
     assert [(row.mutant.task, row.mutant.line, row.mutant.change) for row in rows if not row.holds] == []
     reasons = load(solutions_folder() / "equivalent.py").EQUIVALENT
     assert set(reasons) == {(row.mutant.task, row.mutant.change) for row in rows if row.equivalent}

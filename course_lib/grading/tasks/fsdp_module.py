@@ -34,21 +34,21 @@ def draw_sharded(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Cas
     return [Case(world, sharded_case(rng, world)) for world in worlds]
 
 
-def whole_weights(least: int) -> int:
-    """How many tensors with memory for so many elements are alive, and are no layer's own parameter."""
+def whole_weights(sizes: range) -> int:
+    """How many tensors with memory for so many numbers are alive, and are no layer's own parameter."""
     seen = set()
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and not isinstance(thing, nn.Parameter) and thing.device.type == "cpu":
             storage = thing.untyped_storage()
-            if storage.nbytes() >= 4 * least:
+            if thing.is_floating_point() and storage.nbytes() // thing.element_size() in sizes:
                 seen.add(storage.data_ptr())
     return len(seen)
 
 
-def kept_since(before: int, least: int) -> int:
+def kept_since(before: int, sizes: range) -> int:
     """How many more there are than ``before``; what a cycle keeps, or gloo's thread for a moment, does not count."""
-    patience = time.monotonic() + 0.3
-    while (more := whole_weights(least) - before) > 0 and time.monotonic() < patience:
+    patience = time.monotonic() + 2.0
+    while (more := whole_weights(sizes) - before) > 0 and time.monotonic() < patience:
         gc.collect()
     return max(0, more)
 
@@ -56,7 +56,8 @@ def kept_since(before: int, least: int) -> int:
 def observe_sharded(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
     size = given["weights"][0].size
-    before = whole_weights(size)
+    sizes = range(size, size + case.world_size)  # with its padding
+    before = whole_weights(sizes)
     layers = [function(torch.from_numpy(weight.copy())) for weight in given["weights"]]
     layers[given["frozen"]].shard.requires_grad_(False)
     parameters = [sum(p.numel() for p in layer.parameters()) for layer in layers]
@@ -77,10 +78,10 @@ def observe_sharded(function: Callable[..., Any], case: Case, rank: int) -> dict
             with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
                 for number_ in given["order"]:
                     x = torch.tanh(layers[number_](x))
-            kept = max(kept, kept_since(before, size))
+            kept = max(kept, kept_since(before, sizes))
             record.note("backward")
             x.square().sum().backward()
-            kept = max(kept, kept_since(before, size))
+            kept = max(kept, kept_since(before, sizes))
             steps["output"].append(plain(x))
             steps["x"].append(plain(first.grad))
             steps["gradients"].append(np.concatenate(

@@ -130,11 +130,16 @@ def name_of(layout: Sequence[int]) -> str:
 
 def search_case(rng: random.Random, place: int) -> dict:
     """In turn: one layout is the fastest, two are as fast, nothing fits."""
-    gpus = 2 ** rng.randrange(3, 6)
-    given = {"gpus": gpus, "gpus_per_machine": 4, "layers": 4 * rng.choice((3, 6, 10)),
-             "heads": rng.choice((24, 40)) if place % 3 == 0 else 6}
+    is_one_machine = place > 0 and place % 3 == 0  # and the fastest has its tensors over all of it
+    gpus = 8 if is_one_machine else 2 ** rng.randrange(3, 6)
+    given: dict[str, Any] = {
+        "gpus": gpus, "gpus_per_machine": 8 if is_one_machine else 4, "layers": 4 * rng.choice((3, 6, 10)),
+        "heads": rng.choice((24, 40)) if place % 3 == 0 else 6}
     allowed = legal(given)
     chosen = rng.sample(allowed, 4)
+    if is_one_machine:
+        chosen[0] = (1, gpus, 1)
+        chosen[1:] = rng.sample([layout for layout in allowed if layout != chosen[0]], 3)
     given["memory_GiB"] = {name_of(layout): rng.randrange(90, 200) for layout in layouts(gpus)}
     given["step_seconds"] = {name_of(layout): rng.randrange(40, 400) / 16 for layout in layouts(gpus)}
     given["capacity_GiB"] = 80
