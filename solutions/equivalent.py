@@ -11,7 +11,7 @@ EQUIVALENT = {
     ("pipeline.balance", "len(costs) + 1 -> len(costs) + 2"): "nobody asks for an end beyond the last block",
     ("pipeline.run", "kind == 'B' -> kind != 'B'"): "tags differ from each other as before",
     ("pipeline.run", "2 * (stage * len(inputs) + m) -> 3 * (stage * len(inputs) + m)"): "tags differ as before",
-    ("pipeline.run", "del x, output -> "): "the check allows the one output that was used last",
+    ("pipeline.run", "del x, output -> "): "the check allows two outputs that names still hold",
     ("plan.search", "gpus + 1 -> gpus + 2"): "more GPUs than there are divide none",
     ("faults.hang", "Counter(there.values()).most_common(1) -> Counter(there.values()).most_common(2)"):
         "the first of two is the first of one",

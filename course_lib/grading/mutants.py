@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.grading import masters
-from course_lib.grading.check import CheckJob, Report
+from course_lib.grading.check import SECONDS_PER_CASE, CheckJob, Report
 from course_lib.grading.hidden import hidden_cases, load, solutions_folder
 from course_lib.grading.selftest import MOST, PATIENCE, function_of, observe_all
 from course_lib.grading.task import Case, Task
@@ -102,7 +102,10 @@ def run(tasks: Mapping[str, Task] = TASKS, folder: Path | None = None, seed: int
         for first in range(0, len(every), BATCH):
             batch = every[first:first + BATCH]
             for mutant, failed in zip(batch, _failures(task, batch, cases), strict=True):
-                rows.append(MutantRow(mutant, failed, reasons.get((task.name, mutant.change), "")))
+                reason = reasons.get((task.name, mutant.change), "")
+                if failed and reason:  # as good as the solution: so it has as much patience, on a busy machine
+                    failed, = _failures(task, [mutant], cases, SECONDS_PER_CASE)
+                rows.append(MutantRow(mutant, failed, reason))
     return rows
 
 
@@ -132,9 +135,10 @@ def report(tasks: Mapping[str, Task] = TASKS) -> int:
     return 1 if wrong else 0
 
 
-def _failures(task: Task, batch: Sequence[Mutant], cases: Sequence[Case]) -> list[tuple[str, ...]]:
+def _failures(task: Task, batch: Sequence[Mutant], cases: Sequence[Case], seconds: float = PATIENCE
+              ) -> list[tuple[str, ...]]:
     """The properties that fail for each mutant; all of them for one that defines nothing."""
-    jobs = [[CheckJob(task, function, case, number, PATIENCE, MOST) for case in cases]
+    jobs = [[CheckJob(task, function, case, number, seconds, MOST) for case in cases]
             for number, mutant in enumerate(batch) if (function := _function(task, mutant)) is not None]
     failed: list[tuple[str, ...]] = [tuple(task.properties)] * len(batch)
     for mine, observed in zip(jobs, observe_all(jobs) if jobs else [], strict=True):
