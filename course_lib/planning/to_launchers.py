@@ -17,9 +17,9 @@ MASKED = ("bert", "distilbert", "roberta")
 
 SPLITTABLE = ("gpt2", "bert", "roberta", "xlm-roberta", "camembert", "llama", "mistral", "qwen2", "gemma")
 """Architectures whose layers ``course train`` splits: those of ``course_lib.parallel.tensor_plans.PLANS``."""
-CUTTABLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "gpt2", "opt", "llama", "mistral", "qwen2",
-            "qwen3", "gemma")
-"""Architectures that it cuts into pipeline stages: those of ``course_lib.modeling.stages.LAYOUTS``."""
+CUTTABLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "gpt2", "opt", "llama", "mistral", "mixtral",
+            "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2")
+"""Architectures that it cuts into pipeline stages: those of ``course_lib.modeling.layouts.LAYOUTS``."""
 
 
 def why_not(plan: Plan, model: Model) -> str | None:

@@ -14,7 +14,8 @@ from course_lib.commands.options import config_from
 from course_lib.config_files import load
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
-from course_lib.modeling import presets, stages
+from course_lib.modeling import presets
+from course_lib.modeling.layouts import LAYOUTS
 from course_lib.parallel.tensor_plans import PLANS
 from course_lib.planning import hardware, models, strategy, to_launchers
 from course_lib.planning.plan import Plan
@@ -52,7 +53,7 @@ def config_of(plan, model, gpus_per_node, **options):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses():
-    assert set(to_launchers.SPLITTABLE) == set(PLANS) and set(to_launchers.CUTTABLE) == set(stages.LAYOUTS)
+    assert set(to_launchers.SPLITTABLE) == set(PLANS) and set(to_launchers.CUTTABLE) == set(LAYOUTS)
     seen, elsewhere = Counter(), Counter()
     for model in TINY.values():
         for gpu, device in (("CPU", "cpu"), ("H100", "cuda"), ("T4", "cuda")):
@@ -92,8 +93,8 @@ def test_emit_writes_the_run_of_the_fastest_that_runs_here(tmp_path, ranks):
 
 
 @pytest.mark.parametrize(("plan", "family", "reason"), [
-    (Plan(LENGTH, "megatron", tensor=2), "mistral", "does not split single layers of mistral"),
-    (Plan(LENGTH, "megatron", pipeline=2), "qwen2", "does not cut qwen2 into stages"),
+    (Plan(LENGTH, "megatron", tensor=2), "opt", "does not split single layers of opt"),
+    (Plan(LENGTH, "megatron", pipeline=2), "bloom", "does not cut bloom into stages"),
     (Plan(LENGTH, "ddp", data=2), "t5", "no task for an encoder with a decoder"),
     (Plan(LENGTH, "ddp", context=2), "gpt2", "does not split sequences"),
     (Plan(LENGTH, "fsdp", stage=3, data=2, precision="fp16"), "gpt2", "no loss scaler for FSDP"),
