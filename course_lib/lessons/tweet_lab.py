@@ -4,7 +4,7 @@ import copy
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -48,7 +48,7 @@ class Tweets:
     def __init__(self, config: Config, rows: int, layers: int = 2):
         trainer, self.data = build_trainer(config)
         self._tokenizer, self._length = trainer.tokenizer, config.data.max_length
-        self._start: Any = trainer.model.cpu()
+        self._start = cast(Any, trainer.model.cpu())
         body = self._start.base_model
         for part in (body.embeddings, *body.encoder.layer[:-layers]):
             part.requires_grad_(False)
@@ -57,9 +57,10 @@ class Tweets:
         train, scored = list(self.data.splits["train"]["label"]), self.scored[1]
         self.names = self.data.label_names or ()
         shares = [count / rows for count in Counter(scored).values()]
+        majority = majority_class(train, scored, len(self.names))
         self.yardsticks = Yardsticks(class_shares_loss(train, scored, len(self.names)),
                                      -sum(share * math.log(share) for share in shares),
-                                     **majority_class(train, scored, len(self.names)))
+                                     majority["accuracy"], majority["macro_f1"])
 
     def fresh(self, seed: int) -> nn.Module:
         """The pretrained body with a head that this seed draws; dropout goes on from the seed, too."""
