@@ -250,8 +250,8 @@ def plan_here(project: Project, config: Config) -> Here:
     speed = cost.estimate(model, plan, hardware.cluster("CPU", ranks))
     volume = cost.zero_volume(stage) * model.parameters
     if engine == "fsdp":  # what lies outside its blocks is kept after the forward, and gathered once
-        volume -= model.parameters - sum(each.numel() for block in blocks(loaded.model).values()
-                                         for each in block.parameters())
+        volume -= model.parameters - sum(weight.numel() for block in blocks(loaded.model).values()
+                                         for weight in block.parameters())
     return Here(memory.estimate(model, plan).states,
                 4 * volume * (ranks - 1) / ranks,
                 speed.tokens_per_second / config.data.max_length,
