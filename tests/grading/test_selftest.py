@@ -14,7 +14,7 @@ from course_lib.grading import masters, selftest
 from course_lib.grading.check import check
 from course_lib.grading.tasks import TASKS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
