@@ -10,8 +10,7 @@ import pytest
 from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree
 from testing import fault_injection
 from testing.fault_injection import FaultCase
-from tests.commands.conftest import command
-from tests.forked_process import run_course
+from tests.commands.conftest import command, run
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +45,7 @@ def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undistur
     assert "beginning anew" in out
     kept = {path.name for path in folder.iterdir()}
     assert second.name in kept and ".checkpoint-000006.writing" in kept, "it was killed in the middle"
-    done = run_course(*train, OMP_NUM_THREADS="1")
+    done = run(*train, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert f"resumed from {second} (step 4 of 10)" in done.stdout
     assert fault_injection.digest(folder) == undisturbed[1]

@@ -92,6 +92,21 @@ def test_each_gpu_has_a_random_stream_of_its_own(gpus):
     assert gpus.run(_random) == (True, True, True)
 
 
+def loaded_onto_the_gpu(folder):
+    """What `torch.load` puts onto a GPU by its storages."""
+    import torch
+
+    saved = {"ones": torch.ones(3, 2), "counts": torch.arange(5)[1:3]}
+    torch.save(saved, folder / "saved.pt")
+    there = torch.load(folder / "saved.pt", map_location="cuda", weights_only=True)
+    return {name: (str(tensor.device), tensor.tolist()) for name, tensor in there.items()}
+
+
+def test_a_file_is_loaded_onto_a_gpu(gpus, tmp_path):
+    assert gpus.run(loaded_onto_the_gpu, tmp_path, gpus=1) == {
+        "ones": ("cuda:0", [[1.0, 1.0]] * 3), "counts": ("cuda:0", [1, 2])}
+
+
 def _pinned():
     import gpu_sim
     import torch

@@ -31,9 +31,9 @@ class WallClock(Callback):
             setattr(owner, name, self.timed(getattr(owner, name)))
 
     def timed(self, function):
-        def timed(*args):
+        def timed(*args, **kwargs):
             start = time.perf_counter()
-            found = function(*args)
+            found = function(*args, **kwargs)
             self.left_out += time.perf_counter() - start
             return found
         return timed

@@ -300,6 +300,18 @@ def install(ext: Any) -> None:
         return storage
 
     torch.UntypedStorage.resize_ = resize_storage
+    to = torch.UntypedStorage.to
+
+    def storage_to(storage: torch.UntypedStorage, *, device: torch.device | str,
+                   non_blocking: bool = False) -> torch.UntypedStorage:
+        """``torch.load(…, map_location="cuda")`` moves storages; the CPU build cannot make one on a GPU by itself."""
+        if torch.device(device).type != "cuda" or storage.device.type != "cpu":
+            return to(storage, device=device, non_blocking=non_blocking)
+        there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+        there.copy_(torch.empty(0, dtype=torch.uint8).set_(storage), non_blocking=non_blocking)
+        return there.untyped_storage()
+
+    torch.UntypedStorage.to = storage_to
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
     # ProcessGroupNCCL has this, its base class has not (torch/csrc/distributed/c10d/init.cpp).
     torch._C._distributed_c10d.Backend._set_default_timeout = lambda self, timeout: timeouts.append(timeout)
