@@ -163,14 +163,15 @@ def report(line: str, code: int) -> int:
     ended; where one rank alone does, those seconds are all it costs.
     """
     rank = int(os.environ.get("RANK", 0))
-    # The ranks have agreed to stop, and a launcher that was asked to ends none of them early.
-    agreed = rank and code in (EXIT_INTERRUPTED, EXIT_RESUME)
+    # The ranks have agreed to stop, and a launcher that was asked to ends none of them early: one per machine speaks.
+    agreed = code in (EXIT_INTERRUPTED, EXIT_RESUME)
     if job := container.discover():
         job.failed(redact(line))
     if rank and not agreed:
         time.sleep(5.0)
+    if rank:
         line = f"rank {rank}: {line}"
-    if not agreed:
+    if not (agreed and int(os.environ.get("LOCAL_RANK", rank))):
         print(f"course: {redact(line)}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         sys.stdout.flush()

@@ -141,7 +141,8 @@ class TensorParallel(nn.Module):
         """Give the first block slices of the sequence, and put them together after the last, or the final norm."""
         # --- in: (rows, tokens, width) -> (rows, tokens / N, width) ---
         blocks[0].register_forward_pre_hook(
-            functools.partial(exchange_hidden, functools.partial(scatter, dim=SEQUENCE), self.group), with_kwargs=True)
+            functools.partial(exchange_hidden, lambda hidden, group: scatter(hidden, group, SEQUENCE), self.group),
+            with_kwargs=True)
         # --- out: (rows, tokens / N, width) -> (rows, tokens, width), after the final norm, which takes slices too ---
         last = blocks[-1]
         if (name := named(self.module, self.plan.final_norm)) is not None:
