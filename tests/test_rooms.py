@@ -160,8 +160,8 @@ REPLACED = {
                                                        "no memory",
     ("metering/collective_hooks.py", "name"): "Work.wait, coalescing and graph capture have no hook",
     ("planning/simulate.py", "find_packed_sequence_indices"): "looks at values, which fake tensors have not",
-    ("planning/simulate.py", "scaled_dot_product_attention"): "keeps the scores on CPUs where it draws a dropout, and "
-                                                              "on GPUs does not",
+    ("planning/alone.py", "scaled_dot_product_attention"): "keeps the scores on CPUs where it draws a dropout, and on "
+                                                           "GPUs does not",
     ("tracking/trackio_tracker.py", "_get_default_namespace"): "trackio asks the Hub for the user's name",
     ("training/unwrapping.py", "is_deepspeed_available"): "save_pretrained imports DeepSpeed to ask whether it wrapped",
 }

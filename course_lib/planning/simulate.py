@@ -16,10 +16,8 @@ the scores, so it is asked without dropout here. All sequences are whole: nothin
 """
 
 import contextlib
-import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,14 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from course_lib.errors import ConfigError, nearest
 from course_lib.metering.allocation_log import KINDS, AllocationLog, CollectiveRecord
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
-from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 from course_lib.planning import models
+from course_lib.planning.alone import TensorParallelAlone, all_reduce, attention_as_on_gpus, collected, fake_group
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 from course_lib.replacing import replaced
@@ -125,7 +122,7 @@ def simulate(model: "str | Model | PreTrainedConfig", setting: Setting) -> Simul
     """
     _check(setting)
     config, head = _config(model, setting)
-    with _fake_group(setting):
+    with fake_group(setting.rank, setting.world_size):
         if setting.strategy == "hsdp":
             mesh = hybrid_mesh("cpu", setting.world_size // setting.shards, setting.shards)
         else:
@@ -168,15 +165,6 @@ def _config(model: "str | Model | PreTrainedConfig", setting: Setting) -> "tuple
     return config, getattr(transformers, f"AutoModelFor{kind.get(config.model_type, 'CausalLM')}")
 
 
-@contextlib.contextmanager
-def _fake_group(setting: Setting) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=setting.rank, world_size=setting.world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceMesh, ledger: AllocationLog,
           mode: FakeTensorMode) -> int:
     """Build, set up, and run a step; returns the whole model's parameters."""
@@ -209,31 +197,15 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
         elif setting.strategy == "ddp":
             _make_states(model, optimizer)
             engine = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
-            engine.register_comm_hook(setting.world_size, _all_reduce)
+            engine.register_comm_hook(setting.world_size, all_reduce)
         else:
-            engine = _TensorParallelAlone(model, mesh)
+            engine = TensorParallelAlone(model, mesh)
             split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
             whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
             optimizer = torch.optim.AdamW([{"params": split}, {"params": whole}], fused=True)
             _make_states(model, optimizer)
         _run(model, engine, optimizer, setting, ledger)
     return parameters
-
-
-class _TensorParallelAlone(TorchTensorParallel):
-    """One rank of several that are not there: nobody to take weights over from."""
-
-    def start_alike(self) -> None:
-        pass
-
-
-def _all_reduce(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does with a bucket; by itself it asks the fake group's work for a result, which that has not."""
-    averaged = bucket.buffer().div_(ranks)
-    dist.all_reduce(averaged)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(averaged)
-    return done
 
 
 def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting,
@@ -252,7 +224,7 @@ def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, 
     from transformers import masking_utils
 
     whole = replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
-    with _collected() as collect, _attention_as_on_gpus(), warnings.catch_warnings():
+    with collected() as collect, attention_as_on_gpus(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it here
         with whole, torch.autocast("cpu", torch.bfloat16, enabled=cast):  # to look for packed ones needs their values
             loss = _loss(engine, tokens, model)
@@ -272,31 +244,6 @@ def _loss(engine: nn.Module, tokens: torch.Tensor, model: nn.Module) -> torch.Te
         return engine(input_ids=tokens, labels=tokens).loss
     logits = engine(input_ids=tokens).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-
-
-@contextlib.contextmanager
-def _attention_as_on_gpus() -> Iterator[None]:
-    """SDPA keeps for its backward pass what fused kernels of GPUs keep, with dropout as without."""
-    attention = functional.scaled_dot_product_attention
-
-    def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-              dropout_p: float = 0.0, **more: Any) -> torch.Tensor:
-        return attention(query, key, value, attn_mask=attn_mask, **more)
-
-    with replaced(functional, "scaled_dot_product_attention", fused):
-        yield
-
-
-@contextlib.contextmanager
-def _collected() -> Iterator[Callable[[], int]]:
-    """Garbage in cycles, as the closures of transformers' masks leave it, goes when told and at no other time."""
-    automatic = gc.isenabled()
-    gc.disable()
-    try:
-        yield gc.collect
-    finally:
-        if automatic:
-            gc.enable()
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -181,7 +181,7 @@ def test_attention_with_dropout_keeps_what_fused_kernels_keep(family):
     assert held[0.1].peak["logits"] == pytest.approx(formula.logits, rel=0.01)
     assert held[0.1].total == pytest.approx(formula.total, rel=0.1)
     assert scores > 0.3 * formula.activations, "what would be missed is more than the tolerance"
-    with mock.patch.object(simulated, "_attention_as_on_gpus", contextlib.nullcontext):
+    with mock.patch.object(simulated, "attention_as_on_gpus", contextlib.nullcontext):
         unfused = simulate(AutoConfig.for_model(family, **sizes | with_dropout), asked)
     assert unfused.peak["activations"] > held[0.1].peak["activations"] + scores
 
