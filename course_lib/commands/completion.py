@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from course_lib.errors import ConfigError, CourseError
+from course_lib.writing import write_text
 
 PLACES = {
     "bash": (".local/share/bash-completion/completions/course",
@@ -32,7 +33,7 @@ def install(parser: argparse.ArgumentParser, shell: str | None) -> int:
     path = Path.home() / place
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(script(parser, shell), encoding="utf-8")
+        write_text(path, script(parser, shell))
     except OSError as error:
         raise CourseError(f"cannot write {path} ({error.strerror})", "give HOME a folder that can be written") from None
     print(f"written: {path}; {then.format(path, folder=path.parent)}")
