@@ -66,9 +66,9 @@ def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.nda
     part = max(parts, key=lambda part: seconds[part[-1]] - seconds[part[0]])
     left, right = seconds[part[0]], seconds[part[-1]]
     if right - left > 0.15 * seconds[-1]:
-        middle = part[np.argmin(abs(seconds[part] - (left + right) / 2))]
-        axes.text(seconds[middle], base[middle] + height[middle] / 2, name, ha="center", va="center", color="white",
-                  fontweight="bold")
+        x = (left + right) / 2
+        held = np.searchsorted(seconds, x, side="right") - 1  # what is drawn there is what the moment before it held
+        axes.text(x, base[held] + height[held] / 2, name, ha="center", va="center", color="white", fontweight="bold")
     else:
         under = (seconds >= right - 0.15 * seconds[-1]) & (seconds < right)
         axes.text(right, total[under].max(), name, ha="right", va="bottom", color=COLOURS[name], fontweight="bold")

@@ -1,5 +1,9 @@
 """The picture of a step's memory: the peaks that its title names can be seen."""
 
+from dataclasses import replace
+
+import pytest
+
 from course_lib.figures import steps
 from course_lib.lessons.step_profile import Moment
 
@@ -30,6 +34,13 @@ def test_a_peak_in_the_update_has_a_width_a_dot_and_its_number():
     assert {"360 MB", "500 MB"} <= set(words) and words.count("update") == words.count("forward") == 2
     heights = [y for area in axes.collections for path in area.get_paths() for x, y in path.vertices if x == 1.1]
     assert 360 in heights, "what the update made is drawn up to its end"
+
+
+def test_a_name_within_an_area_is_in_the_middle_of_it():
+    long_update = [replace(m, seconds=m.seconds + 0.7) if m.seconds >= 1.1 else m for m in TWO_STEPS]
+    (axes,) = steps.memory_over_steps(long_update).figure.axes
+    (name,) = [text for text in axes.texts if text.get_text() == "gradients"]
+    assert name.get_position() == (pytest.approx((0.9 + 1.8) / 2), 90 + 180 + 45) and name.get_ha() == "center"
 
 
 def test_what_was_measured_is_left_as_it_was():
