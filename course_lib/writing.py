@@ -1,20 +1,22 @@
 """Writes files that are never half there, and logs of JSON lines."""
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file beside its place, flush it to disk and rename it, so that it is never half there."""
+@contextlib.contextmanager
+def written_beside(path: str | Path) -> Iterator[TextIO]:
+    """A UTF-8 file to write, beside ``path``; flushed to disk and renamed at the end: it is never half there."""
     path = Path(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(text)
+            yield out
             out.flush()
             os.fsync(out.fileno())
         os.chmod(temporary, 0o644)
@@ -22,6 +24,12 @@ def write_text(path: str | Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file beside its place, flush it to disk and rename it."""
+    with written_beside(path) as out:
+        out.write(text)
 
 
 class JsonLines:

@@ -3,14 +3,15 @@
 import codecs
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import datasets
 
 from course_lib.data.cache import digest
 from course_lib.errors import DataError, nearest
-from course_lib.writing import write_text
+from course_lib.writing import written_beside
 
 SEPARATORS = {",": ",", ";": ";", "|": "|", "tab": "\t"}
 """What separates the columns, by the name that ``--separator`` gives it."""
@@ -44,9 +45,10 @@ def as_utf8(path: Path, wanted: str | None = None) -> Path:
         key = digest(str(path.resolve()), about.st_mtime_ns, about.st_size, encoding)
         copy = Path(datasets.config.HF_DATASETS_CACHE) / "course" / "utf8" / key / path.name
         if not copy.exists():
-            text = path.read_bytes().decode(encoding)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            write_text(copy, text)
+            with path.open("rb") as file, written_beside(copy) as out:
+                for piece in _decoded(file, encoding):
+                    out.write(piece)
     except LookupError:
         raise DataError(f"there is no encoding `{wanted}`",
                         nearest(str(wanted), ("utf-8", "utf-16", "cp1252", "latin-1", "cp1250", "cp1251"))) from None
@@ -56,6 +58,25 @@ def as_utf8(path: Path, wanted: str | None = None) -> Path:
         raise DataError(f"cannot read {path} into the cache of data sets ({error.strerror})",
                         "set HF_DATASETS_CACHE to a folder that can be written and has room") from None
     return copy
+
+
+def _decoded(file: BinaryIO, encoding: str) -> Iterator[str]:
+    """The text of a file in pieces, for files that are larger than memory.
+
+    Raises:
+        UnicodeDecodeError: ``start`` counts from the beginning of the file.
+    """
+    decoder, begun = codecs.getincrementaldecoder(encoding)(), 0
+    while True:
+        kept, piece = len(decoder.getstate()[0]), file.read(SAMPLE)
+        try:
+            yield decoder.decode(piece, final=not piece)
+        except UnicodeDecodeError as error:
+            error.start += begun - kept
+            raise
+        if not piece:
+            return
+        begun += len(piece)
 
 
 def by_mark(head: bytes) -> str | None:

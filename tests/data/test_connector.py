@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from course_lib.config import DataConfig
-from course_lib.data import DataConnector, columns, localfiles, pydocs
+from course_lib.data import DataConnector, columns, delimited, localfiles, pydocs
 from course_lib.data.cache import column
 from course_lib.data.cleaning import clean
 from course_lib.errors import DataError
@@ -401,6 +401,20 @@ def test_encodings_are_found_by_their_mark_or_named(encoding, kind, tmp_path):
     path.write_bytes(text.encode(encoding))
     data = load(path, task="causal_lm", encoding="cp1252" if encoding == "cp1252" else None)
     assert sorted(text for rows in data.splits.values() for text in rows["text"]) == sorted(frame["text"])
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "cp1252"])
+def test_a_copy_in_utf8_is_made_in_pieces(encoding, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(delimited, "SAMPLE", 7)  # characters of two and four bytes lie across two pieces
+    text, path = "un café\r\nund Bäume\n" * 5, tmp_path / "rows.txt"
+    path.write_bytes(text.encode(encoding))
+    assert delimited.as_utf8(path, encoding).read_bytes() == text.encode()
+    broken = bytes([*text.encode("utf-16-le"), 0x00, 0xDC, *"abc".encode("utf-16-le")])  # half a character
+    path.write_bytes(broken)
+    with pytest.raises(DataError, match=rf"rows.txt is not utf-16-le \(byte {2 * len(text)}\)"):
+        delimited.as_utf8(path, "utf-16-le")
+    assert [copy for copy in (tmp_path / "cache").rglob("*.txt*") if ".rows" in copy.name] == []
 
 
 def test_a_separator_in_a_long_text_is_found_too(tmp_path):
