@@ -6,7 +6,7 @@ is then seen, too: stages in turn have to compute what the model does.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from course_lib.errors import ConfigError
 from course_lib.modeling.layouts import LAYOUTS, Layout
+from course_lib.modeling.probing import probe_row, undisturbed
 from course_lib.parallel.blocks import blocks
 
-TOKENS = 6
-"""Of the sequence that a model is looked at with."""
 _seen: "weakref.WeakKeyDictionary[nn.Module, Layout]" = weakref.WeakKeyDictionary()
 ChainedLogits = Callable[[nn.Module, Layout, dict[str, Tensor]], Tensor]
 """From a model, a layout and a batch to the logits of stages of that layout in turn."""
@@ -49,8 +48,8 @@ def layout_of(model: nn.Module, chained: ChainedLogits) -> Layout:
 def _verified(model: nn.Module, name: str, chained: ChainedLogits) -> Layout:
     """The layout that a forward shows, once stages of it have computed the model's own logits."""
     instead = "use --training_type accelerated, or write its stages as modules by hand"
-    with _looking(model):
-        batch = _probe(model)
+    with torch.no_grad(), undisturbed(model):
+        batch = probe_row(model)
         seen, logits = _look(model, name, batch)
         # A table that is looked up before the blocks is added to the embeddings, or read by the blocks of all stages.
         for layout in dict.fromkeys((seen, replace(seen, added=()))):
@@ -112,23 +111,3 @@ def _beside(base: nn.Module, stack: str) -> dict[str, nn.Module]:
         found |= {at + name: child for name, child in node.named_children() if name != part}
         node, at = node.get_submodule(part), f"{at}{part}."
     return found
-
-
-def _probe(model: nn.Module) -> dict[str, Tensor]:
-    """One row of a few tokens, the last of which is padding's neighbour in no model: none is padding."""
-    words = model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
-    ids = torch.arange(5, 5 + TOKENS, device=next(model.parameters()).device)[None] % words
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-@contextlib.contextmanager
-def _looking(model: nn.Module) -> Iterator[None]:
-    """Without gradients, dropout, caches, or a trace in torch's random state."""
-    was = {module: module.training for module in model.modules()}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, training in was.items():
-                module.training = training

@@ -5,8 +5,8 @@ import re
 import torch
 from torch import Tensor, nn
 
-TOKENS = 8
-"""Of the row that a model is looked at with."""
+from course_lib.modeling.probing import probe_row, undisturbed
+
 BY_CHANCE = re.compile(r"(?:^|_)experts$|layerdrop$")
 """Fields of a config that are above 0 where a step may leave out what the step before used."""
 
@@ -25,17 +25,11 @@ def may_leave_out(model: nn.Module) -> bool:
            for name, value in vars(config).items()):
         return True
     trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    was = {module: module.training for module in model.modules()}
-    device = next(model.parameters()).device
-    model.eval()
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            return not trainable <= reached(model(**_row(model, device)).logits)
+        with torch.enable_grad(), undisturbed(model):
+            return not trainable <= reached(model(**probe_row(model)).logits)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return True  # it does not take such a row: looking for unused parameters is never wrong
-    finally:
-        for module, training in was.items():
-            module.training = training
 
 
 def reached(root: Tensor) -> set[Tensor]:
@@ -52,13 +46,3 @@ def reached(root: Tensor) -> set[Tensor]:
         seen |= new
         waiting += new
     return leaves
-
-
-def _row(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """One row without padding; it ends with the token where T5 and BART read their answer."""
-    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    ids = torch.arange(5, 5 + TOKENS, device=device)[None] % config.vocab_size
-    end = getattr(config, "eos_token_id", None)
-    if isinstance(end, int):
-        ids[0, -1] = end
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
