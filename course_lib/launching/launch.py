@@ -10,7 +10,7 @@ all.
 import contextlib
 import functools
 import logging
-import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -70,9 +70,7 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
     watch = RankSupervisor(own, theirs, timeout, LabelledOutput(num_processes, stream))
     watch.start()
     try:
-        _start(job, num_processes, start_method)
-    except (ProcessExitedException, ProcessRaisedException) as error:
-        watch.launcher_says(error)
+        _start(job, num_processes, start_method, watch)
     finally:
         watch.end()
         del store  # a traceback would keep it, and its port
@@ -117,16 +115,25 @@ def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
     return [RankEnds(*(p[0] for p in ends)) for ends in pairs], tuple(RankEnds(*(p[1] for p in ends)) for ends in pairs)
 
 
-def _start(job: RankJob, num_processes: int, start_method: str) -> None:
-    """Start the ranks and wait until they have ended."""
+def _start(job: RankJob, num_processes: int, start_method: str, watch: RankSupervisor) -> None:
+    """Start the ranks and wait until they have ended, or one has failed."""
     if start_method == "fork":
         forks.end_openmp_threads()
     # torch would report every failure once more, without its cause.
     with _quiet("torch.multiprocessing.spawn"):
         with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():
             ranks = start_processes(job, nprocs=num_processes, join=False, start_method=start_method)
-        while not ranks.join():
-            pass
+        have_ended = False
+        while not have_ended:
+            # All that have ended by now: join() tells of one of them, and ends the others.
+            ended = [ranks.sentinels[end] for end in multiprocessing.connection.wait(list(ranks.sentinels))]
+            for rank in ended:
+                ranks.processes[rank].join()
+            watch.launcher_sees({rank: ranks.processes[rank].exitcode or 0 for rank in ended})
+            try:
+                have_ended = ranks.join()
+            except (ProcessExitedException, ProcessRaisedException):
+                return
 
 
 @contextlib.contextmanager

@@ -14,9 +14,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-
-from course_lib.errors import CourseError, LaunchError
+from course_lib.errors import EXIT_HUNG, CourseError, LaunchError
 from course_lib.launching.output import LabelledOutput
 from course_lib.launching.rank_process import (
     STACK_SIGNAL,
@@ -30,6 +28,7 @@ from course_lib.launching.rank_process import (
 
 GRACE_SECONDS = 0.5  # after a failure, for the others' to arrive: the first cause is the earliest
 DEATH_GRACE_SECONDS = 2.5  # after a death without a word, for the others' watchdogs to say what they saw
+OF_A_WATCHDOG = f"exited with code {EXIT_HUNG} before the function returned"
 ENDED_BY_LAUNCHER = ("died", "was killed by SIGTERM")  # what becomes of the others once it has seen one fail
 STACK_SECONDS = 2.0  # for the ranks to write their stacks
 EXIT_SECONDS = 60.0  # for the ranks to end, once all have returned
@@ -80,6 +79,7 @@ class RankSupervisor(threading.Thread):
         self.outcomes: dict[int, Returned | Failure] = {}
         self.told: dict[int, Failure] = {}  # by the launcher
         self.grace: float | None = None  # when the ranks are ended after a failure
+        self.noticed_at = 0.0  # what is read now
         self.children_before = set(multiprocessing.active_children())
         self.returned = self.hung = self.ended = False
         self.error: BaseException | None = None
@@ -101,7 +101,9 @@ class RankSupervisor(threading.Thread):
                 self.selector.register(end, selectors.EVENT_READ, (rank, kind))
         while len(self.selector.get_map()) > 1:
             limits = [self.deadline, *([] if self.grace is None else [self.grace])]
-            for key, _ in self.selector.select(max(0.0, min(*limits, time.monotonic() + 3600) - time.monotonic())):
+            ready = self.selector.select(max(0.0, min(*limits, time.monotonic() + 3600) - time.monotonic()))
+            self.noticed_at = time.monotonic()
+            for key, _ in ready:
                 if key.data is None:
                     self.selector.unregister(self.wake)
                     return
@@ -120,7 +122,7 @@ class RankSupervisor(threading.Thread):
             if kind == "control" and rank not in self.outcomes and not self.ended:
                 how = self._how_it_died(rank)
                 if self.grace is None or how not in ENDED_BY_LAUNCHER:
-                    self._take(rank, Failure(how, time.monotonic(), consequence=False))
+                    self._take(rank, Failure(how, self.noticed_at, consequence=False))
         elif kind == "output":
             self.shown.feed(rank, data)
         elif kind == "stacks":
@@ -204,19 +206,24 @@ class RankSupervisor(threading.Thread):
         try:
             status = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
-            return "died"  # launcher_says() knows how
+            return "died"  # launcher_sees() knows how
         if status and status.si_code == os.CLD_EXITED:
             return f"exited with code {status.si_status} before the function returned"
         return f"was killed by {signal.Signals(status.si_status).name}" if status else "died"
 
-    def launcher_says(self, error: ProcessExitedException | ProcessRaisedException) -> None:
-        """Take the exit code that the launcher collected, for a rank that died before we could look."""
-        rank, code = error.error_index, getattr(error, "exit_code", 1)
-        if self.ended and rank not in self.outcomes:
-            return  # not by itself: it was ended here
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
-            f"exited with code {code} before the function returned"
-        self.told[rank] = Failure(how, time.monotonic(), consequence=False)
+    def launcher_sees(self, exit_codes: dict[int, int]) -> None:
+        """Take the exit codes that the launcher collected, for ranks that died before we could look.
+
+        Args:
+            exit_codes: of all ranks that it found ended at one time, by rank; negative for a signal.
+        """
+        now = time.monotonic()
+        for rank, code in exit_codes.items():
+            if code == 0 or (self.ended and rank not in self.outcomes):
+                continue  # not by itself: it was ended here
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
+                f"exited with code {code} before the function returned"
+            self.told.setdefault(rank, Failure(how, now, consequence=False))
 
     def end(self) -> None:
         """Called when the launcher is done, for better or worse: read what is left and clear up."""
@@ -256,7 +263,9 @@ class RankSupervisor(threading.Thread):
             stacks = {rank: _own_frames(stack) for rank, stack in self.stacks.items()}
             raise RanksHung(timeout, stacks | absent)
         if failures:
-            rank = min(failures, key=lambda r: (failures[r].consequence, failures[r].at))
+            # Of two that were noticed at once, a watchdog has ended its rank after the other's death.
+            rank = min(failures, key=lambda r: (failures[r].consequence, failures[r].at,
+                                                failures[r].summary == OF_A_WATCHDOG))
             said = {other: failure.summary for other, failure in failures.items() if other != rank}
             error = RankError(rank, failures[rank], said)
             if isinstance(error.cause, CourseError):

@@ -223,6 +223,8 @@ class SharedClock:
             self.write(now := self.monotonic() + LOOK_SECONDS)
             while dog._looked < now and not dog._declared:  # which looks no more
                 time.sleep(LOOK_SECONDS / 5)
+        while dog._declared and not all(peer.reported for peer in dog._board.sightings()):
+            time.sleep(LOOK_SECONDS / 5)  # it stays where the reports find it
 
 
 def waits(folder, clock, beats):

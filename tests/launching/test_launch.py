@@ -3,9 +3,11 @@
 import atexit
 import datetime
 import gc
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import re
+import selectors
 import shlex
 import signal
 import subprocess
@@ -24,7 +26,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from torch.distributed.rendezvous import rendezvous
 
-from course_lib.errors import ConfigError, LaunchError
+from course_lib.errors import EXIT_HUNG, ConfigError, LaunchError
 from course_lib.launching import forks, rank_process, supervisor
 from course_lib.launching import launch as start
 from course_lib.launching.launch import RankError, RanksHung, launch
@@ -226,11 +228,11 @@ def test_a_rank_that_dies_is_named(end, told):
 
 def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(monkeypatch):
     looking, told = threading.Event(), threading.Event()
-    says = supervisor.RankSupervisor.launcher_says
+    sees = supervisor.RankSupervisor.launcher_sees
 
-    def launcher_says(self, error):
+    def launcher_sees(self, exit_codes):
         assert looking.wait(60)
-        says(self, error)
+        sees(self, exit_codes)
         told.set()
 
     def too_late(self, rank):
@@ -238,10 +240,46 @@ def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(m
         assert told.wait(60)
         return "died"
 
-    monkeypatch.setattr(supervisor.RankSupervisor, "launcher_says", launcher_says)
+    monkeypatch.setattr(supervisor.RankSupervisor, "launcher_sees", launcher_sees)
     monkeypatch.setattr(supervisor.RankSupervisor, "_how_it_died", too_late)
     with pytest.raises(RankError, match="rank 0 exited with code 7 before the function returned"):
         launch(lambda: os._exit(7), num_processes=1, timeout=60)
+
+
+def test_of_two_deaths_that_are_seen_at_once_a_watchdogs_is_the_consequence(monkeypatch, tmp_path):
+    """A busy machine may show the launcher both only when rank 0's watchdog has reported rank 1's death, and ended."""
+    def ends():
+        (tmp_path / f"started{rank()}").write_text(str(os.getpid()))
+        while rank() == 0 and not has_ended(1):
+            time.sleep(0.01)
+        os._exit(143 if rank() == 1 else EXIT_HUNG)
+
+    def has_ended(number):
+        try:
+            return psutil.Process(int((tmp_path / f"started{number}").read_text())).status() == psutil.STATUS_ZOMBIE
+        except (FileNotFoundError, ValueError):  # not written yet
+            return False
+        except psutil.NoSuchProcess:
+            return True
+
+    def late(looks):
+        def look(*args):
+            while (tmp_path / "started1").exists() and not (has_ended(0) and has_ended(1)):
+                time.sleep(0.01)
+            return sorted(looks(*args), key=lambda pair: str(pair[0].data))  # rank 0 first: no order is promised
+
+        return look
+
+    def waits(sentinels, timeout=None, wait=multiprocessing.connection.wait):
+        while not (has_ended(0) and has_ended(1)):
+            time.sleep(0.01)
+        return wait(sentinels, timeout)
+
+    monkeypatch.setattr(multiprocessing.connection, "wait", waits)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", late(selectors.DefaultSelector.select))
+    with pytest.raises(RankError) as error:
+        launch(ends, timeout=60)
+    assert error.value.rank == 1 and error.value.failure.summary.startswith("exited with code 143")
 
 
 def wait_for_the_other(folder):
