@@ -3,6 +3,8 @@
 EQUIVALENT = {
     ("evaluation.macro_f1", "min=1 -> min=2"): "a class that is named once in all cannot have been hit: 0 / 2 is 0 / 1",
     ("evaluation.perplexity", "dtype=torch.float64 -> "): "single precision is enough for a sum of so few tokens",
+    ("evaluation.metric", "dtype=torch.float64 -> "): "single precision holds the sums of so few rows exactly",
+    ("evaluation.metric", "min=1 -> min=2"): "a class that is named once in all cannot have been hit: 0 / 2 is 0 / 1",
     ("zero.stage2", "works.clear() -> "): "waits once more for what has ended, which takes no time and changes nothing",
     ("fsdp.gather", "del whole -> "): "the name is bound anew before the next gather begins",
     ("fsdp.prefetch", "del whole, work -> "): "the names are bound anew before the next gather begins",

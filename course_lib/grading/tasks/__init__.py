@@ -7,7 +7,7 @@ import importlib
 
 from course_lib.grading.task import Task
 
-MODULES = ("start", "loop", "ddp", "ddp_module", "prepared", "evaluation", "zero", "zero_optimizer", "fsdp",
+MODULES = ("start", "loop", "ddp", "ddp_module", "prepared", "evaluation", "metric", "zero", "zero_optimizer", "fsdp",
            "fsdp_module", "pipeline", "executor", "tensor", "block", "planning", "resuming", "faults", "surviving",
            "tracking", "cloud", "interruption")
 """In the order of the lessons."""
