@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from course_lib.errors import EXIT_HUNG, CourseError
-from course_lib.hangs import diagnosis, rank_state_exchange, watchdog
+from course_lib.hangs import diagnosis, flight_recorder, rank_state_exchange, watchdog
 from course_lib.hangs.flight_recorder import FlightRecorder
 from course_lib.hangs.rank_state import ENDED, RankState, read_page
 from course_lib.hangs.watchdog import ANSWER_SECONDS, LOOK_SECONDS, Watchdog, read_reports
@@ -229,11 +229,14 @@ class SharedClock:
 
 def waits(folder, clock, beats):
     """Ranks of which one waits for longer than the watchdog's seconds in all, but never at one time."""
-    for module in (watchdog, rank_state_exchange):
+    for module in (watchdog, rank_state_exchange, flight_recorder):
         module.time = SimpleNamespace(monotonic=clock.monotonic, time=time.time, sleep=time.sleep)
+    watchdog.Activity = lambda watchers: SimpleNamespace(is_busy=lambda spins: False, main_spins=False)  # nobody works
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with Watchdog(SECONDS, folder, ends=False) as dog:
+        while rank == 0 and not dog._board.sightings()[1].calls:
+            time.sleep(LOOK_SECONDS / 5)  # it is not in its barrier yet
         for step in range(4):
             if rank == 0:
                 clock.wait(dog, SECONDS / 2)
