@@ -1,6 +1,7 @@
 """Mutants of the solutions that are as good as these, by exercise and change, each with the reason."""
 
 EQUIVALENT = {
+    ("accelerate.module", "self.batches += 1 -> self.batches -= 1"): "a negative count divides by the window likewise",
     ("evaluation.macro_f1", "min=1 -> min=2"): "a class that is named once in all cannot have been hit: 0 / 2 is 0 / 1",
     ("evaluation.perplexity", "dtype=torch.float64 -> "): "single precision is enough for a sum of so few tokens",
     ("evaluation.metric", "dtype=torch.float64 -> "): "single precision holds the sums of so few rows exactly",

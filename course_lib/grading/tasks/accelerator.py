@@ -1,0 +1,247 @@
+"""Lesson 03, to build: a small Accelerator, with accumulation over several batches and a state that can be resumed."""
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import NAMES, Seen, events, items, near, result, short
+from course_lib.grading.task import Case, Miss, Property, Task, plain
+from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
+from course_lib.grading.tasks.models import chain, odd_case, trained
+
+LESSON = "03_accelerate"
+MAX_NORM = 0.25
+EPOCHS = 2
+
+
+class Optimizer:
+    """SGD with momentum and a rate that falls; torch's own takes seconds to import, on each rank."""
+
+    def __init__(self, model: nn.Module, pause: float = 0.0):
+        self.parameters, self.pause, self.steps = list(model.parameters()), pause, 0
+        self.velocity = [torch.zeros_like(parameter) for parameter in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Change each parameter that has a gradient."""
+        self.steps += 1
+        for parameter, velocity in zip(self.parameters, self.velocity, strict=True):
+            if parameter.grad is not None:
+                parameter.sub_(velocity.mul_(0.75).add_(parameter.grad), alpha=0.5 / (1 + self.steps))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The velocity and the steps done; takes a while, as that of a large model does."""
+        time.sleep(self.pause)
+        return {"velocity": self.velocity, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of `state_dict`."""
+        self.velocity, self.steps = [velocity.clone() for velocity in state["velocity"]], state["steps"]
+
+
+def accelerator_case(rng: random.Random, world: int) -> dict:
+    """A model with other weights on each rank, and as many batches as do not go evenly into ranks and windows."""
+    case = odd_case(rng, world)
+    del case["rows"]
+    width, every = case["weights"][0].shape[1], rng.randrange(2, 4)
+    batches = world * (every * rng.randrange(1, 3) + rng.randrange(1, every)) - rng.randrange(world)
+    starts = [[numbers(rng, *weight.shape) for weight in case["weights"]] for _ in range(world)]
+    for weights in starts:
+        weights[case["tied"][1]] = weights[case["tied"][0]]
+    return {**case, "weights": starts, "every": every, "seed": rng.randrange(10**6),
+            "batches": [numbers(rng, 2, width) for _ in range(batches)]}
+
+
+def draw_accelerators(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    return [Case(world, accelerator_case(rng, world)) for world in worlds]
+
+
+def model_of(case: Case, rank: int, scale: float = 1.0) -> nn.Module:
+    model = chain({**case.inputs, "weights": [scale * weight for weight in case.inputs["weights"][rank]]})
+    with torch.no_grad():
+        model.get_parameter("unused").mul_(1 + rank)
+    return model
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """With noise, of which each rank has its own."""
+    return (model(batch) * (0.5 + torch.rand(len(batch), 1, generator=generator))).square().mean()
+
+
+def observe_accelerator(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given = case.inputs
+    place = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(place)
+    folder = str(place[0])
+    seen: dict[str, list[Any]] = {"batches": [], "weights": [], "norms": []}
+    every_batch = [torch.from_numpy(batch.copy()) for batch in given["batches"]]
+
+    def begin(scale: float) -> tuple[Any, ...]:
+        model = model_of(case, rank, scale)
+        accelerator = function(given["every"])
+        return accelerator, *accelerator.prepare(model, Optimizer(model, 0.1 * (rank == 0)), list(every_batch))
+
+    def train(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> None:
+        for batch in loader:
+            record.note("batch")
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                record.note("end")
+                norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM) if accelerator.sync_gradients else 0.0
+                optimizer.step()
+                optimizer.zero_grad()
+            seen["norms"].append(float(norm))
+            seen["batches"].append(plain(batch))
+            seen["weights"].append(plain(weights_of(model)))
+
+    try:
+        with Recorder() as record:
+            made = begin(1.0)
+            start = plain(weights_of(made[1]))
+            torch.manual_seed(given["seed"] + rank)
+            train(*made)
+            made[0].save_state(folder)
+            on_return = sorted(os.listdir(folder))
+            train(*made)
+            left = list(record.events)
+            again = begin(0.5)
+            torch.manual_seed(0)
+            again[0].load_state(folder)
+            train(*again)
+        dist.barrier()
+        at_rest = sorted(os.listdir(folder))
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    resumed = len(seen["weights"]) // 3 * 2
+    return {"start": start, "batches": seen["batches"][:resumed], "weights": np.stack(seen["weights"][:resumed]),
+            "resumed": np.stack(seen["weights"][resumed:]), "norms": np.asarray(seen["norms"][:resumed]),
+            "events": left, "missing": sorted(set(at_rest) - set(on_return)) if at_rest else ["all of it"]}
+
+
+def dealt(case: Case) -> list[list[int]]:
+    """By rank the numbers of its batches in an epoch."""
+    batches, world = len(case.inputs["batches"]), case.world_size
+    return [[(rank + world * i) % batches for i in range(-(-batches // world))] for rank in range(world)]
+
+
+def synced(case: Case) -> list[bool]:
+    """Whether gradients are averaged and used, by batch of an epoch."""
+    last, every = len(dealt(case)[0]), case.inputs["every"]
+    return [number % every == 0 or number == last for number in range(1, last + 1)]
+
+
+def by_one(case: Case) -> dict[str, np.ndarray]:
+    """Weights after each batch and norms of both epochs, by one process."""
+    world = case.world_size
+    models = [model_of(case, 0) for _ in range(world)]
+    optimizers = [Optimizer(model) for model in models]
+    noise = [torch.Generator().manual_seed(case.inputs["seed"] + rank) for rank in range(world)]
+    batches = [torch.from_numpy(batch) for batch in case.inputs["batches"]]
+    made, norms = [], []
+    for _ in range(EPOCHS):
+        for is_synced, *chosen in zip(synced(case), *dealt(case), strict=True):
+            for model, number, generator in zip(models, chosen, noise, strict=True):
+                (loss_of(model, batches[number], generator) / case.inputs["every"]).backward()
+            norms.append(0.0)
+            if is_synced:
+                for copies in zip(*map(trained, models), strict=True):
+                    mean = torch.stack([copy.grad for copy in copies if copy.grad is not None]).mean(0)
+                    for copy in copies:
+                        copy.grad = mean.clone()
+                norms[-1] = float(torch.cat([p.grad.reshape(-1) for p in trained(models[0]) if p.grad is not None])
+                                  .norm())
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    for parameter in trained(model):
+                        assert parameter.grad is not None
+                        parameter.grad *= min(1.0, MAX_NORM / (norms[-1] + 1e-6))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            made.append(weights_of(models[0]).numpy().copy())
+    return {"weights": np.stack(made), "norms": np.asarray(norms)}
+
+
+def on_all(key: str, last_epoch: bool = False) -> Callable[[Case], list[np.ndarray]]:
+    return lambda case: [by_one(case)[key][len(synced(case)) * last_epoch:]] * case.world_size
+
+
+def batches_are(case: Case, seen: Seen) -> Miss | None:
+    for rank, numbers_ in enumerate(dealt(case)):
+        mine = items(seen, rank, "batches", np.ndarray)
+        right = [case.inputs["batches"][number] for number in numbers_] * EPOCHS
+        if len(mine) != len(right):
+            return Miss(f"{len(numbers_)} batches in each of {EPOCHS} epochs, as on each rank", f"{len(mine)} in all",
+                        rank)
+        for number, batch, due in zip(count(), mine, right, strict=False):
+            if batch.shape != due.shape or not np.array_equal(batch, due):
+                return Miss(f"batch {numbers_[number % len(numbers_)]} of {len(case.inputs['batches'])} as this rank's "
+                            f"number {number % len(numbers_)}", "another", rank)
+    return None
+
+
+def only_where_synced(case: Case, seen: Seen) -> Miss | None:
+    """Gradients are sent in the last backward of each window, once each, and in no other."""
+    model = model_of(case, 0)
+    least, most = 4 * sum(p.numel() for p in trained(model)), 4 * sum(p.numel() for p in model.parameters())
+    for rank in range(case.world_size):
+        happened = events(seen, rank)
+        happened = happened[happened.index("batch"):] if "batch" in happened else []
+        batches = " ; ".join(happened).split("batch ; ")[1:]
+        if len(batches) != EPOCHS * len(synced(case)):
+            return Miss(f"{EPOCHS * len(synced(case))} batches", f"{len(batches)}", rank)
+        for number, (text, is_synced) in enumerate(zip(batches, synced(case) * EPOCHS, strict=True), 1):
+            made = [event for event in text.partition("end")[0].split(" ; ") if event.split(" ")[0] in NAMES]
+            late = [event for event in text.partition("end")[2].split(" ; ") if event.split(" ")[0] == "all_reduce"]
+            carried = sum(int(event.split()[1]) for event in made)
+            fits = least <= carried <= most if is_synced else not made
+            if late or not (fits or (case.world_size == 1 and not made)):
+                due = f"{least} bytes of gradients" if is_synced else "nothing"
+                return Miss(f"{due} sent in the backward of batch {number}, with {case.inputs['every']} to a step",
+                            short(", ".join(made + late) or "nothing"), rank)
+    return None
+
+
+def all_is_there(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        if missing := items(seen, rank, "missing", str):
+            return Miss("all files in the folder when save_state has returned", f"not yet: {short(missing)}", rank)
+    return None
+
+
+def start_is(case: Case, seen: Seen) -> Miss | None:
+    return near(seen, "start", [weights_of(model_of(case, 0)).numpy()] * case.world_size)
+
+
+ACCELERATOR = Task(
+    name="accelerate.module", lesson=LESSON, function="MiniAccelerator", title="Build it: a small Accelerator",
+    difficulty=5, importance=5, minutes=60, draw=draw_accelerators, observe=observe_accelerator,
+    own={"weights": entry}, essential=("weights", "resumed"),
+    properties={"same start": Property(1, start_is), "batches": Property(2, batches_are),
+                "weights": Property(3, result("weights", on_all("weights"))),
+                "collectives": Property(2, only_where_synced),
+                "norms": Property(1, result("norms", on_all("norms"))),
+                "resumed": Property(3, result("resumed", on_all("weights", True))),
+                "all is there": Property(1, all_is_there)})
+
+ALL = (ACCELERATOR,)
