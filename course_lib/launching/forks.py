@@ -11,6 +11,8 @@ does nothing else.
 import contextlib
 import ctypes
 import functools
+import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -23,6 +25,7 @@ from multiprocessing import forkserver, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -126,6 +129,19 @@ def end_openmp_threads() -> None:
             ctypes.CDLL(library).omp_pause_resource_all(2)  # omp_pause_hard (OpenMP 5.0, section 3.2.44)
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Sends a module by its name, also one of a class of its own.
+
+    Where a function's globals hold ``torch``, and ``classes`` or ``ops`` is an attribute in its code, whosever it is,
+    cloudpickle sends the submodule of that name along, and ``torch.classes`` and ``torch.ops`` are no plain modules.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ModuleType) and type(value) is not ModuleType and value.__name__ in sys.modules:
+            return importlib.import_module, (value.__name__,)
+        return super().reducer_override(value)
+
+
 @dataclass(frozen=True)
 class Parcel:
     """A call for a process that does not inherit the caller's memory, and what else it would have inherited.
@@ -151,11 +167,12 @@ class Parcel:
             LaunchError: the call cannot be pickled.
         """
         try:
-            pickled = cloudpickle.dumps(call)
+            _Pickler(pickled := io.BytesIO()).dump(call)
         except Exception as error:  # an object's own reduction may raise anything
             raise LaunchError(f"the function cannot be sent to a new process ({error})",
                               "make in the function itself what cannot be pickled") from error
-        return cls(pickled, dict(os.environ), torch.get_num_threads(), torch.get_rng_state().numpy().tobytes(),
+        random_state = torch.get_rng_state().numpy().tobytes()
+        return cls(pickled.getvalue(), dict(os.environ), torch.get_num_threads(), random_state,
                    multiprocessing.get_start_method(allow_none=True))
 
     def settle(self) -> None:

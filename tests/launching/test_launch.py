@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
@@ -224,6 +225,13 @@ def test_a_rank_that_dies_is_named(end, told):
 
     with pytest.raises(RankError, match=told):
         launch(die, timeout=80)
+
+
+def test_an_attribute_that_is_called_as_a_module_of_torch_is_sent(either):
+    """cloudpickle takes `.classes` and `.ops` in a function that uses torch for torch's own, which have no pickle."""
+    namespace = {"torch": torch}
+    exec("def count(them):\n    return torch.tensor(them.classes + them.ops).item()", namespace)
+    assert launch(namespace["count"], types.SimpleNamespace(classes=3, ops=1), num_processes=1) == [4]
 
 
 def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(monkeypatch):
