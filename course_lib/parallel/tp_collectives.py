@@ -127,9 +127,9 @@ def gather(tensor: Tensor, group: Group = None, dim: int = -1) -> Tensor:
     return _Exchange.apply(tensor, gathered, _own_slice, group, dim)
 
 
-def all_gather(tensor: Tensor, group: Group = None) -> Tensor:
+def all_gather(tensor: Tensor, group: Group = None, dim: int = SEQUENCE) -> Tensor:
     """Forward all-gather of the sequence, backward reduce-scatter: what follows is different work on each rank."""
-    return _Exchange.apply(tensor, gathered, _reduce_scatter, group, SEQUENCE)
+    return _Exchange.apply(tensor, gathered, _reduce_scatter, group, dim)
 
 
 def reduce_scatter(tensor: Tensor, group: Group = None) -> Tensor:

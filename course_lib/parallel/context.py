@@ -1,0 +1,167 @@
+"""Context parallelism: attention over a sequence whose tokens are spread over ranks, in three ways.
+
+All else in a transformer works on one token at a time; only attention needs the others. With N ranks, each with s of
+the sequence's N s tokens, h heads and g key heads of d numbers in rows r, a rank sends in a forward, in numbers,
+
+========== ================================ ============================================= ======================
+method     sends                            holds                                         needs
+========== ================================ ============================================= ======================
+ring       2 (N - 1) r g s d                two blocks of keys and values
+all-gather 2 (N - 1) r g s d                all keys and values
+ulysses    2 (N - 1) / N r (h + g') s d     all tokens of h / N heads                     heads divisible by N
+========== ================================ ============================================= ======================
+
+where g' is g, or N where there are fewer key heads than ranks. Backward, all-gather and ulysses send as much again;
+the ring sends the blocks again and N blocks of gradients.
+
+Sources: Liu et al., "Ring Attention" (arXiv 2310.01889); Llama Team, "The Llama 3 Herd of Models" (arXiv 2407.21783),
+section 3.3.2, for the all-gather; Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from course_lib.errors import ConfigError
+from course_lib.parallel.ring_attention import NOWHERE, Sight, ring_attention
+from course_lib.parallel.sequence_layout import SequenceLayout
+from course_lib.parallel.tp_collectives import Group, all_gather, gathered
+
+Method = Literal["ring", "allgather", "ulysses"]
+METHODS: tuple[Method, ...] = ("ring", "allgather", "ulysses")
+TOKENS = 2
+"""Dimension of the tokens in (rows, heads, tokens, width)."""
+
+
+def context_attention(query: Tensor, key: Tensor, value: Tensor, *, method: Method = "ring", causal: bool = True,
+                      zigzag: bool = False, documents: Tensor | None = None, group: Group = None,
+                      scale: float | None = None) -> Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks' tokens; differentiable.
+
+    Args:
+        query: (rows, heads, tokens, width): this rank's tokens, as `SequenceLayout` deals them.
+        key: (rows, key heads, tokens, width); the heads are a multiple of the key heads.
+        value: as ``key``.
+        method: ``ring``, ``allgather`` or ``ulysses``.
+        causal: a query sees no key after itself.
+        zigzag: how the tokens are dealt.
+        documents: (rows, tokens) int64, this rank's: a query sees only keys of its own document, and NOWHERE marks
+            padding. None: each row is one document.
+        group: whose ranks hold the sequence.
+        scale: of the scores; 1 / sqrt(width) by default.
+    Returns:
+        As ``query``; 0 where a query sees no key.
+    Raises:
+        ConfigError: an unknown method, or heads that do not divide as it needs.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"unknown method {method!r} of context parallelism", f"use {', '.join(METHODS)}")
+    if query.shape[1] % key.shape[1]:
+        raise ConfigError(f"{query.shape[1]} heads cannot share {key.shape[1]} key heads evenly",
+                          "give a multiple of the key heads")
+    layout = SequenceLayout(query.shape[TOKENS] * dist.get_world_size(group), dist.get_world_size(group), zigzag)
+    everywhere = None if documents is None else gathered(documents, group, 1).chunk(layout.ranks, 1)
+    sight = Sight(layout, causal, everywhere)
+    if method == "ring":
+        return ring_attention(query, key, value, sight, group, scale)
+    if method == "allgather":
+        return _with_all_keys(query, key, value, sight, group, scale)
+    return _with_some_heads(query, key, value, sight, group, scale)
+
+
+def _with_all_keys(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group,
+                   scale: float | None) -> Tensor:
+    """Gather the keys and values of all ranks, and attend with the own queries."""
+    # (rows, key heads, tokens, width) -> (rows, key heads, N tokens, width), in the order of the ranks; backward is a
+    # reduce-scatter, since each rank's queries bring a part of the gradient.
+    key, value = (all_gather(tensor, group, TOKENS) for tensor in (key, value))
+    rank = dist.get_rank(group)
+    at = torch.cat([sight.layout.positions(owner, query.device) for owner in range(sight.layout.ranks)])
+    return _attend(query, key, value, sight, sight.layout.positions(rank, query.device), at,
+                   None if sight.documents is None else sight.documents[rank], scale)
+
+
+def _with_some_heads(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group,
+                     scale: float | None) -> Tensor:
+    """Exchange tokens for heads, attend to whole sequences with a few heads, and exchange back."""
+    ranks, heads, key_heads = sight.layout.ranks, query.shape[1], key.shape[1]
+    if heads % ranks:
+        raise ConfigError(f"{heads} heads cannot be shared evenly by {ranks} ranks", "use the ring, or fewer ranks")
+    if key_heads % ranks:
+        if ranks % key_heads:
+            raise ConfigError(f"{key_heads} key heads fit {ranks} ranks neither way", "use the ring, or other ranks")
+        # Fewer key heads than ranks: each is sent to all the ranks whose queries share it.
+        key, value = (tensor.repeat_interleave(ranks // key_heads, 1) for tensor in (key, value))
+    order = sight.layout.order(query.device)
+    # (rows, heads, tokens, width) -> (rows, heads / N, N tokens, width), then from the ranks' order to the sequence's
+    query, key, value = (_to_heads(tensor, group).index_select(TOKENS, order) for tensor in (query, key, value))
+    at = torch.arange(sight.layout.length, device=query.device)
+    documents = None if sight.documents is None else torch.cat(sight.documents, 1).index_select(1, order)
+    result = _attend(query, key, value, sight, at, at, documents, scale, documents)
+    return _to_tokens(result.index_select(TOKENS, order.argsort()), group)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, at_query: Tensor, at_key: Tensor,
+            of_query: Tensor | None, scale: float | None, of_key: Tensor | None = None) -> Tensor:
+    """torch's attention, masked by the places and documents of queries and keys."""
+    mask = at_query[:, None] >= at_key if sight.causal else None
+    if of_query is not None:
+        assert sight.documents is not None
+        of_key = torch.cat(sight.documents, 1) if of_key is None else of_key
+        same = ((of_query[:, :, None] == of_key[:, None]) & (of_query != NOWHERE)[:, :, None])[:, None]
+        mask = same if mask is None else same & mask
+    grouped = query.shape[1] != key.shape[1]
+    if mask is None or of_query is None:
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+    blind = ~mask.any(-1, keepdim=True)  # a row without a key would be not a number
+    output = F.scaled_dot_product_attention(query, key, value, mask | blind, scale=scale, enable_gqa=grouped)
+    return output.masked_fill(blind, 0.0)
+
+
+class _Swap(torch.autograd.Function):
+    """An all-to-all that splits one dimension over the ranks and puts another together; backward swaps them back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: int, join: int, group: Group) -> Tensor:
+        ctx.split, ctx.join, ctx.group = split, join, group
+        return _swapped(tensor, split, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
+        return _swapped(gradient, ctx.join, ctx.split, ctx.group), None, None, None
+
+
+def _swapped(tensor: Tensor, split: int, join: int, group: Group) -> Tensor:
+    ranks = dist.get_world_size(group)
+    sent = torch.stack(tensor.chunk(ranks, split))  # (N, …): the i-th is for rank i
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(list(received), join)
+
+
+def _to_heads(tensor: Tensor, group: Group) -> Tensor:
+    return _Swap.apply(tensor, 1, TOKENS, group)
+
+
+def _to_tokens(tensor: Tensor, group: Group) -> Tensor:
+    return _Swap.apply(tensor, TOKENS, 1, group)
+
+
+def bytes_sent(method: Method, ranks: int, rows: int, heads: int, key_heads: int, tokens: int, width: int,
+               itemsize: int, backward: bool = False) -> int:
+    """What a rank sends in one forward, or one backward, without documents.
+
+    Args:
+        tokens: of one rank.
+        itemsize: bytes of a number of the query, at most 4 or, for the ring's gradients, 8.
+    """
+    block = 2 * rows * key_heads * tokens * width
+    if method == "ulysses":
+        shared = key_heads if key_heads % ranks == 0 else ranks
+        return 2 * (ranks - 1) * rows * (heads + shared) * tokens * width * itemsize // ranks
+    if method == "ring" and backward and ranks > 1:
+        return (ranks - 1) * block * itemsize + ranks * block * max(4, itemsize)
+    return (ranks - 1) * block * itemsize
