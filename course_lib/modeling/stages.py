@@ -7,6 +7,7 @@ their names; and nothing here depends on what a block does inside.
 """
 
 import copy
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from course_lib.modeling.layouts import Layout
 from course_lib.modeling.masks import padding_known
 from course_lib.modeling.structure import layout_of
 from course_lib.parallel.blocks import blocks
+from course_lib.parallel.pipeline.partition import blocks_per_stage
 
 EMBEDDINGS, HEAD = "embeddings", "head"
 """The first and the last unit of a model; the blocks are between them."""
@@ -74,7 +76,8 @@ def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int =
     """Cut a model so that the dearest stage costs least; embeddings and head count too.
 
     Args:
-        by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the device, where ranks may differ.
+        by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the device, where ranks may differ; or
+            ``blocks``, of which each stage has as many as the planner gives it, whatever the ends cost.
         length: tokens of the sequence that flops and seconds are found with, or as many as the model can place.
         device: that the stages will run on; None for where the model is.
     Raises:
@@ -82,6 +85,9 @@ def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int =
     """
     layout, names = _layout(model), list(blocks(model))
     prefix, length = model.base_model_prefix, min(length, _positions(model))
+    if by == "blocks":
+        cuts = itertools.accumulate(blocks_per_stage(len(names), stages)[:-1], initial=1)  # after the embeddings
+        return Split((EMBEDDINGS, *names, HEAD), tuple(cuts)[1:], tuple(_parameters(model)), "parameters")
     if by == "parameters":
         costs = _parameters(model)
     elif by == "flops":
@@ -90,7 +96,7 @@ def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int =
     elif by == "seconds":
         costs = balance.measure_seconds(model, names, length, device or next(model.parameters()).device)
     else:
-        raise ConfigError(f"cannot balance by `{by}`", "choose from flops, parameters, seconds")
+        raise ConfigError(f"cannot balance by `{by}`", "choose from flops, parameters, seconds, blocks")
     return Split((EMBEDDINGS, *names, HEAD), balance.deal_out(costs, stages), tuple(costs), by)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from course_lib.planning import work
 from course_lib.planning.hardware import NETWORK_EFFICIENCY, NETWORK_LATENCY, Cluster
-from course_lib.planning.memory import stage_layers
 from course_lib.planning.models import Model
+from course_lib.planning.pipeline_ranks import distinct, pipeline_ranks
 from course_lib.planning.plan import Plan
 
 ADAM_TRAFFIC = 30
@@ -123,13 +123,11 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
     data_forward, data_backward = _sharded(model, plan, cluster, forward.total + tensor_forward,
                                            backward.total + again.total + tensor_backward)
 
-    # the slowest pipeline rank: a middle one, or the last with its output layer
-    _, middle, last = stage_layers(model.layers, plan.pipeline)
     whole = sum((forward.total, backward.total, again.total, tensor_forward, tensor_backward, data_forward,
                  data_backward))
-    layers, extra = max((middle, 0.0), (last, head), key=lambda rank: rank[0] * whole + rank[1])
-    if plan.pipeline == 1:
-        layers, extra = model.layers, head
+    # the slowest pipeline rank: one with the most blocks, or the one with the output layer
+    layers, extra = max(((rank.blocks, head * rank.predicts) for rank in distinct(pipeline_ranks(plan, model.layers))),
+                        key=lambda rank: rank[0] * whole + rank[1])
     one = layers * whole + extra  # one micro-batch
     message = _message(model, plan, cluster)
     return Cost(

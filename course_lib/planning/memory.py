@@ -8,6 +8,7 @@ block they are its table 2 to the byte.
 from dataclasses import dataclass
 
 from course_lib.planning.models import Model
+from course_lib.planning.pipeline_ranks import PipelineRank, distinct, in_flight, pipeline_ranks
 from course_lib.planning.plan import Checkpointing, Plan
 
 RUNTIME = int(1.5 * 2**30)
@@ -196,27 +197,8 @@ def best_checkpoints(layers: int, inputs: float, inside: float) -> float:
     return (layers * inside / inputs) ** 0.5
 
 
-def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int = 1) -> float:
-    """Micro-batches whose activations the first pipeline rank holds at the peak, in units of its whole share.
-
-    Source: arXiv 2104.04473 section 2.2 (1F1B, GPipe), arXiv 2205.05198 section 4.2.3 (interleaved), arXiv
-    2401.10241 table 2 and section 6 (zero bubble).
-    """
-    limit = {"gpipe": microbatches, "1f1b": ranks, "zb_h1": ranks, "zb_h2": 2 * ranks - 1, "zbv": ranks,
-             "interleaved": ranks * (1 + (ranks - 1) / (ranks * virtual))}[schedule]
-    return min(limit, microbatches)
-
-
-def stage_layers(layers: int, ranks: int) -> tuple[int, int, int]:
-    """Blocks of the first, a middle and the last pipeline rank: even, what is short is taken from the two ends."""
-    most = -(-layers // ranks)
-    short = most * ranks - layers
-    last = min(most - 1, -(-short // 2)) if short else 0
-    return most - min(most - 1, short - last), most, most - last
-
-
 def estimate(model: Model, plan: Plan) -> Memory:
-    """Peak memory of the GPU that needs most, and what it keeps in host memory.
+    """Peak memory of the GPU that needs most, of all pipeline ranks, and what it keeps in host memory.
 
     The peak is where the backward pass begins: all states, all activations in flight, the logits, and what the
     engine gathers; or where it ends, with the gradients in the activations' place. Sharded gradients live whole only
@@ -227,15 +209,13 @@ def estimate(model: Model, plan: Plan) -> Memory:
         model: the model.
         plan: the layout; its ``accumulation`` micro-batches fill the pipeline.
     """
-    first, _, last = stage_layers(model.layers, plan.pipeline)
-    if plan.pipeline == 1:
-        return _rank(model, plan, model.layers, True, True)
-    ends = (_rank(model, plan, first, True, False), _rank(model, plan, last, False, True))
-    return max(ends, key=lambda memory: memory.total)
+    return max((of_rank(model, plan, rank) for rank in distinct(pipeline_ranks(plan, model.layers))),
+               key=lambda memory: memory.total)
 
 
-def _rank(model: Model, plan: Plan, layers: int, embeds: bool, predicts: bool) -> Memory:
-    """Memory of a pipeline rank with so many blocks."""
+def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
+    """Peak memory of the GPUs of one pipeline rank."""
+    layers, embeds, predicts = rank.blocks, rank.embeds, rank.predicts
     recipe, shards, t = plan.bytes, plan.shards, plan.tensor
     cross = model.extra * layers / model.layers
     block = (model.attention + model.mlp) / t + model.norms
@@ -260,9 +240,9 @@ def _rank(model: Model, plan: Plan, layers: int, embeds: bool, predicts: bool) -
     sequence = plan.sequence_length // plan.context
     one = activations(model, plan.micro_batch, sequence, tensor=t, sequence_parallel=plan.sequence_parallel,
                       checkpointing=plan.checkpointing, flash=plan.flash, fused=plan.compiled) * width / 2
-    depth = in_flight(plan.schedule, plan.pipeline, plan.accumulation, plan.virtual) if plan.pipeline > 1 else 1
-    if not embeds and plan.schedule in ("1f1b", "interleaved", "zb_h1"):
-        depth = 1 if plan.schedule != "interleaved" else min(depth, 2)  # the last rank turns each one round at once
+    depth = 1.0
+    if plan.pipeline > 1:
+        depth = in_flight(plan.schedule, plan.pipeline, plan.accumulation, plan.virtual, rank.rank)
     kept = layers * one * depth
     tokens = plan.micro_batch * sequence
     kept += tokens * model.hidden / t * ((depth if embeds and model.dropout else 0) + (2 * width if predicts else 0))

@@ -70,7 +70,8 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
     if plan.pipeline > 1:
         asked |= {"training_type": "pipeline", "strategy": "zero1" if plan.stage else "ddp",
                   "schedule": plan.schedule, "pipeline_parallel_size": plan.pipeline, "data_parallel_size": plan.data,
-                  "batch_size": plan.micro_batch * plan.accumulation, "pipeline_chunks": plan.accumulation}
+                  "batch_size": plan.micro_batch * plan.accumulation, "pipeline_chunks": plan.accumulation,
+                  "split_by": "blocks"}  # as the plan's memory and time were counted
         if plan.virtual > 1:
             asked["stages_per_rank"] = plan.virtual
     else:

@@ -66,12 +66,12 @@ def test_what_would_have_to_change_is_true_and_smallest():
 
 
 def test_nothing_fits_says_the_smallest_change():
-    with pytest.raises(ConfigError, match=r"does not fit on 8 x T4.*--gpus (\d+)") as caught:
-        found_for("llama-405b", "T4", 8, 2048)
+    with pytest.raises(ConfigError, match=r"does not fit on 48 x T4.*--gpus (\d+)") as caught:
+        found_for("llama-405b", "T4", 48, 2048)
     gpus = int(str(caught.value).split("--gpus ")[1].split()[0])
     assert found_for("llama-405b", "T4", gpus, 2048).candidates
     with pytest.raises(ConfigError, match="does not fit"):
-        found_for("llama-405b", "T4", gpus - 8, 2048)
+        found_for("llama-405b", "T4", gpus - 48, 2048)
 
 
 @pytest.mark.parametrize(("length", "batch", "says"), [(4096, None, "takes 1 to 2048"), (2048, 3, "--global-batch 8")])
