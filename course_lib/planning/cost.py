@@ -9,6 +9,7 @@ bytes, bytes per second.
 from dataclasses import dataclass
 
 from course_lib.planning import work
+from course_lib.planning.bubble import bubble_seconds
 from course_lib.planning.hardware import NETWORK_EFFICIENCY, NETWORK_LATENCY, Cluster
 from course_lib.planning.models import Model
 from course_lib.planning.pipeline_ranks import distinct, pipeline_ranks
@@ -129,13 +130,14 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
     layers, extra = max(((rank.blocks, head * rank.predicts) for rank in distinct(pipeline_ranks(plan, model.layers))),
                         key=lambda rank: rank[0] * whole + rank[1])
     one = layers * whole + extra  # one micro-batch
+    first = layers * (forward.total + tensor_forward + data_forward) + extra / 3  # its forward
     message = _message(model, plan, cluster)
     return Cost(
         compute=plan.accumulation * (layers * (forward.total + backward.total) + extra),
         recompute=plan.accumulation * layers * again.total,
         tensor=plan.accumulation * layers * (tensor_forward + tensor_backward),
         pipeline=2 * message * (plan.accumulation * plan.virtual + plan.pipeline - 1),
-        bubble=_bubble(plan, one, layers * forward.matmul),
+        bubble=bubble_seconds(plan, first, one - first - layers * forward.matmul, layers * forward.matmul),
         data=plan.accumulation * layers * (data_forward + data_backward) + _once(
             model, plan, cluster, layers * (backward.total + again.total + tensor_backward)),
         optimizer=_optimizer(model, plan, cluster),
@@ -241,18 +243,6 @@ def _message(model: Model, plan: Plan, cluster: Cluster) -> float:
     if plan.gpus // plan.pipeline >= cluster.gpus_per_node:
         return size * cluster.gpus_per_node / (cluster.network * NETWORK_EFFICIENCY) + NETWORK_LATENCY
     return size / cluster.accelerator.bus + cluster.accelerator.latency
-
-
-def _bubble(plan: Plan, one: float, weight_gradients: float) -> float:
-    """Seconds a pipeline rank waits in a step.
-
-    Args:
-        plan: schedule, ranks and stages per rank.
-        one: seconds of one micro-batch on one rank, forward and backward.
-        weight_gradients: those of it that can be put off.
-    """
-    spared = {"zb_h1": 2, "zb_h2": 3, "zbv": 3}.get(plan.schedule, 0)
-    return (plan.pipeline - 1) * max(0.0, one - spared * weight_gradients) / plan.virtual
 
 
 def _optimizer(model: Model, plan: Plan, cluster: Cluster) -> float:

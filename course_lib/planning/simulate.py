@@ -16,6 +16,7 @@ the scores, so it is asked without dropout here. All sequences are whole: nothin
 """
 
 import contextlib
+import copy
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -150,11 +151,13 @@ def _config(model: "str | Model | PreTrainedConfig", setting: Setting) -> "tuple
     import transformers
 
     if isinstance(model, transformers.PreTrainedConfig):
-        config = model
+        config = copy.deepcopy(model)  # the caller's stays as it is
     elif fields := models.bundled().get(models.load(model).name):
         config = transformers.AutoConfig.for_model(**{key: value for key, value in fields.items() if key != "also"})
     else:
         config = transformers.AutoConfig.from_pretrained(str(model))
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # published with the weights, not in the class
     known = models.from_config(config.to_dict(), config.model_type)
     if known.context and setting.sequence_length > known.context:
         raise ConfigError(f"a sequence of {setting.sequence_length} tokens, and the model takes {known.context}",

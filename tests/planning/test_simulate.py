@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, T5Config, T5ForConditionalGeneration
 
 from course_lib import cli
 from course_lib.errors import ConfigError
@@ -101,6 +101,15 @@ def test_every_strategy_holds_what_it_says():
         assert sum(sum(held.values()) for held in result.modules.values()) == result.total
         seen += 1
     assert seen == 6
+
+
+def test_an_encoder_with_a_decoder_is_simulated():
+    """The token that its decoder starts with is published with T5's weights, and not in the class."""
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    result = simulate(config, setting("ddp"))
+    assert result.parameters == sum(p.numel() for p in T5ForConditionalGeneration(config).parameters())
+    assert result.resident["gradients"] == 4 * result.parameters
+    assert not hasattr(config, "decoder_start_token_id"), "the caller's stays as it was"
 
 
 def test_resharding_frees_what_zero_2_keeps():
