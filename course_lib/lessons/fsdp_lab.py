@@ -112,7 +112,7 @@ def watch(build: Build, engine: str = "scratch", steps: int = 2, replicas: int =
     model = engine_of(engine, build, **options)
     resident = getattr(model, "resident", None)
     account = resident if engine == "scratch" else None  # FSDP2's buffers are in no list: the meter looks for itself
-    losses = _train(model, steps - 1)
+    losses = train_steps(model, model, steps - 1)
     steady = held(resident) if resident else 0
     with changes(resident) as trace, Meter(model.module, model.optimizer, account) as meter:
         loss = batch_loss(model, steps - 1)
@@ -178,20 +178,10 @@ def flat_and_rows(build: Build) -> dict[str, tuple[int, list[int]]]:
 def train_and_save(build: Build, folder: Path, steps: int) -> float:
     """Train, write the pieces of all ranks below ``folder``, and return the loss of a batch that was not trained on."""
     engine = engine_of("scratch", build)
-    _train(engine, steps)
+    train_steps(engine, engine, steps)
     sharded.save(engine.pieces(), folder)
     with torch.no_grad():
         return averaged(batch_loss(engine, steps))
-
-
-def read_and_evaluate(build: Build, folder: Path, step: int) -> tuple[float, float]:
-    """The loss of a batch with the model's own weights, and with those that any number of ranks has saved."""
-    engine = engine_of("scratch", build)
-    with torch.no_grad():
-        before = averaged(batch_loss(engine, step))
-        sharded.load(engine.pieces(), folder)
-        engine.refresh()
-        return before, averaged(batch_loss(engine, step))
 
 
 def batch_loss(engine: nn.Module, step: int, rows: int = GLOBAL_BATCH) -> Tensor:
@@ -205,13 +195,14 @@ def batch_loss(engine: nn.Module, step: int, rows: int = GLOBAL_BATCH) -> Tensor
     return cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
 
 
-def _train(engine: Any, steps: int) -> list[float]:
+def train_steps(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> list[float]:
+    """Train a model on the batches from ``first`` on; the losses of all steps, averaged over the ranks."""
     losses = []
-    for step in range(steps):
-        loss = batch_loss(engine, step)
+    for step in range(first, first + steps):
+        loss = batch_loss(model, step)
         loss.backward()
-        engine.step()
-        engine.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(averaged(loss))
     return losses
 

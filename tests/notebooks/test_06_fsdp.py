@@ -6,13 +6,19 @@ import nbformat
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
+from course_lib.errors import CheckpointError
 from course_lib.launching.launch import launch
 from course_lib.lessons import fsdp_lab as lab
+from course_lib.lessons.checkpoint_lab import boxes_read
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.planning import hardware
+from course_lib.training.checkpoints import manifest
 from tests.notebooks.conftest import NOTEBOOKS, says
 
 pytestmark = pytest.mark.timeout(300)
@@ -133,9 +139,60 @@ def test_the_engines_agree(lesson):
     assert lesson["hsdp_differs_by"] < 5e-6
 
 
-def test_the_checkpoint(lesson):
+def test_the_checkpoints(lesson, megabytes):
+    """Read on 1, 3 and 4 ranks as 2 saved it, by torch's reader and by ours; what is read is counted."""
+    assert lesson["files_of_the_checkpoint"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    stated = 3 * (megabytes["root"] + LAYERS * megabytes["block"]) / 2
+    assert stated < lesson["file_of_a_rank"] < 1.5 * stated, "with names and shapes around each tensor"
+    assert lesson["boxes_of_a_matrix"] == ["(0, 0)", f"({WIDTH // 2}, 0)"]
+    assert lesson["names_of_the_embedding"] == ["model.lm_head.weight", "model.transformer.wte.weight"]
+    assert lesson["resumed_differs_by"] < 5e-5
+    shares = lesson["shares_read"]
+    assert shares["whole, on 1"] == [1] and len(shares["rows, on 3"]) == 3
+    assert shares["rows, on 3"][1] == lesson["share_read"] == pytest.approx(1, abs=0.01)
+    assert shares["rows, on 3"][0] == pytest.approx(0.5, abs=0.03) == shares["rows, on 3"][2]
+    assert len(shares["columns, 2 copies on 4"]) == 4 and min(shares["columns, 2 copies on 4"]) > 0.9
+    assert lesson["boxes_read_64_to_48"] == 2
+    assert lesson["share_read_of_ours"] == pytest.approx(1 / 3, abs=0.01)
     assert lesson["loss_before_reading"] - lesson["loss_after_reading"] > 0.1
     assert lesson["loss_after_reading"] == pytest.approx(lesson["loss_saved"], abs=5e-6)
+    assert lesson["names_in_the_one_file"] == ["model", "optimizer"]
+    assert says(lesson, "Rank 1 of 3 read 100% of it to keep a third, and 33% of ours")
+
+
+class StopsHalfWay(checkpoint.FileSystemWriter):
+    """A writer on whose disk there is no room left when the pieces are written."""
+
+    def write_data(self, plan, planner):
+        super().write_data(plan, planner).wait()
+        raise OSError("no space left")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_what_the_table_of_the_two_checkpoints_says(tmp_path):
+    """An unfinished save has no index; a changed bit is loaded by the one and refused by the other."""
+    with pytest.raises(CheckpointException):
+        checkpoint.save({"w": torch.ones(4)}, storage_writer=StopsHalfWay(tmp_path / "cut"), no_dist=True)
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["__0_0.distcp"]
+    weights = torch.arange(1000.0)
+    checkpoint.save({"w": weights}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    (tmp_path / "ours").mkdir()
+    save_file({"w": weights}, tmp_path / "ours" / "w.safetensors")
+    manifest.seal(tmp_path / "ours")
+    for path in (tmp_path / "torch" / "__0_0.distcp", tmp_path / "ours" / "w.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[data.index(weights[500:504].numpy().tobytes()) + 2] ^= 1
+        path.write_bytes(data)
+    room = torch.zeros(1000)
+    checkpoint.load({"w": room}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    assert room[500] != 500 and room[501:].equal(weights[501:])
+    with pytest.raises(CheckpointError, match=r"the contents of w\.safetensors have changed"):
+        manifest.verify(tmp_path / "ours")
+
+
+def test_boxes_that_a_rank_reads():
+    assert [boxes_read(*ranks) for ranks in ((2, 1), (2, 2), (2, 3), (2, 4), (3, 4), (64, 48), (48, 64))] == [
+        2, 1, 2, 1, 2, 2, 2]
 
 
 def test_the_papers_row(lesson):

@@ -105,9 +105,18 @@ def save(pieces: Mapping[str, Shard], folder: Path, group: dist.ProcessGroup | N
                  process_group=group)
 
 
-def load(pieces: Mapping[str, Shard], folder: Path) -> None:
+def reader_of(folder: Path) -> dcp.HuggingFaceStorageReader:
+    """What reads the pieces below a folder: of each file just the elements that are asked for."""
+    return dcp.HuggingFaceStorageReader(str(folder / SHARDS))
+
+
+def load(pieces: Mapping[str, Shard], folder: Path, reader: dcp.StorageReader | None = None) -> None:
     """Fill every rank's pieces from what any number of ranks saved; a collective call.
 
+    Args:
+        pieces: by name, as for :func:`save`; they may be other runs than those that were saved.
+        folder: that :func:`save` was given.
+        reader: that reads in place of :func:`reader_of`'s, such as one that counts.
     Raises:
         CheckpointError: a tensor is missing, or has another number of elements.
     """
@@ -118,8 +127,7 @@ def load(pieces: Mapping[str, Shard], folder: Path) -> None:
                 f"checkpoint {folder} is from another model or optimizer: {name} has {there.get(name, 'no')} elements "
                 f"there and {piece.shape.numel()} here", "give the --model and --optimizer it was trained with")
     dcp.load({name: ElementRun(piece) for name, piece in pieces.items()},
-             storage_reader=dcp.HuggingFaceStorageReader(str(folder / SHARDS)),
-             planner=_Loading(flatten_state_dict=False))
+             storage_reader=reader or reader_of(folder), planner=_Loading(flatten_state_dict=False))
 
 
 def sizes(folder: Path, prefix: str) -> dict[str, int]:
@@ -135,12 +143,11 @@ def whole(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a process reads alone is meant
         dcp.load({name: ElementRun(piece) for name, piece in runs.items()}, no_dist=True,
-                 storage_reader=dcp.HuggingFaceStorageReader(str(folder / SHARDS)),
-                 planner=_Loading(flatten_state_dict=False))
+                 storage_reader=reader_of(folder), planner=_Loading(flatten_state_dict=False))
     return {name.removeprefix(prefix): piece.data for name, piece in runs.items()}
 
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:
     """What the files hold, by name."""
-    metadata: Any = dcp.HuggingFaceStorageReader(str(folder / SHARDS)).read_metadata().state_dict_metadata
+    metadata: Any = reader_of(folder).read_metadata().state_dict_metadata
     return metadata
