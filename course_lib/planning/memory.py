@@ -224,9 +224,15 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         ends += model.vocab * model.hidden / t  # a tied matrix is kept at both ends of a pipeline
     local = layers * block + cross / t + ends
 
-    parameters = recipe.parameters * local / (shards if plan.stage >= 3 else 1)
-    gradients = (recipe.gradients + recipe.accumulated) * local / (shards if plan.stage >= 2 else 1)
-    optimizer = (recipe.master + recipe.moments) * local / (shards if plan.stage >= 1 else 1)
+    own = local / shards
+    if plan.engine == "fsdp" and model.experts > 1:
+        # FSDP2 cuts along the first dimension, which of the experts' weights is their number: 8 experts lie whole on
+        # 8 of 64 ranks (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param).
+        of_experts = layers * model.experts * model.expert / t
+        own += of_experts * (-(-model.experts // shards) / model.experts - 1 / shards)
+    parameters = recipe.parameters * (own if plan.stage >= 3 else local)
+    gradients = (recipe.gradients + recipe.accumulated) * (own if plan.stage >= 2 else local)
+    optimizer = (recipe.master + recipe.moments) * (own if plan.stage >= 1 else local)
     host = 0.0
     if plan.offload != "none":
         host += optimizer + gradients

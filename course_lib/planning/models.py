@@ -40,8 +40,12 @@ class Model(Parts):
     @property
     def active_parameters(self) -> int:
         """Parameters that work for one token: all but the experts that are not chosen."""
-        expert = (3 if self.gated else 2) * self.hidden * self.ffn
-        return self.parameters - self.layers * (self.experts - self.experts_per_token) * expert
+        return self.parameters - self.layers * (self.experts - self.experts_per_token) * self.expert
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one of a block's experts, or of its only MLP, without biases."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def largest_matrix(self) -> int:

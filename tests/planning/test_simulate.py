@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from course_lib import cli
 from course_lib.errors import ConfigError
@@ -20,6 +27,7 @@ from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.planning import memory, models
 from course_lib.planning import simulate as simulated
 from course_lib.planning.formula_check import compare
+from course_lib.planning.plan import Plan
 from course_lib.planning.simulate import STRATEGIES, Setting, simulate
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -101,6 +109,21 @@ def test_every_strategy_holds_what_it_says():
         assert sum(sum(held.values()) for held in result.modules.values()) == result.total
         seen += 1
     assert seen == 6
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(2, 8), (3, 2), (4, 2)])
+def test_experts_are_not_cut_by_fsdp(experts, ranks):
+    """Along the first dimension there are as many pieces as experts: rank 0 has a whole one, or more than its share."""
+    config = MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=96, num_hidden_layers=3,
+                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=experts, use_cache=False)
+    result = simulate(config, setting("fsdp", ranks))
+    known = models.from_config(config.to_dict(), "mixtral")
+    plan = Plan(TOKENS, engine="fsdp", stage=3, data=ranks)
+    held = memory.estimate(known, plan)
+    assert held.parameters == pytest.approx(result.peak["parameters"], rel=0.02)
+    assert held.optimizer == 2 * held.parameters
+    even = 4 * known.parameters / ranks
+    assert (held.parameters > 1.2 * even) is (experts % ranks != 0)
 
 
 def test_an_encoder_with_a_decoder_is_simulated():
