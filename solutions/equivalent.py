@@ -16,6 +16,7 @@ EQUIVALENT = {
     ("pipeline.run", "2 * (stage * len(inputs) + m) -> 3 * (stage * len(inputs) + m)"): "tags differ as before",
     ("pipeline.run", "del x, output -> "): "the check allows two outputs that names still hold",
     ("plan.search", "gpus + 1 -> gpus + 2"): "more GPUs than there are divide none",
+    ("plan.planner", "self.gpus + 1 -> self.gpus + 2"): "more GPUs than there are divide none",
     ("faults.hang", "Counter(there.values()).most_common(1) -> Counter(there.values()).most_common(2)"):
         "the first of two is the first of one",
     ("faults.agreement", "dtype=np.int64 -> "): "whole numbers are of 64 bits on every system that the course runs on",

@@ -8,8 +8,8 @@ import importlib
 from course_lib.grading.task import Task
 
 MODULES = ("start", "loop", "ddp", "ddp_module", "prepared", "accelerator", "evaluation", "metric", "zero",
-           "zero_optimizer", "fsdp", "fsdp_module", "pipeline", "executor", "tensor", "block", "planning", "resuming",
-           "faults", "surviving", "tracking", "cloud", "interruption")
+           "zero_optimizer", "fsdp", "fsdp_module", "pipeline", "executor", "tensor", "block", "planning", "planner",
+           "resuming", "faults", "surviving", "tracking", "cloud", "interruption")
 """In the order of the lessons."""
 
 TASKS: dict[str, Task]

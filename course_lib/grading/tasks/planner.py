@@ -1,0 +1,198 @@
+"""Lesson 09, to build: a planner that cuts uneven layers into stages and picks what fits on every rank."""
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+from course_lib.grading.rules import Seen, items, kind, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.tasks.drawing import in_turn
+from course_lib.grading.tasks.planning import LESSON, exactly
+
+FIELDS = ("data", "stages", "zero", "cut", "memory", "seconds")
+PROBES = 5
+Plan = tuple[int, int, tuple[int, ...]]
+"""Ranks that share a stage, stage of ZeRO, and where each pipeline stage ends."""
+
+
+def plans(given: dict) -> Iterator[Plan]:
+    """All plans that the numbers allow, fitting or not."""
+    layers = len(given["layers"])
+    for stages in range(1, min(layers, given["gpus"]) + 1):
+        data, rest = divmod(given["gpus"], stages)
+        if rest or given["micro_batches"] % data:
+            continue
+        for inner in combinations(range(1, layers), stages - 1):
+            for zero in range(4):
+                yield data, zero, (*inner, layers)
+
+
+def stages_of(given: dict, plan: Plan) -> list[list[dict]]:
+    ends = plan[2]
+    return [given["layers"][first:end] for first, end in zip((0, *ends), ends, strict=False)]
+
+
+def memory(given: dict, plan: Plan) -> list[int]:
+    """Bytes by rank; the ranks of the first stage first."""
+    data, zero, ends = plan
+    held = []
+    for stage, layers in enumerate(stages_of(given, plan)):
+        parameters = sum(layer["parameters"] for layer in layers)
+        in_flight = min(given["micro_batches"] // data, len(ends) - stage)
+        length = -(-parameters // data)
+        for rank in range(data):
+            shard = max(0, min(length, parameters - rank * length))
+            states = sum(width * (shard if zero >= least else parameters)
+                         for width, least in ((12, 1), (2, 2), (2, 3)))
+            held.append(states + in_flight * sum(layer["activations"] for layer in layers))
+    return held
+
+
+def seconds(given: dict, plan: Plan) -> float:
+    data, zero, ends = plan
+    stages = stages_of(given, plan)
+    slowest = max(sum(layer["seconds"] for layer in layers) for layers in stages)
+    largest = max(sum(layer["parameters"] for layer in layers) for layers in stages)
+    sent = (3 if zero == 3 else 2) * 2 * largest * (data - 1) / data
+    return (given["micro_batches"] // data + len(ends) - 1) * slowest + sent / given["bandwidth"]
+
+
+def best(given: dict) -> Plan | None:
+    """The plan that is due; None where none fits."""
+    able = [plan for plan in plans(given) if max(memory(given, plan)) <= given["capacity"]]
+    return min(able, key=lambda plan: (seconds(given, plan), plan[1], len(plan[2]), max(memory(given, plan)), plan[2]),
+               default=None)
+
+
+def planner_case(rng: random.Random, place: int) -> dict:
+    """In turn: little room, a last layer that is far larger, nothing fits."""
+    count, gpus = rng.randrange(4, 8), rng.choice((4, 6, 8)) if place else 4
+    layers = [{"parameters": rng.randrange(100, 400), "activations": rng.randrange(200, 4000),
+               "seconds": rng.randrange(1, 33) / 16} for _ in range(count)]
+    if place % 3 == 1:
+        layers[-1]["parameters"] = 5 * layers[-1]["parameters"] + 1
+    if place % 3 == 0:
+        layers[0]["parameters"] = gpus // 2 + 1  # too few for the last rank to have any
+    given: dict[str, Any] = {"layers": layers, "gpus": gpus, "micro_batches": gpus // 2 * (place % 4 + 1),
+                             "bandwidth": float(2 ** rng.randrange(7, 12)), "capacity": 0}
+    every = list(plans(given))
+    peaks = sorted({max(memory(given, plan)) for plan in every})
+    given["capacity"] = peaks[0] - 1 if place % 3 == 2 else peaks[rng.randrange(len(peaks) // 8, len(peaks) // 3 + 1)]
+    given["plans"] = [[gpus // 2, 3, [1, count]],
+                      *([data, zero, list(ends)] for data, zero, ends in rng.sample(every, PROBES - 1))]
+    return given
+
+
+def observe_planner(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    given = case.inputs
+    planner = function([dict(layer) for layer in given["layers"]], given["gpus"], given["micro_batches"],
+                       given["bandwidth"], given["capacity"])
+    asked = [(data, zero, list(cut)) for data, zero, cut in given["plans"]]
+    seen = {"memory": [plain(planner.memory(*plan)) for plan in asked],
+            "seconds": [plain(planner.seconds(*plan)) for plan in asked], "best": {}, "types": [], "refusal": ""}
+    try:
+        made = planner.best()
+    except ValueError as refusal:
+        return {**seen, "refusal": str(refusal)[:200]}
+    return {**seen, "best": plain(made), "types": [type(made[name]).__name__ for name in FIELDS]}
+
+
+def in_words(plan: Plan) -> str:
+    data, zero, ends = plan
+    return f"{data} x {len(ends)} GPUs, ZeRO-{zero}, stages that end at {list(ends)}"
+
+
+def memory_is(case: Case, seen: Seen) -> Miss | None:
+    tables = items(seen, 0, "memory", list)
+    for (data, zero, cut), mine in zip(case.inputs["plans"], tables, strict=False):
+        plan = (data, zero, tuple(cut))
+        right = memory(case.inputs, plan)
+        if len(mine) != len(right):
+            return Miss(f"bytes of {len(right)} ranks with {in_words(plan)}", short(mine))
+        for rank, (actual, due) in enumerate(zip(mine, right, strict=True)):
+            if type(actual) is not int or actual != due:
+                note = f"{actual / due:.4g} times the expected number" if type(actual) in (int, float) and due else ""
+                return Miss(f"{due} bytes on rank {rank} of {len(right)} with {in_words(plan)}", short(actual),
+                            note=note)
+    return None if len(tables) == PROBES else Miss(f"memory of {PROBES} plans", f"{len(tables)}")
+
+
+def seconds_are(case: Case, seen: Seen) -> Miss | None:
+    all_seconds = items(seen, 0, "seconds", (int, float))
+    for (data, zero, cut), actual in zip(case.inputs["plans"], all_seconds, strict=False):
+        plan = (data, zero, tuple(cut))
+        if not exactly(actual, right := seconds(case.inputs, plan)):
+            return Miss(f"{right:.6g} s with {in_words(plan)}", f"{actual:.6g} s",
+                        note=f"{actual / right:.4g} times the expected number")
+    return None if len(all_seconds) == PROBES else Miss(f"seconds of {PROBES} plans", f"{len(all_seconds)}")
+
+
+def chosen(case: Case, seen: Seen) -> Plan | None:
+    """The plan that was picked; None where none fits.
+
+    Raises:
+        Malformed: it is none of the possible ones.
+    """
+    if best(case.inputs) is None:
+        return None
+    made = seen[0].get("best")
+    if not isinstance(made, dict) or not isinstance(made.get("cut"), list):
+        raise Malformed(Miss("a plan, a dict with a list as cut", kind(made)))
+    picked = next((plan for plan in plans(case.inputs) if list(plan[2]) == made["cut"] and plan[0] == made.get("data")
+                   and plan[1] == made.get("zero") and len(plan[2]) == made.get("stages")), None)
+    if picked is None:
+        raise Malformed(Miss("a plan that the numbers allow", short(made or seen[0].get("refusal"))))
+    return picked
+
+
+def fits(case: Case, seen: Seen) -> Miss | None:
+    plan = chosen(case, seen)
+    if plan is None:
+        return None
+    held, room = memory(case.inputs, plan), case.inputs["capacity"]
+    worst = held.index(max(held))
+    return None if held[worst] <= room else Miss(f"at most {room} bytes on every rank",
+                                                 f"{held[worst]} on rank {worst} with {in_words(plan)}")
+
+
+def is_best(case: Case, seen: Seen) -> Miss | None:
+    plan, right = chosen(case, seen), best(case.inputs)
+    if (miss := fits(case, seen)) is not None or plan is None or right is None or plan == right:
+        return miss
+    return Miss(f"{in_words(right)}: {seconds(case.inputs, right):.6g} s, {max(memory(case.inputs, right))} bytes",
+                f"{in_words(plan)}: {seconds(case.inputs, plan):.6g} s, {max(memory(case.inputs, plan))} bytes")
+
+
+def tells_what_it_picked(case: Case, seen: Seen) -> Miss | None:
+    plan = chosen(case, seen)
+    if plan is None:
+        return None
+    made = seen[0]["best"]
+    right = ["int", "int", "int", "list", "list", "float"]
+    if seen[0].get("types") != right:
+        return Miss(f"{', '.join(FIELDS)} as {', '.join(right)}", short(seen[0].get("types")))
+    if made.get("memory") != memory(case.inputs, plan) or not exactly(made["seconds"], seconds(case.inputs, plan)):
+        return Miss("its own memory and seconds", short([made.get("memory"), made.get("seconds")]))
+    return None
+
+
+def refuses(case: Case, seen: Seen) -> Miss | None:
+    if chosen(case, seen) is not None:
+        return None
+    least = min(max(memory(case.inputs, plan)) for plan in plans(case.inputs))
+    said = str(seen[0].get("refusal") or "")
+    return None if re.search(rf"\b{least}\b", said) else Miss(f"a ValueError that says {least} bytes",
+                                                             short(said) or "a plan")
+
+
+PLANNER = Task(
+    name="plan.planner", lesson=LESSON, function="Planner", title="Build it: a planner for uneven layers", difficulty=4,
+    importance=5, minutes=50, draw=in_turn(planner_case, 6), observe=observe_planner, needs_ranks=False,
+    essential=("memory", "best"),
+    properties={"memory": Property(3, memory_is), "seconds": Property(2, seconds_are), "fits": Property(1, fits),
+                "best": Property(3, is_best), "refuses": Property(1, refuses),
+                "tells": Property(1, tells_what_it_picked)})
+
+ALL = (PLANNER,)
