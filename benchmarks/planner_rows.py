@@ -4,6 +4,7 @@ What a source leaves open (the micro-batch, stages per pipeline rank) is the fas
 what it measured is never looked at for that. What a row leaves out but its source says is cited here.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -79,7 +80,7 @@ def megatron_2021(row: dict[str, Any]) -> Setting | None:
 def megatron_iteration(row: dict[str, Any]) -> Setting | None:
     c = row["config"]
     seconds = row["value"].get("iteration_s_selective_sp") or row["value"].get("iteration_s")
-    if seconds is None:
+    if seconds is None or c.get("model") != "530B":  # whose sizes are below; a later row of it leaves them out
         return None
     base = {"sequence_length": 2048, "engine": "megatron", "data": c["dp"], "tensor": c["tp"], "pipeline": c["pp"],
             "compiled": True, "schedule": "interleaved", "virtual": 3, "checkpointing": "selective",
@@ -148,7 +149,7 @@ def nanotron(row: dict[str, Any]) -> Setting:
         "num_attention_heads": c["heads"], "num_key_value_heads": c["kv_heads"], "intermediate_size": c["ffn"],
         "vocab_size": c["vocab"], "tie_word_embeddings": c["tied_embeddings"]})
     plan = Plan(c["seq"], "megatron", c["zero"], data=c["dp"], tensor=c["tp"], pipeline=c["pp"],
-                micro_batch=c["mbs"], accumulation=c["grad_accum"], recipe="mixed, fp32 gradients", compiled=True)
+                micro_batch=c["mbs"], accumulation=c["grad_accum"], recipe="mixed, fp32 gradients")
     measured = row["value"].get("tokens_per_s_per_gpu") or (
         row["value"]["mfu_pct"] / 100 * 989e12 / model.flops(c["seq"]))
     return model, plan, hardware.cluster("H100", c.get("gpus", plan.gpus)), measured
@@ -158,9 +159,9 @@ def torchtitan(row: dict[str, Any]) -> Setting | None:
     c, value = row["config"], row["value"]
     if "tokens_per_s_per_gpu" not in value and "tokens_per_s_per_gpu_vanilla_tp" not in value:
         return None
-    size = next((size for size in ("405B", "70B", "8B") if size in c["model"]), None)
-    if size is None:
-        return None
+    size = re.fullmatch(r"Llama ?3(?:\.1)? (405B|70B|8B)", c["model"])
+    if size is None or c["ac"] not in CHECKPOINTING or not isinstance(c.get("local_batch", 1), int):
+        return None  # another model, or a label that does not say what was run
     low = c.get("float8") or "float8" in f"{c.get('opt')}{c.get('quantization')}"
     stages, local = c.get("pp", 1), c.get("local_batch", 1)
     plan = Plan(c.get("seq", 8192), "fsdp", 3, data=c["fsdp"], tensor=c.get("tp", 1), context=c.get("cp", 1),
@@ -169,7 +170,7 @@ def torchtitan(row: dict[str, Any]) -> Setting | None:
                 precision="fp8" if low else "bf16",
                 overlap_tensor=bool(c.get("async_tp")) or "asyncTP" in c.get("opt", ""))
     measured = value.get("tokens_per_s_per_gpu") or value["tokens_per_s_per_gpu_vanilla_tp"]
-    return models.load(f"llama-{size.lower()}"), plan, _titan_cluster(c), measured
+    return models.load(f"llama-{size[1].lower()}"), plan, _titan_cluster(c), measured
 
 
 CHECKPOINTING: dict[str, Checkpointing] = {

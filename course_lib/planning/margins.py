@@ -22,9 +22,9 @@ class Margin:
         return value * (1 - self.ninth), value * (1 + self.ninth)
 
 
-THROUGHPUT = Margin(139, 0.072, 0.331)
+THROUGHPUT = Margin(139, 0.075, 0.331)
 """Of tokens/s per GPU."""
-MEMORY = Margin(21, 0.201, 0.345)
+MEMORY = Margin(21, 0.133, 0.320)
 """Of GiB per GPU."""
 
 
