@@ -17,9 +17,6 @@ MASKED = ("bert", "distilbert", "roberta")
 
 SPLITTABLE = ("gpt2", "bert", "roberta", "xlm-roberta", "camembert", "llama", "mistral", "qwen2", "gemma")
 """Architectures whose layers ``course train`` splits: those of ``course_lib.parallel.tensor_plans.PLANS``."""
-CUTTABLE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "gpt2", "opt", "llama", "mistral", "mixtral",
-            "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2")
-"""Architectures that it cuts into pipeline stages: those of ``course_lib.modeling.layouts.LAYOUTS``."""
 
 
 def why_not(plan: Plan, model: Model) -> str | None:
@@ -30,8 +27,6 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return "does not split sequences among ranks"
     if plan.tensor > 1 and model.family not in SPLITTABLE:
         return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
-    if plan.pipeline > 1 and model.family not in CUTTABLE:
-        return f"does not cut {model.family} into stages, only {', '.join(CUTTABLE)}"
     if plan.checkpointing not in ("none", "full"):
         return "recomputes whole blocks or nothing"
     if plan.precision not in ("fp32", "tf32", "fp16", "bf16"):
