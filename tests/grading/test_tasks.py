@@ -106,7 +106,7 @@ def test_no_observation_breaks_a_rule_or_earns_by_its_form(task):
 
 BUILT = {"ddp.module": "02", "accelerate.module": "03", "evaluation.metric": "04", "zero.optimizer": "05",
          "fsdp.module": "06", "pipeline.run": "07", "tensor.block": "08", "plan.planner": "09",
-         "faults.checkpoint": "10", "cloud.job": "12"}
+         "faults.checkpoint": "10", "tracking.tracker": "11", "cloud.job": "12"}
 """Exercises the size of a module: several mechanisms in one, over several steps."""
 
 
