@@ -21,13 +21,15 @@ from typing import Any
 import yaml
 
 from benchmarks.planner_rows import READERS, mosaic
-from course_lib.planning import cost, hardware, memory, models
+from course_lib.planning import cost, hardware, intervals, memory, models
+from course_lib.planning.intervals import REGIMES, regime_of
 from course_lib.planning.plan import Plan
 from course_lib.writing import write_text
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE.parent / "tests/planning/published.json"
 CALIBRATION = HERE.parent / "course_lib/planning/catalogue/calibration.yaml"
+ERRORS = HERE.parent / "course_lib/planning/catalogue/errors.json"
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,10 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-REGIMES = ("long context", "many nodes", "large dense", "small", "other")
-
-
 def held_out(source: str) -> bool:
     """Every source whose SHA-256, as a number, is even: its rows are reported, and no constant or formula is chosen by
     them. The others may be used for that."""
     return int(hashlib.sha256(source.encode()).hexdigest(), 16) % 2 == 0
-
-
-def regime_of(model: models.Model, plan: Plan) -> str:
-    """The first of REGIMES that a run is of: from 32,768 tokens, from 128 GPUs, from 30 B parameters, up to 3 B."""
-    tests = (plan.sequence_length >= 32_768, plan.gpus >= 128, model.parameters >= 30e9, model.parameters <= 3e9, True)
-    return REGIMES[tests.index(True)]
 
 
 def compare(flash2: bool = False) -> tuple[list[Compared], list[str]]:
@@ -166,6 +159,28 @@ def by_half(found: list[Compared]) -> Iterator[str]:
             yield f"| {quantity}, {regime} | " + " | ".join(cells) + " |"
 
 
+def used_errors(found: list[Compared]) -> dict[str, dict[str, list[float]]]:
+    """The signed errors of the rows that may be used, by quantity and regime: what intervals are made of."""
+    return {quantity: {regime: sorted(round(each.error, 4) for each in found if each.source and not each.held_out
+                                      and (each.quantity, each.regime) == (quantity, regime)) for regime in REGIMES}
+            for quantity in ("tokens/s/GPU", "GiB")}
+
+
+def coverage(found: list[Compared]) -> Iterator[str]:
+    """How often the intervals hold, in the sources that they were made of and in those held out."""
+    yield (f"\nIntervals are to hold {intervals.SHARE:.0%} of true values; they are made of the used sources' errors "
+           "alone (`course_lib/planning/intervals.py`), and hold\n\n"
+           "| | used | held out |\n| --- | ---: | ---: |")
+    for quantity in ("tokens/s/GPU", "GiB"):
+        cells = []
+        for out in (False, True):
+            rows = [each for each in found if each.quantity == quantity and each.source and each.held_out is out]
+            spans = [(each, intervals.interval(quantity, each.predicted, each.regime)) for each in rows]  # type: ignore
+            held = sum(span.low <= each.measured <= span.high for each, span in spans)
+            cells.append(f"{held} of {len(rows)}, {held / len(rows):.0%}")
+        yield f"| {quantity} | " + " | ".join(cells) + " |"
+
+
 def shares() -> dict[tuple[str, str], float]:
     """Share of peak by accelerator and data type with which the cost model gives the calibration's steps: medians."""
     found = defaultdict(list)
@@ -201,6 +216,7 @@ def report(found: list[Compared], left: list[str]) -> Iterator[str]:
         yield (f"| **all, {quantity}** | {len(rows)} | {statistics.median(abs(each.error) for each in rows):.1%} | "
                f"{sorted(abs(each.error) for each in rows)[math.ceil(0.9 * len(rows)) - 1]:.1%} |")
     yield from by_half(found)
+    yield from coverage(found)
     other = [each for each in compare(flash2=True)[0] if each.quantity == "tokens/s/GPU"]
     mosaics = [abs(each.error) for each in other if each.kind == "MosaicML FSDP"]
     yield ("\nHow a row is read follows its source, also in what the row itself leaves out (`planner_rows.py` cites "
@@ -233,6 +249,8 @@ def main() -> None:
             print(f"{name} {dtype}: {share:.3f}")
         return
     found, left = compare()
+    write_text(ERRORS, json.dumps(used_errors(found), indent=1) + "\n")
+    intervals.errors_changed()
     found += on_real_ranks()
     text = "\n".join(report(found, left)) + "\n"
     write_text(HERE / "planner.md", text)

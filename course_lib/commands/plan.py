@@ -16,7 +16,7 @@ NAME = "plan"
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
-COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "GiB per\nGPU", "tokens/s", "MFU")
+COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "GiB per\nGPU", "chance\nto fit", "tokens/s", "MFU")
 COLOURS = {"parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "yellow",
            "logits": "red", "buffers": "green", "runtime": "white"}
 BAR = 60
@@ -136,6 +136,7 @@ def _vary(args: argparse.Namespace) -> int:
         time = {"hours": best.cost.hours(args.tokens), "dollars": best.cost.dollars(args.tokens)} if args.tokens else {}
         rows.append(varied | {"fits": True, "strategy": best.plan.strategy, "micro_batch": best.plan.micro_batch,
                               "accumulation": best.plan.accumulation, "bytes": best.memory.total,
+                              "chance_that_it_fits": best.chance,
                               "tokens_per_second": best.cost.tokens_per_second, "mfu": best.cost.mfu} | time)
     if args.json:
         print(json.dumps(rows, indent=2))
@@ -146,7 +147,8 @@ def _vary(args: argparse.Namespace) -> int:
     for row in rows:
         if row["fits"]:
             cells = [row["strategy"], str(row["micro_batch"]), str(row["accumulation"]),
-                     f"{row['bytes'] / 2**30:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}",
+                     f"{row['bytes'] / 2**30:.1f}", f"{row['chance_that_it_fits']:.0%}",
+                     f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}",
                      *([f"{row['hours']:,.1f}"] if args.tokens else [])]
         else:
             cells = ["does not fit: " + row["why"].rsplit(": ", 1)[1]]
@@ -164,11 +166,12 @@ def as_json(result: "Search", budget: float | None, dataset: str | None = None) 
         "gpu": result.cluster.accelerator.name, "gpus": result.cluster.gpus,
         "gpu_memory_bytes": result.cluster.accelerator.memory, "layouts_tried": result.considered,
         "layouts_that_fit": len(result.candidates),
-        "plans": [_candidate(candidate, budget) | {"why_not_here": to_launchers.why_not(candidate.plan, result.model)}
+        "plans": [_candidate(candidate, budget) | _sure(result, candidate)
+                  | {"why_not_here": to_launchers.why_not(candidate.plan, result.model)}
                   for candidate in result.best_of_each()],
         "failed": [{"family": f.family, "plan": f.plan.strategy, "needs_bytes": strategy.needed(f.memory),
                     "remedy": f.remedy} for f in result.failed],
-        "explanation": strategy.explain(result),
+        "answer": answer(result), "explanation": strategy.explain(result),
         "error": {"tokens_per_second": asdict(margins.THROUGHPUT), "memory": asdict(margins.MEMORY)},
         "launch": to_launchers.launch_line(result.best.plan, result.cluster.gpus_per_node, result.model,
                                            dataset=dataset, tokens=budget)}
@@ -183,25 +186,32 @@ def _candidate(candidate: "Candidate", budget: float | None) -> dict[str, Any]:
             "memory_bytes": candidate.memory.at_peak(), "host_bytes": candidate.memory.host, **time}
 
 
+def _sure(result: "Search", candidate: "Candidate") -> dict[str, Any]:
+    """The interval of a plan's speed, and the chance that it fits."""
+    from course_lib.planning import intervals
+
+    regime = intervals.regime_of(result.model, candidate.plan)
+    between = intervals.interval("tokens/s/GPU", candidate.cost.tokens_per_second, regime)
+    return {"tokens_per_second_interval": [between.low, between.high], "interval_share": intervals.SHARE,
+            "chance_that_it_fits": candidate.chance}
+
+
 def _show(result: "Search", budget: float | None, dataset: str) -> None:
+    """The answer, the command, the alternatives, and what the answer hangs on."""
     from rich.console import Console
-    from rich.table import Table
 
     from course_lib.planning import margins, strategy, to_launchers
 
-    console, chip = Console(), result.cluster.accelerator
-    plan, model = result.best.plan, result.model
-    console.print(f"{model.name} ({model.parameters:,} parameters) on {result.cluster.gpus} x {chip.name}, "
-                  f"{plan.global_batch} x {plan.sequence_length:,} tokens per step\n", highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for name in (*COLUMNS, *(("hours",) if budget else ())):
-        table.add_column(name, justify="left" if name == "strategy" else "right")
-    for candidate in result.best_of_each():
-        cost = candidate.cost
-        cells = [candidate.plan.strategy, str(candidate.plan.micro_batch), str(candidate.plan.accumulation),
-                 f"{candidate.memory.total / 2**30:.1f}", f"{cost.tokens_per_second:,.0f}", f"{cost.mfu:.1%}"]
-        table.add_row(*cells, *((f"{cost.hours(budget):,.1f}",) if budget else ()))
-    console.print(table)
+    console, model = Console(), result.model
+    console.print(answer(result), highlight=False)
+    if budget:
+        console.print(_bill(result, budget), highlight=False)
+    data = "" if dataset != STAND_IN else f" (on {STAND_IN}, which every machine has: name your data with --dataset)"
+    line = to_launchers.launch_line(result.best.plan, result.cluster.gpus_per_node, model, dataset=dataset,
+                                    tokens=budget)
+    console.print(f"\nStart it with{data}:\n", highlight=False)
+    console.print(f"  {line}\n", highlight=False, soft_wrap=True)
+    console.print(_table(result, budget))
     console.print()
     _bar(console, result)
     for line in strategy.explain(result):
@@ -210,11 +220,39 @@ def _show(result: "Search", budget: float | None, dataset: str) -> None:
         if reason := to_launchers.why_not(candidate.plan, model):
             console.print(f"{candidate.plan.strategy}: `course train` {reason}.", highlight=False)
     console.print(margins.said(), highlight=False)
-    if budget:
-        console.print(_bill(result, budget), highlight=False)
-    data = "" if dataset != STAND_IN else f" (on {STAND_IN}, which every machine has: name your data with --dataset)"
-    line = to_launchers.launch_line(plan, result.cluster.gpus_per_node, model, dataset=dataset, tokens=budget)
-    console.print(f"\nStart it with{data}:\n  {line}", highlight=False, soft_wrap=True)
+
+
+def answer(result: "Search") -> str:
+    """The plan in a sentence, with the interval of its speed and the chance that it fits."""
+    from course_lib.planning import intervals
+
+    plan, model, chip = result.best.plan, result.model, result.cluster.accelerator
+    regime = intervals.regime_of(model, plan)
+    speed = result.best.cost.tokens_per_second
+    between = intervals.interval("tokens/s/GPU", speed, regime)
+    held = result.best.memory.total
+    micro = "1 sequence" if plan.micro_batch == 1 else f"{plan.micro_batch} sequences"
+    return (f"Train {model.name} ({model.parameters:,} parameters) on {result.cluster.gpus} x {chip.name} with "
+            f"{plan.strategy}, {micro} at a time, {plan.global_batch} x {plan.sequence_length:,} tokens per step: "
+            f"about {speed:,.0f} tokens/s ({intervals.SHARE:.0%} of such plans: {between.low:,.0f} to "
+            f"{between.high:,.0f}), {held / 2**30:.1f} of {chip.memory / 2**30:.1f} GiB, which fits with a chance of "
+            f"{result.best.chance:.0%}.")
+
+
+def _table(result: "Search", budget: float | None) -> Any:
+    """The fastest layout of each family."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in (*COLUMNS, *(("hours",) if budget else ())):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for candidate in result.best_of_each():
+        cost = candidate.cost
+        cells = [candidate.plan.strategy, str(candidate.plan.micro_batch), str(candidate.plan.accumulation),
+                 f"{candidate.memory.total / 2**30:.1f}", f"{candidate.chance:.0%}", f"{cost.tokens_per_second:,.0f}",
+                 f"{cost.mfu:.1%}"]
+        table.add_row(*cells, *((f"{cost.hours(budget):,.1f}",) if budget else ()))
+    return table
 
 
 def _bill(result: "Search", budget: float) -> str:

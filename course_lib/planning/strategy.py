@@ -13,6 +13,7 @@ from course_lib.errors import ConfigError
 from course_lib.planning import cost, hardware, memory
 from course_lib.planning.cost import Cost
 from course_lib.planning.hardware import Cluster, accelerators
+from course_lib.planning.intervals import chance_that_it_fits, regime_of
 from course_lib.planning.memory import RUNTIME, USABLE, Memory
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Offload, Plan
@@ -20,6 +21,8 @@ from course_lib.planning.plan import Offload, Plan
 TOKENS_PER_STEP = 2**20
 """Tokens of a step where no global batch is given: the order of GPT-3's (arXiv 2005.14165 table 2.1)."""
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
+LIKELY = 0.5
+"""Chance to fit from which on a layout is proposed before all that are less likely to."""
 WAITING = ("recompute", "tensor", "pipeline", "bubble", "data", "optimizer")
 """What a step spends beside computing, in the names of :class:`Cost`."""
 
@@ -35,6 +38,8 @@ class Candidate:
     plan: Plan
     memory: Memory
     cost: Cost
+    chance: float
+    """That it fits, by the errors of published runs; the planner's own count says that it does."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Search:
-    """All that fits, fastest first, and the families that do not."""
+    """All that fits, fastest first, those that fit with less than LIKELY chance last, and the families that do not."""
 
     model: Model
     cluster: Cluster
@@ -59,7 +64,7 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """The fastest."""
+        """The fastest of those that are likely to fit; of all, if none is."""
         return self.candidates[0]
 
     def best_of_each(self) -> list[Candidate]:
@@ -171,7 +176,8 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
             considered += 1
             held = memory.estimate(model, plan)
             if held.fits(cluster.accelerator.memory, cluster.host_memory):
-                candidates.append(Candidate(plan, held, cost.estimate(model, plan, cluster)))
+                chance = chance_that_it_fits(held.total, cluster.accelerator.memory, regime_of(model, plan))
+                candidates.append(Candidate(plan, held, cost.estimate(model, plan, cluster), chance))
                 continue
             too_large = branch
             known = nearest_fit.get(family(plan))
@@ -189,7 +195,8 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
             f"{cluster.accelerator.memory / 2**30:.1f}{host if held.host else ''}",
             smallest_change(model, cluster, closest, global_batch, families))
     # What differs by less than a thousandth is equal; fewer, larger micro-batches have fewer kernels to launch.
-    candidates.sort(key=lambda c: (-round(1000 * log(c.cost.tokens_per_second)), c.plan.accumulation))
+    candidates.sort(key=lambda c: (c.chance < LIKELY, -round(1000 * log(c.cost.tokens_per_second)),
+                                   c.plan.accumulation))
     fitting = {family(candidate.plan) for candidate in candidates}
     failed = [Failed(name, *nearest_fit[name], remedy=remedy(model, cluster, nearest_fit[name][0]))
               for name in FAMILIES if name in nearest_fit and name not in fitting]
@@ -262,7 +269,10 @@ def explain(result: Search) -> list[str]:
     shares = sorted(((getattr(spent, name) / spent.step, name) for name in WAITING), reverse=True)
     rest = ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
     free = result.cluster.accelerator.memory - needed(best.memory)
-    lines = [f"{best.plan.strategy} is the fastest of {len(result.candidates)} layouts that fit, of "
+    likely = sum(candidate.chance >= LIKELY for candidate in result.candidates)
+    among = (f"{likely} of them with a chance of {LIKELY:.0%} or more" if likely
+             else f"none of them with a chance of {LIKELY:.0%}")
+    lines = [f"{best.plan.strategy} is the fastest of {len(result.candidates)} layouts that fit, {among}, of "
              f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
              + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free."]
     others = [candidate for candidate in result.best_of_each() if family(candidate.plan) != family(best.plan)]
@@ -273,7 +283,8 @@ def explain(result: Search) -> list[str]:
         worst = max(more, key=lambda name: more[name])
         because = f", {worst} takes {more[worst]:.0%} more of the step" if more[worst] >= 0.005 else ""
         lines.append(f"Next best: {second.plan.strategy}, at "
-                     f"{second.cost.tokens_per_second / spent.tokens_per_second:.1%} of its speed{because}.")
+                     f"{second.cost.tokens_per_second / spent.tokens_per_second:.1%} of its speed, with a chance of "
+                     f"{second.chance:.0%} to fit{because}.")
     for failure in result.failed:
         short, of = needed(failure.memory) - result.cluster.accelerator.memory, ""
         if short <= 0:

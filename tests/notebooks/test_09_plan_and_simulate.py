@@ -73,14 +73,25 @@ def test_the_sliders_begin_at_the_plan_and_agree_with_it(lesson):
     """Same model, GPUs, batch, accumulation and compiler on both sides: the same GiB, and the same verdict."""
     best = strategy.search(models.load(MODEL), hardware.cluster(GPU, 8), 512).best
     assert f"on 8 x {GPU}, compiled: fits. {best.memory.total / 2**30:.1f} GiB per rank" in lesson["explorer"]
-    assert lesson["compiled_GiB"] == best.memory.total / 2**30 < lesson["uncompiled_GiB"]
+    full = fullest(models.load(MODEL), GPU, 512)
+    assert lesson["compiled_GiB"] == full.memory.total / 2**30 < lesson["uncompiled_GiB"]
+    assert lesson["chance_of_the_fullest"] == full.chance
     assert lesson["fits_uncompiled"] == (lesson["uncompiled_GiB"] <= lesson["usable_GiB"])
 
 
-def test_at_the_defaults_the_plan_fits_and_would_not_without_the_compiler():
+def fullest(model, gpu, length):
+    """Of the FSDP plans on eight GPUs, without recomputation, the one that fills them most and fits by count."""
+    return max((candidate for candidate in strategy.search(model, hardware.cluster(gpu, 8), length).candidates
+                if candidate.plan.engine == "fsdp" and candidate.plan.tensor == candidate.plan.pipeline == 1
+                and (candidate.plan.checkpointing, candidate.plan.offload) == ("none", "none")),
+               key=lambda candidate: candidate.memory.total)
+
+
+def test_at_the_defaults_the_fullest_plan_fits_and_would_not_without_the_compiler():
     """What the stored page shows of an 8B on eight H100."""
     model, chip = models.load("llama-8b"), hardware.accelerator("H100")
-    best = strategy.search(model, hardware.cluster("H100", 8), 2048).best
+    best = fullest(model, "H100", 2048)
+    assert best.chance < strategy.LIKELY, "so it is not proposed first"
     said = {}
     for compiled in (True, False):
         said[compiled], figure = figures.memory_view(model, chip, "FSDP", 8, best.plan.micro_batch,

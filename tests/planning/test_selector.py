@@ -40,8 +40,8 @@ def test_each_strategy_comes_out_somewhere():
 
 def test_checkpointing_is_turned_on_where_only_that_fits():
     selector = HardwareSelector(sequence_length=2048)
-    roomy = selector.get_distributed_training_config("text_generation", "facebook/opt-13b", 8, 1)
-    tight = selector.get_distributed_training_config("text_generation", "facebook/opt-13b", 8, 1, 35)
+    roomy = selector.get_distributed_training_config("text_generation", "facebook/opt-6.7b", 8, 1)
+    tight = selector.get_distributed_training_config("text_generation", "facebook/opt-6.7b", 8, 1, 24)
     assert not roomy["gradient_checkpointing"] and tight["gradient_checkpointing"]
 
 

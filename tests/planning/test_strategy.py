@@ -20,11 +20,14 @@ def found_for(name, gpu, gpus, length, batch=None):
 def test_every_candidate_is_legal_fits_and_is_in_order(name, gpu, gpus, length):
     result = found_for(name, gpu, gpus, length)
     model, cluster = result.model, result.cluster
-    speeds = [candidate.cost.tokens_per_second for candidate in result.candidates]
-    assert speeds and all(later <= 1.0011 * earlier for earlier, later in pairwise(speeds))
-    for earlier, later in pairwise(result.candidates):
-        if later.cost.tokens_per_second > earlier.cost.tokens_per_second:
-            assert earlier.plan.accumulation <= later.plan.accumulation, "a tie: the larger micro-batch comes first"
+    groups = [[candidate for candidate in result.candidates if (candidate.chance >= strategy.LIKELY) is likely]
+              for likely in (True, False)]
+    assert groups[0] + groups[1] == result.candidates, "those that are likely to fit come first"
+    for group in groups:
+        for earlier, later in pairwise(group):
+            assert later.cost.tokens_per_second <= 1.0011 * earlier.cost.tokens_per_second
+            if later.cost.tokens_per_second > earlier.cost.tokens_per_second:
+                assert earlier.plan.accumulation <= later.plan.accumulation, "a tie: the larger micro-batch comes first"
     for candidate in result.candidates:
         plan = candidate.plan
         assert plan.gpus == gpus and plan.global_batch == result.best.plan.global_batch

@@ -26,7 +26,7 @@ CASES = {  # by family: the options of `course plan`, and what lies beside the f
                 ["deepspeed.json", "training_arguments.json", "sagemaker.sh"]),
     "FSDP offload": ("--model facebook/opt-6.7b --gpu A100-40 --gpus 8 --max-memory-gb 12 --families FSDP",
                      ["training_arguments.json", "sagemaker.sh"]),
-    "FSDP": ("--model llama-8b --gpu RTX-4090 --gpus 8 --families FSDP --sequence-length 512 --global-batch 64",
+    "FSDP": ("--model llama-8b --gpu RTX-4090 --gpus 16 --families FSDP --sequence-length 512 --global-batch 64",
              ["training_arguments.json"]),
     "pipeline": ("--model gpt2-xl --gpu H100 --gpus 8 --families 3-D --sequence-length 512", ["sagemaker.sh"]),
     "masked": ("--model bert-base-uncased --gpu T4 --gpus 4 --families ZeRO-2 --sequence-length 128",
@@ -48,7 +48,7 @@ def test_each_file_is_read_by_its_tool(emitted, monkeypatch):
     assert sorted(path.name for path in folder.iterdir()) == expected
     config = config_files.load([folder / "course.yaml"])
     read = load_config_from_file(str(folder / "accelerate.yaml"))
-    assert read.num_processes == config.run.num_processes and read.num_machines == {"ZeRO-3": 2, "FSDP": 2}.get(name, 1)
+    assert read.num_processes == config.run.num_processes and read.num_machines == {"ZeRO-3": 2, "FSDP": 4}.get(name, 1)
     fsdp = {"FSDP": "LlamaDecoderLayer", "FSDP offload": "OPTDecoderLayer"}.get(name)
     assert read.fsdp_config.get("fsdp_transformer_layer_cls_to_wrap") == fsdp
     assert (config.parallel.offload != "none") == name.endswith("offload")

@@ -1,0 +1,101 @@
+"""How sure a planned number is: intervals and chances from the errors of published runs.
+
+The errors are those of the rows in sources that may be used (benchmarks/planner.py has the rule). How often the
+intervals hold in the sources that are held out is in benchmarks/planner.md.
+
+Source: split conformal prediction, Lei et al., "Distribution-Free Predictive Inference for Regression" (arXiv
+1604.04173), section 2.2, on the errors' two ends; by regime where it has enough rows.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Literal
+
+from course_lib.planning.memory import RUNTIME
+from course_lib.planning.models import Model
+from course_lib.planning.plan import Plan
+
+Quantity = Literal["tokens/s/GPU", "GiB"]
+REGIMES = ("long context", "many nodes", "large dense", "small", "other")
+SHARE = 0.8
+"""Of true values that an interval is to hold."""
+ENOUGH = 15
+"""Rows from which on a regime has intervals of its own."""
+RESERVED = (16842 / 16549.94, 5458 / 4607.5)
+"""Bytes that PyTorch's allocator reserved by those that were allocated at the peak, in the two published logs that say
+both (huggingface.co/nanotron/old_bench): what a GPU has to hold."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Between what the truth lies in ``SHARE`` of cases."""
+
+    low: float
+    high: float
+
+
+def regime_of(model: Model, plan: Plan) -> str:
+    """The first of REGIMES that a run is of: from 32,768 tokens, from 128 GPUs, from 30 B parameters, up to 3 B."""
+    tests = (plan.sequence_length >= 32_768, plan.gpus >= 128, model.parameters >= 30e9, model.parameters <= 3e9, True)
+    return REGIMES[tests.index(True)]
+
+
+@functools.cache
+def _errors() -> dict[str, dict[str, list[float]]]:
+    """Signed errors by quantity and regime, predicted by measured less one."""
+    path = resources.files("course_lib.planning") / "catalogue" / "errors.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def errors(quantity: Quantity, regime: str) -> list[float]:
+    """Those of a regime, or of all where it has fewer than ENOUGH rows; sorted."""
+    own = _errors()[quantity].get(regime, [])
+    return sorted(own if len(own) >= ENOUGH else [error for rows in _errors()[quantity].values() for error in rows])
+
+
+def interval(quantity: Quantity, predicted: float, regime: str) -> Interval:
+    """The interval around a planned number.
+
+    Args:
+        predicted: of the quantity's unit, or any that is proportional to it.
+        regime: of REGIMES.
+    """
+    return around(predicted, errors(quantity, regime))
+
+
+def errors_changed() -> None:
+    """Called when catalogue/errors.json has been written anew."""
+    _errors.cache_clear()
+    _of_memory.cache_clear()
+
+
+def around(predicted: float, known: Sequence[float]) -> Interval:
+    """The interval by known errors, sorted: with n of them the truth lies beyond each end in 1 of 10 cases at most."""
+    rank = (len(known) + 1) * (1 - SHARE) / 2
+    low, high = known[max(math.floor(rank) - 1, 0)], known[min(math.ceil(len(known) + 1 - rank) - 1, len(known) - 1)]
+    return Interval(predicted / (1 + high), predicted / (1 + low))
+
+
+@functools.cache
+def _of_memory(regime: str) -> tuple[float, ...]:
+    return tuple(errors("GiB", regime))
+
+
+def chance_that_it_fits(allocated: float, capacity: float, regime: str) -> float:
+    """The chance that a GPU holds what is planned: over the known errors, and what allocators reserve besides.
+
+    Args:
+        allocated: planned peak, bytes.
+        capacity: of the GPU, bytes.
+        regime: of REGIMES.
+    Returns:
+        Above 0 and below 1: as many known cases as there are say no more.
+    """
+    known = _of_memory(regime)
+    held = sum(allocated / (1 + error) * reserved <= capacity - RUNTIME for error in known for reserved in RESERVED)
+    cases = len(known) * len(RESERVED)
+    return (held + 0.5) / (cases + 1)
