@@ -48,10 +48,21 @@ class _Launcher:
     grace: float
     ended: RanksEnded = field(default_factory=RanksEnded)
     deadline: float | None = None
+    early: list[int] | None = field(default_factory=list)
+    """Signals that came before all ranks were there; None from then on."""
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         self.ended.signal = self.ended.signal or number
-        self._tell(number, self.grace)
+        if self.early is None:
+            self._tell(number, self.grace)
+        else:
+            self.early.append(number)
+
+    def all_are_there(self) -> None:
+        """From now on signals are passed on at once; those that came before, now."""
+        early, self.early = self.early or [], None
+        for number in early:
+            self._tell(number, self.grace)
 
     def wait(self) -> RanksEnded:
         """Wait for all; the first failure, or the signal that was passed on, gives the others some time."""
@@ -91,6 +102,16 @@ def run_forked(main: Callable[[], int], num_processes: int, *, threads: int | No
         threads: of each rank's torch; None to leave them.
         grace: seconds between a signal that is passed on and SIGKILL.
     """
+    # A signal that comes before a rank has handlers of its own waits until it has. The store's thread inherits that:
+    # else it would take the signal in this one's place, amid the start of a rank that could not be told yet.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        return _run_forked(main, num_processes, threads, grace)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _run_forked(main: Callable[[], int], num_processes: int, threads: int | None, grace: float) -> RanksEnded:
     # Here, so that its port is the system's choice and no rank is its host.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     forks.end_openmp_threads()
@@ -99,17 +120,15 @@ def run_forked(main: Callable[[], int], num_processes: int, *, threads: int | No
         context.Process(target=_rank, args=(main, rank, num_processes, store.port, threads))
         for rank in range(num_processes)]
     launcher = _Launcher(ranks, grace)
-    # A signal that comes before a rank has handlers of its own waits until it has.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     before = {number: signal.signal(number, launcher.pass_on) for number in SIGNALS}
     try:
         for rank in ranks:
             rank.start()
+        launcher.all_are_there()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return launcher.wait()
     finally:
         _restore(before.items())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _restore(handlers: Iterable[tuple[int, object]]) -> None:

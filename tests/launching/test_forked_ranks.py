@@ -1,7 +1,9 @@
 """Ranks that are forked from a command: what becomes of those that do not end when they are asked to."""
 
+import multiprocessing.context
 import os
 import signal
+import threading
 import time
 
 import psutil
@@ -69,6 +71,45 @@ def test_a_deaf_rank_is_killed_after_the_grace_of_a_signal(tmp_path, time_is_ove
     ranks = Deaf(tmp_path, asks_the_launcher)
     assert run_forked(ranks, 2, threads=None, grace=0.1) == RanksEnded(signal=signal.SIGTERM, code=-signal.SIGKILL)
     assert ranks.left() == ([], [True, True]) and (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside a thread that takes signals"])
+def test_a_signal_amid_the_start_of_a_rank_reaches_it_too(tmp_path, monkeypatch, others):
+    """Its process runs, and this one has not been told its number yet."""
+    popen = multiprocessing.context.ForkProcess._Popen
+
+    def signalled(process):
+        started = popen(process)
+        if process.name.endswith("last"):
+            exists(tmp_path, "there0", "there1")
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.2)  # for whichever thread takes it
+        return started
+
+    def waits():
+        told = []
+        signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+        (tmp_path / f"there{rank()}").touch()
+        for _ in range(1000):
+            if told:
+                return 0
+            time.sleep(0.01)
+        return 5  # nobody has told it
+
+    names = iter(("first", "the last"))
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(signalled))
+    monkeypatch.setattr(multiprocessing.context.ForkContext, "Process", staticmethod(
+        lambda **options: multiprocessing.context.ForkProcess(name=next(names), **options)))
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    if others:
+        thread.start()
+    try:
+        assert run_forked(waits, 2, threads=None, grace=30) == RanksEnded(signal=signal.SIGUSR1, code=0)
+    finally:
+        done.set()
+        if others:
+            thread.join()
 
 
 def test_who_ends_within_the_grace_is_not_killed(tmp_path):
