@@ -15,6 +15,7 @@ from course_lib.metering.meter import KINDS, Meter
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.zero import Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
+from course_lib.training.engines.with_deepspeed import leave_shared_memory_operator_out, quiet_deepspeed
 
 STAGES = (0, 1, 2, 3)
 STATE = KINDS[:3]
@@ -108,6 +109,28 @@ def bill(world_sizes: Sequence[int], micro_batches: int = 2) -> dict[str, Any]:
                     one_step(engine, optimizer, token_ids(rank).to(device), micro_batches)
                 measured["accumulating"][stage] = meter.bytes_sent
     return measured
+
+
+def held_by(model: nn.Module, engine: Any) -> dict[str, int]:
+    """Bytes of model states on this rank, by kind, each block of memory once.
+
+    Args:
+        model: its parameters and their gradients count.
+        engine: an optimizer; or what has one as ``optimizer``, whose parameters and their gradients count too.
+    """
+    optimizer = getattr(engine, "optimizer", engine)
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [*model.parameters(), *own]
+    states = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+    tensors = (parameters, [parameter.grad for parameter in parameters if parameter.grad is not None], states)
+    return {kind: sum({storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, those)}
+                      .values()) for kind, those in zip(STATE, tensors, strict=True)}
+
+
+def prepare_deepspeed() -> None:
+    """On each rank, before DeepSpeed's engine is made: fewer messages, and no operator compiled that no step uses."""
+    quiet_deepspeed()
+    leave_shared_memory_operator_out()
 
 
 class ForgetsToGather(Zero1):

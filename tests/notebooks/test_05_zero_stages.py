@@ -18,6 +18,32 @@ def lesson(run_lesson):
     return run_lesson("05_zero_stages", device="auto", world_size=2, steps=3)
 
 
+def test_by_hand_each_phase_changes_what_it_says(lesson):
+    """Of 8 elements on 2 ranks: none by the reduce-scatter, the own four by the step, all alike by the all-gather."""
+    changed = lesson["changed_by_phase"]
+    for rank in (0, 1):
+        assert changed[f"after reduce, rank {rank}"] == [0.0] * 8
+        own, other = (changed[f"after the step, rank {rank}"][4 * r:4 * r + 4] for r in (rank, 1 - rank))
+        assert all(own) and not any(other)
+    whole = changed["after gather, rank 0"]
+    assert whole == changed["after gather, rank 1"] and whole[:6] == [-1.5] * 6 and whole[6:] == [-1.0] * 2
+
+
+def test_by_hand_the_stages_train_as_one_process_and_hold_the_formulas_bytes(lesson):
+    assert lesson["by_hand_differs_by"] < 2e-6 < 0.1 < lesson["loss_by_hand_falls_by"]
+    assert lesson["by_hand_holds"] == pytest.approx(lesson["by_hand_should_hold"], rel=0.002)
+    assert list(lesson["by_hand_should_hold"].values()) == [12, 10, 8]
+
+
+def test_by_hand_a_missing_gather_shows_in_the_loss_and_a_sum_hardly(lesson):
+    assert lesson["sum_shows_as"] < 2e-3 < 0.05 < lesson["losses_without_gather"]
+
+
+def test_the_lines_of_work_train_as_one_process_but_without_the_key_deepspeed_clips(lesson):
+    assert lesson["at_work_differs_by"] < 2e-6
+    assert lesson["without_the_key_differs_by"] > 1e-4 and lesson["deepspeed_clips_at"] == 1
+
+
 def test_the_bill_is_the_formula(lesson):
     assert lesson["plain_bytes_per_parameter"] == pytest.approx(16, rel=0.001)
     assert [lesson[f"stage_{s}_bytes_per_parameter"] for s in (1, 2, 3)] == pytest.approx([10, 7, 4], rel=0.001)

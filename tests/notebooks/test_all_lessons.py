@@ -21,6 +21,8 @@ SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "W
 SUBJECTS = {
     "02_data_parallel": ("class TinyDDP:", 'SCRIPT = """'),
     "03_accelerate": ("def every_day(folder, batches=8, resume=False):",),
+    "05_zero_stages": ("class Bucket:", "class TinyZeRO1:", "class TinyZeRO2(TinyZeRO1):",
+                       "class TinyZeRO3(TinyZeRO2):"),
     "06_fsdp": ("class Unit:", "class TinyFSDP:", "def at_work(dtype, steps, folder):"),
     "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",),
     "10_faults_and_hangs": ("class Recorder:",),

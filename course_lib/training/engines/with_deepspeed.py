@@ -106,7 +106,7 @@ class DeepSpeedZero(ShardedEngine):
     def environment(self) -> Iterator[None]:
         # With this variable Accelerate would drop the plugin and run DDP in silence.
         kept = os.environ.pop("ACCELERATE_USE_CPU", None)
-        _quiet_deepspeed()
+        quiet_deepspeed()
         leave_shared_memory_operator_out()
         try:
             yield
@@ -258,7 +258,7 @@ class DeepSpeedZero(ShardedEngine):
             self.zero.loss_scaler.last_overflow_iter = state["last_overflow"]
 
 
-def _quiet_deepspeed() -> None:
+def quiet_deepspeed() -> None:
     """Warnings alone, and ours to act on: DeepSpeed tells of every step of its set-up on every rank."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
