@@ -19,6 +19,7 @@ Seconds are of the clock on the wall; beside other work the CPU-seconds, which a
 
 import argparse
 import contextlib
+import json
 import os
 import statistics
 import tempfile
@@ -281,18 +282,28 @@ def our_accuracy(kernels: str, seed: int, epochs: int) -> float:
         return trainer.evaluate("test")["accuracy"]
 
 
-def accuracy(seeds: int, epochs: int) -> None:
-    """The table of test accuracies: neither the order of rows grouped by length nor other kernels may cost any."""
+def accuracy(seeds: int, epochs: int, keep: Path | None) -> None:
+    """The table of test accuracies: neither the order of rows grouped by length nor other kernels may cost any.
+
+    Args:
+        keep: a JSON file that gets each run's accuracy as it ends; those that it has are not run again.
+    """
     systems: dict[str, Callable[[int], float]] = {
         "Hugging Face Trainer": lambda seed: apart(hugging_face, -1, seed, epochs=epochs)[1],
         "AcceleratedTrainer, defaults (fast kernels)": lambda seed: apart(our_accuracy, "fast", seed, epochs),
         "AcceleratedTrainer, torch's kernels": lambda seed: apart(our_accuracy, "torch", seed, epochs)}
     lines = [f"| seed | {' | '.join(systems)} |", "|---" * (1 + len(systems)) + "|"]
     found: dict[str, list[float]] = {name: [] for name in systems}
+    kept = json.loads(keep.read_text()) if keep and keep.exists() else {}
     for seed in range(seeds):
         for name, measure in systems.items():
-            found[name].append(measure(seed))
-            print(f"seed {seed}, {name}: {found[name][-1]:.4f}", flush=True)
+            run = f"seed {seed}, {epochs} epochs, {name}"
+            if run not in kept:
+                kept[run] = round(measure(seed), 4)
+                if keep:
+                    write_text(keep, json.dumps(kept, indent=1))
+            found[name].append(kept[run])
+            print(f"{run}: {kept[run]:.4f}", flush=True)
         lines.append(f"| {seed} | " + " | ".join(f"{values[-1]:.4f}" for values in found.values()) + " |")
     means = " | ".join(f"{statistics.mean(values):.4f}" for values in found.values())
     write("accuracy", "\n".join([*lines, f"| mean | {means} |", "", (
@@ -308,12 +319,13 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="of speed: settings whose name has this text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="of accuracy: a JSON file by which an interrupted table goes on")
     args = parser.parse_args()
     logging.set_verbosity_error()
     if args.what == "speed":
         speed(args.repeats, args.steps, args.only)
     else:
-        accuracy(args.seeds, args.epochs)
+        accuracy(args.seeds, args.epochs, args.keep)
 
 
 if __name__ == "__main__":

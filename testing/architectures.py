@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState, GradientState
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from course_lib.config import Config, build
 from course_lib.data import DataConnector, DataProcessor
@@ -188,6 +187,7 @@ def _on_ranks(folder: Path, name: str, task: str, ways: list[str], wanted: tuple
     return found
 
 
+@tiny_architectures.errors_only()
 def outcomes(folder: Path, name: str, task: str, ways: Iterable[str] = tuple(WAYS),
              timeout: float = 120.0) -> dict[str, Outcome]:
     """Train one architecture for one task in some ways on two ranks, beside the plain loop on one process.
@@ -199,7 +199,6 @@ def outcomes(folder: Path, name: str, task: str, ways: Iterable[str] = tuple(WAY
         ways: of :data:`WAYS`.
         timeout: seconds for all of them together.
     """
-    logging.set_verbosity_error()
     with contextlib.redirect_stdout(None):
         losses, weights = _trained(folder / "one", name, task, training_type="basic", batch_size=ROWS)
     start = _model(name, task).state_dict()

@@ -1,6 +1,8 @@
 """Every architecture of transformers that `course train` takes, as small as its config lets it be."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,9 +89,7 @@ def tiny(config_class: type[PreTrainedConfig], task: str, **more: Any) -> PreTra
 
 def build(config_class: type[PreTrainedConfig], task: str, **more: Any) -> PreTrainedModel:
     """The tiny model for a task, with new weights; an Exception of any kind where there can be none."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
+    with errors_only():
         made = HEADS[task][0].from_config
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in made(tiny(config_class, task, **more)).parameters())
@@ -102,6 +102,15 @@ def build(config_class: type[PreTrainedConfig], task: str, **more: Any) -> PreTr
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         return model
+
+
+@contextlib.contextmanager
+def errors_only() -> Iterator[None]:
+    """Transformers warns of nothing meanwhile."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
         logging.set_verbosity(verbosity)
 

@@ -12,6 +12,9 @@ ROOM = ("mallopt", "freeze", "replaced", "environment", "filterwarnings", "simpl
         "set_verbosity_error", "disable_progress_bar", "disable_progress_bars", "_set_pg_timeout", "redirect_output")
 """Functions that change something for the whole process, or for a while in another library."""
 
+OURS = ("replaced", "environment")
+"""Of these the functions of course_lib/replacing.py, which are imported by name; a method may be called so too."""
+
 
 def changes(source: str) -> set[str]:
     """What a module's code changes outside itself: the functions it calls, and the places it writes to.
@@ -31,7 +34,7 @@ def changes(source: str) -> set[str]:
             if name not in (*ROOM, "register", "disable", "setdefault", "update", "pop", "clear", "setattr"):
                 continue  # to write a call out as text takes longer than all else here
             called = ast.unparse(node.func)
-            if called.startswith("self."):
+            if called.startswith("self.") or (name in OURS and isinstance(node.func, ast.Attribute)):
                 continue
             if name in ROOM or re.fullmatch(r"Attention\w*Interface\.register|gc\.disable", called):
                 found.add(name if name in ROOM else called)
@@ -79,6 +82,7 @@ torch.set_num_threads(1)
 with replaced(torch, "x", 1):
     pass
 self.forward_count = 1
+job.environment({})
 '''
     assert changes(code) == {"os.environ", "sys.excepthook", "mallopt", "AttentionInterface.register",
                              "torch.nn.Dropout.forward", "__class__", "forward", "transformers.utils.x", "freeze",
