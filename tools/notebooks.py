@@ -21,7 +21,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-LIMIT_BYTES = 300_000
+LIMIT_BYTES = 360_000
 LARGE_BYTES = 48_000
 
 

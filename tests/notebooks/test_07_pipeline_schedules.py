@@ -46,6 +46,30 @@ def test_memory_and_messages(lesson):
     assert lesson["activation_messages"] == {"1f1b": 24, "interleaved": 56}
 
 
+def test_the_pipelines_on_the_page(lesson):
+    """By hand in two orders, and by torch's two classes: one process's losses, in each step."""
+    assert lesson["first_stage_has_no_gradient"] and lesson["joined_differs_by"] < 1e-6
+    assert lesson["tiny_gpipe_differs_by"] < 5e-6 and lesson["tiny_1f1b_differs_by"] < 1e-6
+    assert max(lesson["ScheduleGPipe_differs_by"], lesson["Schedule1F1B_differs_by"]) < 1e-6
+    assert lesson["furthest_from_one_process"] < 5e-6 and lesson["held_by_hand"] == 2
+    assert says(lesson, "the first rank held 8 micro-batches with GPipe and 2 with 1F1B")
+    assert lesson["held_by_first_rank_interleaved"] == 5.5
+
+
+def test_the_pipelines_broken_on_the_page(lesson):
+    for rank in range(2):
+        assert lesson[f"rank_{rank}_was_in"] == "send, called by exchange, called by step", "both, and none receives"
+    first, *others = lesson["newest_first_off_in_step"]
+    assert first < 1e-6 < 1e-3 < min(others)
+
+
+def test_what_is_said_of_zb_h2_is_so():
+    table = make("zb_h2", 4, 8)
+    forwards = [next(place for place, action in enumerate(row) if action.kind != "F") for row in table.rows]
+    assert forwards == [2 * (4 - 1 - rank) + 1 for rank in range(4)] and check(table)[0] == 2 * 4 - 1
+    assert simulate(table).stage_bubble == 0 < simulate(table).bubble
+
+
 def test_broken_tables_are_refused_each_for_its_fault(lesson):
     faults = {"hangs": "mine waits for itself", "lacks_an_action": "mine lacks 0I1",
               "wrong_order": "rank 0 of mine has 0B1 before 0F1", "half_a_backward": "mine lacks 0W0"}
