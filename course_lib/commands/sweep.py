@@ -72,14 +72,18 @@ def _print(sweep, outcomes) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from course_lib.tracking.sweeps import ranked
+    from course_lib.tracking.sweeps import ranked, with_interval
 
     frame = ranked(sweep, outcomes)
     columns = ["run", *sweep.parameters, *([sweep.metric] if sweep.metric in frame else []), "error"]
     table = Table(title=f"{sweep.name}: {len(outcomes)} runs by {sweep.metric} ({sweep.goal})")
     for column in columns:
-        table.add_column(column, justify="left" if column in ("run", "error") else "right")
+        table.add_column(column, justify="left" if column in ("run", "error") else "right",
+                         no_wrap=column == sweep.metric)
+    table.caption = "in brackets: 95 % interval over such rows, for the same weights; other rows could turn round " \
+                    "the order of runs whose intervals overlap"
     for _, row in frame.iterrows():
-        table.add_row(*(f"{row[column]:.4g}" if isinstance(row[column], float) else str(row[column])
+        table.add_row(*(with_interval(row, column) if column == sweep.metric and row[column] == row[column] else
+                        f"{row[column]:.4g}" if isinstance(row[column], float) else str(row[column])
                         for column in columns))
     Console().print(table)

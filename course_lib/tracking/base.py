@@ -167,3 +167,9 @@ def identity(folder: Path, name: str, project: str, group: str | None) -> dict[s
     folder.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(redacted(run), indent=1) + "\n")
     return run
+
+
+def ends_by_name(intervals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The ends of intervals as numbers of their own, for logs and trackers: ``accuracy_low``, ``accuracy_high``."""
+    return {f"{name}_{side}": end for name, ends in intervals.items()
+            for side, end in zip(("low", "high"), ends, strict=True)}

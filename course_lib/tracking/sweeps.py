@@ -22,6 +22,7 @@ from sklearn.model_selection import ParameterGrid, ParameterSampler
 
 from course_lib import config_files
 from course_lib.errors import ConfigError, CourseError, nearest
+from course_lib.tracking.base import ends_by_name
 from course_lib.writing import write_text
 
 METHODS = ("grid", "random")
@@ -72,7 +73,8 @@ class Outcome:
     Attributes:
         settings: the varied fields.
         folder: of the run.
-        scores: of the final evaluation, with samples_per_second; empty where it failed.
+        scores: of the final evaluation, with the ends of their 95 % intervals (``accuracy_low``, ``accuracy_high``) and
+            samples_per_second; empty where it failed.
         error: its last line of output, where it failed.
     """
 
@@ -231,10 +233,11 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
             summary = json.loads(done.read_text(encoding="utf-8")) if done.exists() else train_apart(
                 [*base, *options, "--run_group", sweep.name, *go_on], outcome.folder, trainings)
             outcome.scores = {name: value for name, value in summary["eval"].items() if isinstance(value, float)}
+            outcome.scores |= ends_by_name(summary["eval"].get("interval95", {}))
             outcome.scores["samples_per_second"] = summary["train"]["samples_per_second"]
         except TrainingFailed as error:
             outcome.error = str(error)
-        told = f"{sweep.metric} {outcome.scores[sweep.metric]:.4f}" if sweep.metric in outcome.scores else \
+        told = f"{sweep.metric} {with_interval(outcome.scores, sweep.metric)}" if sweep.metric in outcome.scores else \
             outcome.error or f"it has no {sweep.metric}"
         say(f"{outcome.folder.name}: {shown(outcome.settings)}: {told}")
         return outcome
@@ -275,6 +278,12 @@ def ranked(sweep: Sweep, outcomes: Sequence[Outcome]) -> pd.DataFrame:
     if sweep.metric in frame:
         frame = frame.sort_values(sweep.metric, ascending=sweep.goal == "minimize", na_position="last", kind="stable")
     return frame.reset_index(drop=True)
+
+
+def with_interval(scores: Mapping[str, Any], metric: str) -> str:
+    """A score and its 95 % interval, where it has one: ``0.8290 [0.7910, 0.8600]``."""
+    ends = [f"{scores[end]:.4f}" for end in (f"{metric}_low", f"{metric}_high") if pd.notna(scores.get(end))]
+    return f"{scores[metric]:.4f}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
 def wandb_yaml(sweep_file: Path, base: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from course_lib.errors import EXIT_RESUME, TrainingDiverged, TrainingInterrupted
 from course_lib.launching import interrupts
+from course_lib.tracking.base import ends_by_name
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.evaluation import larger_is_better
 
@@ -112,7 +113,8 @@ def log(trainer: Trainer, gradient_norm: torch.Tensor) -> None:
 
 def validate(trainer: Trainer) -> None:
     """Evaluate on the validation split, and keep the weights where they are the best so far."""
-    metrics, state = trainer.evaluate("validation"), trainer.state
+    metrics, state = trainer.evaluate("validation", intervals=True), trainer.state
+    ends = metrics.pop("interval95")
     state.evaluated_at = state.step
     value, sign = metrics[trainer.best_metric], 1 if larger_is_better(trainer.best_metric) else -1
     if state.best_value is None or sign * value > sign * state.best_value:
@@ -123,4 +125,4 @@ def validate(trainer: Trainer) -> None:
         state.evaluations_since_best += 1
     trainer.tell("on_evaluate", metrics)
     trainer.tell("on_log", {"step": state.step, "epoch": state.epochs_done}
-                 | {f"eval.{name}": value for name, value in metrics.items()})
+                 | {f"eval.{name}": value for name, value in (metrics | ends_by_name(ends)).items()})

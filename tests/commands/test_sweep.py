@@ -1,5 +1,6 @@
 """``course sweep`` runs real trainings, side by side, and ranks them."""
 
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +38,10 @@ def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
     results = pd.read_csv(tmp_path / "runs" / "results.csv")
     losses = results["loss"].dropna()
     assert len(results) == 3 and len(losses) == 2 and losses.is_monotonic_increasing
+    told = re.findall(r"(\d\.\d{4}) \[(\d\.\d{4}), (\d\.\d{4})\]", done.stdout.partition("runs by loss")[2])
+    whole = results.dropna(subset=["loss"])
+    assert told == [tuple(f"{row[name]:.4f}" for name in ("loss", "loss_low", "loss_high")) for _, row in
+                    whole.iterrows()], "the table has each score's 95 % interval"
     failed = results[results["error"].notna()]
     assert len(failed) == 1 and failed.iloc[0]["learning_rate"] == 1e30 and "not a finite number" in done.stdout
     assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 2

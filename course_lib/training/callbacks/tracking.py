@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from course_lib.config import Config, flatten
 from course_lib.errors import TrainingInterrupted
-from course_lib.tracking.base import FOLDER, Guarded, RunInfo, identity
+from course_lib.tracking.base import FOLDER, Guarded, RunInfo, ends_by_name, identity
 from course_lib.tracking.choose import make_trackers
 from course_lib.tracking.redact import read_env_file
 from course_lib.tracking.system import METRICS, SystemSampler
@@ -177,8 +177,7 @@ class TrackingCallback(Callback):
 
 def _flat(scores: Mapping[str, Any], split: str) -> dict[str, float]:
     """Final scores by full name; the ends of a 95 % interval are ``test/accuracy_low`` and ``test/accuracy_high``."""
-    ends = {f"{name}_{side}": end for name, interval in scores.get("interval95", {}).items()
-            for side, end in zip(("low", "high"), interval, strict=True)}
+    ends = ends_by_name(scores.get("interval95", {}))
     return {f"{split}/{name}": value for name, value in {**scores, **ends}.items() if name != "interval95"}
 
 

@@ -53,7 +53,11 @@ def test_each_logged_step_and_evaluation_is_a_line_with_the_time_left(printed):
     assert [step.group(1) for step in steps if step] == ["2", "4", "6"]
     evaluations = [line for line in lines if "/" not in line]
     assert [line.partition(":")[0] for line in evaluations] == ["step 3", "step 6"]
-    assert all("validation loss" in line and "macro_f1" in line for line in evaluations)
+    for line in evaluations:
+        scores = re.findall(r"(loss|accuracy|macro_f1) (\d\.\d{4}) \[(\d\.\d{4}), (\d\.\d{4})\]", line)
+        assert [name for name, *_ in scores] == ["loss", "accuracy", "macro_f1"], "each with its 95 % interval"
+        assert all(float(low) < float(score) < float(high) for _, score, low, high in scores)
+        assert "rows" not in line and "low" not in line
 
 
 def test_the_learning_rate_is_the_one_that_the_step_was_made_with(printed):
