@@ -29,6 +29,7 @@ OF_ALL = {
     "test_shown_commands.py": "what README and lessons tell users to type",
     "notebooks/test_all_lessons.py": "what holds for every lesson",
     "notebooks/test_lab.py": "what `make lab` opens",
+    "notebooks/test_world_sizes.py": "every lesson at other numbers of ranks",
     "planning/test_measured.py": "plans beside measurements on the machine",
     "training/test_load.py": "long runs of every kind, for leaks",
     "training/checkpoints/test_exact_resume.py": "resumed runs, by `course train`, beside undisturbed ones",

@@ -18,6 +18,8 @@ Sources: Liu et al., "Ring Attention" (arXiv 2310.01889); Llama Team, "The Llama
 section 3.3.2, for the all-gather; Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
 """
 
+import functools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from course_lib.errors import ConfigError
+from course_lib.parallel.block_attention import PartialAttention, PartialGradients
 from course_lib.parallel.ring_attention import NOWHERE, Sight, ring_attention
 from course_lib.parallel.sequence_layout import SequenceLayout
 from course_lib.parallel.tp_collectives import Group, all_gather, gathered
@@ -65,6 +68,7 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, *, method: Meth
     layout = SequenceLayout(query.shape[TOKENS] * dist.get_world_size(group), dist.get_world_size(group), zigzag)
     everywhere = None if documents is None else gathered(documents, group, 1).chunk(layout.ranks, 1)
     sight = Sight(layout, causal, everywhere)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if method == "ring":
         return ring_attention(query, key, value, sight, group, scale)
     if method == "allgather":
@@ -72,20 +76,43 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, *, method: Meth
     return _with_some_heads(query, key, value, sight, group, scale)
 
 
-def _with_all_keys(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group,
-                   scale: float | None) -> Tensor:
+def _with_all_keys(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group, scale: float) -> Tensor:
     """Gather the keys and values of all ranks, and attend with the own queries."""
     # (rows, key heads, tokens, width) -> (rows, key heads, N tokens, width), in the order of the ranks; backward is a
     # reduce-scatter, since each rank's queries bring a part of the gradient.
     key, value = (all_gather(tensor, group, TOKENS) for tensor in (key, value))
-    rank = dist.get_rank(group)
-    at = torch.cat([sight.layout.positions(owner, query.device) for owner in range(sight.layout.ranks)])
-    return _attend(query, key, value, sight, sight.layout.positions(rank, query.device), at,
-                   None if sight.documents is None else sight.documents[rank], scale)
+    return _OfAllRanks.apply(query, key, value, sight, dist.get_rank(group), scale)
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """The ring's work without its messages: all ranks' keys and values are here."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sight: Sight, rank: int, scale: float) -> Tensor:
+        attention = PartialAttention(query, scale)
+        for owner, (keys, values) in enumerate(_by_rank(sight, key, value)):
+            attention.add(keys, values, sight.blocks(rank, owner))
+        result = attention.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, attention.log_sum)
+        ctx.sight, ctx.rank, ctx.scale = sight, rank, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
+        query, key, value, result, log_sum = ctx.saved_tensors
+        gradients = PartialGradients(gradient, query, result, log_sum, ctx.scale)
+        shares = [gradients.add(keys, values, ctx.sight.blocks(ctx.rank, owner))
+                  for owner, (keys, values) in enumerate(_by_rank(ctx.sight, key, value))]
+        of_key, of_value = (torch.cat(parts, TOKENS) for parts in zip(*shares, strict=True))
+        return gradients.of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+
+
+def _by_rank(sight: Sight, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(*(tensor.chunk(sight.layout.ranks, TOKENS) for tensor in (key, value)), strict=True)
 
 
 def _with_some_heads(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group,
-                     scale: float | None) -> Tensor:
+                     scale: float) -> Tensor:
     """Exchange tokens for heads, attend to whole sequences with a few heads, and exchange back."""
     ranks, heads, key_heads = sight.layout.ranks, query.shape[1], key.shape[1]
     if heads % ranks:
@@ -98,27 +125,22 @@ def _with_some_heads(query: Tensor, key: Tensor, value: Tensor, sight: Sight, gr
     order = sight.layout.order(query.device)
     # (rows, heads, tokens, width) -> (rows, heads / N, N tokens, width), then from the ranks' order to the sequence's
     query, key, value = (_to_heads(tensor, group).index_select(TOKENS, order) for tensor in (query, key, value))
-    at = torch.arange(sight.layout.length, device=query.device)
     documents = None if sight.documents is None else torch.cat(sight.documents, 1).index_select(1, order)
-    result = _attend(query, key, value, sight, at, at, documents, scale, documents)
+    result = _attend(query, key, value, sight.causal, documents, scale)
     return _to_tokens(result.index_select(TOKENS, order.argsort()), group)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, sight: Sight, at_query: Tensor, at_key: Tensor,
-            of_query: Tensor | None, scale: float | None, of_key: Tensor | None = None) -> Tensor:
-    """torch's attention, masked by the places and documents of queries and keys."""
-    mask = at_query[:, None] >= at_key if sight.causal else None
-    if of_query is not None:
-        assert sight.documents is not None
-        of_key = torch.cat(sight.documents, 1) if of_key is None else of_key
-        same = ((of_query[:, :, None] == of_key[:, None]) & (of_query != NOWHERE)[:, :, None])[:, None]
-        mask = same if mask is None else same & mask
-    grouped = query.shape[1] != key.shape[1]
-    if mask is None or of_query is None:
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Tensor | None, scale: float) -> Tensor:
+    """torch's attention to whole sequences, in their order."""
+    attention = functools.partial(F.scaled_dot_product_attention, query, key, value, scale=scale,
+                                  enable_gqa=query.shape[1] != key.shape[1])
+    if documents is None:
+        return attention(is_causal=causal)
+    mask = ((documents[:, :, None] == documents[:, None]) & (documents != NOWHERE)[:, :, None])[:, None]
+    if causal:
+        mask = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=query.device).tril()
     blind = ~mask.any(-1, keepdim=True)  # a row without a key would be not a number
-    output = F.scaled_dot_product_attention(query, key, value, mask | blind, scale=scale, enable_gqa=grouped)
-    return output.masked_fill(blind, 0.0)
+    return attention(mask | blind).masked_fill(blind, 0.0)
 
 
 class _Swap(torch.autograd.Function):

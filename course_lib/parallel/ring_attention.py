@@ -12,8 +12,9 @@ that the result is exact. No rank ever holds more than two blocks, whatever thei
 Backward goes round once more. The gradient of a block's keys and values travels one step behind the block: each rank
 adds its share, and after N steps it is at home, whole.
 
-Sources: Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.01889), section 3; the merge and the
-backward by the saved logarithms: Dao, "FlashAttention-2" (arXiv 2307.08691), section 3.1.
+What a rank does with one block is :mod:`course_lib.parallel.block_attention`.
+
+Source: Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.01889), section 3.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.parallel.block_attention import Block, PartialAttention, PartialGradients
 from course_lib.parallel.sequence_layout import SequenceLayout
 
 Group = dist.ProcessGroup | None
@@ -46,12 +48,12 @@ class Sight:
     causal: bool
     documents: tuple[Tensor, ...] | None = None
 
-    def blocks(self, rank: int, owner: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    def blocks(self, rank: int, owner: int) -> Iterator[tuple[slice, slice, Block]]:
         """The pairs of chunks, a rank's queries and an owner's keys, that see each other at all.
 
         Yields:
             queries, keys: where they are in what the two ranks hold.
-            mask: broadcastable to (rows, key heads, queries per key head, queries, keys) bool; None where all is seen.
+            block: what these queries see of these keys.
         """
         size = self.layout.chunk
         for i, query in enumerate(self.layout.starts(rank)):
@@ -59,19 +61,14 @@ class Sight:
                 if self.causal and key > query:
                     continue  # all of these keys come after all of these queries: not masked, but left out
                 queries, keys = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
-                yield queries, keys, self._mask(rank, owner, queries, keys, diagonal=self.causal and key == query)
+                yield queries, keys, Block(self.causal and key == query, self._same(rank, owner, queries, keys))
 
-    def _mask(self, rank: int, owner: int, queries: slice, keys: slice, diagonal: bool) -> Tensor | None:
-        mask = None
-        if self.documents is not None:
-            of_query, of_key = self.documents[rank][:, queries, None], self.documents[owner][:, None, keys]
-            mask = ((of_query == of_key) & (of_query != NOWHERE))[:, None, None]  # (rows, 1, 1, queries, keys)
-        if diagonal:
-            device = self.documents[rank].device if self.documents is not None else None
-            size = self.layout.chunk
-            lower = torch.ones(size, size, dtype=torch.bool, device=device).tril()
-            mask = lower if mask is None else mask & lower
-        return mask
+    def _same(self, rank: int, owner: int, queries: slice, keys: slice) -> Tensor | None:
+        """(rows, 1, 1, queries, keys) bool, whether both are of one document; None where all are."""
+        if self.documents is None:
+            return None
+        of_query, of_key = self.documents[rank][:, queries, None], self.documents[owner][:, None, keys]
+        return ((of_query == of_key) & (of_query != NOWHERE))[:, None, None]
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group = None,
@@ -99,59 +96,30 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group,
                 scale: float) -> Tensor:
-        ring = Ring(group)
-        grouped = _grouped(query, key)  # (rows, key heads, queries per key head, tokens, width)
-        wide = torch.promote_types(query.dtype, torch.float32)  # sums of many small numbers
-        output = torch.zeros_like(grouped, dtype=wide)
-        log_sum = torch.full(grouped.shape[:-1], -torch.inf, dtype=wide, device=query.device)
+        ring, attention = Ring(group), PartialAttention(query, scale)
         block = torch.stack((key, value))  # (2, rows, key heads, tokens, width): one message
-
         for step in range(ring.ranks):
             owner = (ring.rank - step) % ring.ranks
             # --- the next block sets out before this one is computed with ---
             coming = ring.pass_on(block) if step + 1 < ring.ranks else None
-            for queries, keys, mask in sight.blocks(ring.rank, owner):
-                partial, sums = _attend(grouped[..., queries, :], block[0][..., keys, :], block[1][..., keys, :],
-                                        mask, scale, wide)
-                output[..., queries, :], log_sum[..., queries] = merge(
-                    output[..., queries, :], log_sum[..., queries], partial, sums)
+            attention.add(block[0], block[1], sight.blocks(ring.rank, owner))
             if coming is not None:
                 block = coming.arrived()
 
-        result = output.to(query.dtype).view_as(query)
-        ctx.save_for_backward(query, key, value, result, log_sum)
+        result = attention.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, attention.log_sum)
         ctx.sight, ctx.group, ctx.scale = sight, group, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
         query, key, value, result, log_sum = ctx.saved_tensors
-        ring, scale = Ring(ctx.group), ctx.scale
-        wide = log_sum.dtype
-        grouped, upstream, result = (_grouped(tensor, key).to(wide) for tensor in (query, gradient, result))
-        # The softmax's backward takes the same number from every score of a row: FlashAttention-2's D.
-        taken = (upstream * result).sum(-1, keepdim=True)
-        log_sum = log_sum.masked_fill(log_sum.isinf(), 0.0)[..., None]  # rows that see nothing are masked below
-        of_query = torch.zeros_like(grouped)
-        block = torch.stack((key, value))
-        returning = None
-
+        ring, gradients = Ring(ctx.group), PartialGradients(gradient, query, result, log_sum, ctx.scale)
+        block, returning = torch.stack((key, value)), None
         for step in range(ring.ranks):
             owner = (ring.rank - step) % ring.ranks
             coming = ring.pass_on(block) if step + 1 < ring.ranks else None
-            share = torch.zeros_like(block, dtype=wide)  # of the gradient of this block
-            for queries, keys, mask in ctx.sight.blocks(ring.rank, owner):
-                q, up = grouped[..., queries, :], upstream[..., queries, :]
-                k, v = (part[:, :, None, keys].to(wide) for part in block)
-                # --- the weights again, from the saved logarithms: (…, queries, keys) ---
-                scores = q @ k.mT * scale
-                weights = (scores - log_sum[..., queries, :]).exp()
-                if mask is not None:
-                    weights = weights.masked_fill(~mask, 0.0)
-                of_scores = weights * (up @ v.mT - taken[..., queries, :]) * scale
-                of_query[..., queries, :] += of_scores @ k
-                share[0][..., keys, :] += (of_scores.mT @ q).sum(2)  # the queries of a group share their key
-                share[1][..., keys, :] += (weights.mT @ up).sum(2)
+            share = gradients.add(block[0], block[1], ctx.sight.blocks(ring.rank, owner))
             # --- what the ranks before this one have added comes one step behind the block, and goes on with ours ---
             if returning is not None:
                 share += returning.arrived()
@@ -160,42 +128,7 @@ class _RingAttention(torch.autograd.Function):
                 block = coming.arrived()
 
         home = returning.arrived() if returning is not None else share
-        return of_query.to(query.dtype).view_as(query), home[0].to(key.dtype), home[1].to(value.dtype), None, None, None
-
-
-def _grouped(tensor: Tensor, key: Tensor) -> Tensor:
-    """(rows, heads, …) as (rows, key heads, queries per key head, …)."""
-    return tensor.unflatten(1, (key.shape[1], -1))
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, wide: torch.dtype
-            ) -> tuple[Tensor, Tensor]:
-    """Attention within one block of keys.
-
-    Returns:
-        output: (…, queries, width), as if there were no other keys; 0 where none is seen.
-        log_sum: (…, queries), logarithm of the sum of the scores' exponentials; -inf where none is seen.
-    """
-    scores = (query.to(wide) @ key[:, :, None].to(wide).mT) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    log_sum = scores.logsumexp(-1)
-    weights = (scores - log_sum.masked_fill(log_sum.isinf(), 0.0)[..., None]).exp()
-    return weights @ value[:, :, None].to(wide), log_sum
-
-
-def merge(output: Tensor, log_sum: Tensor, partial: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """One attention out of two over different keys: each is worth its share of the sum of exponentials.
-
-    Args:
-        output: (…, queries, width).
-        log_sum: (…, queries).
-        partial: as ``output``, over other keys.
-        sums: as ``log_sum``.
-    """
-    total = torch.logaddexp(log_sum, sums)
-    safe = total.masked_fill(total.isinf(), 0.0)  # -inf less -inf is not a number
-    return (log_sum - safe).exp()[..., None] * output + (sums - safe).exp()[..., None] * partial, total
+        return gradients.of_query.to(query.dtype), home[0].to(key.dtype), home[1].to(value.dtype), None, None, None
 
 
 @dataclass
