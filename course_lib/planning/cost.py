@@ -29,6 +29,8 @@ class Cost:
     compute: float
     """Matmuls, attention and element-wise work of all micro-batches, without what is recomputed."""
     recompute: float
+    launch: float
+    """Waiting for the host to start what the GPU has to do; 0 where the GPU is the slower of the two."""
     tensor: float
     """Collectives of tensor and context parallelism that nothing hides."""
     pipeline: float
@@ -51,7 +53,7 @@ class Cost:
     @property
     def step(self) -> float:
         """Seconds of one step."""
-        return (self.compute + self.recompute + self.tensor + self.pipeline + self.bubble + self.data
+        return (self.compute + self.recompute + self.launch + self.tensor + self.pipeline + self.bubble + self.data
                 + self.optimizer)
 
     @property
@@ -124,22 +126,27 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
     data_forward, data_backward = _sharded(model, plan, cluster, forward.total + tensor_forward,
                                            backward.total + again.total + tensor_backward)
 
-    whole = sum((forward.total, backward.total, again.total, tensor_forward, tensor_backward, data_forward,
-                 data_backward))
+    busy = sum((forward.total, backward.total, again.total, tensor_forward, tensor_backward, data_forward,
+                data_backward))
+    host = work.launching(model, plan, _tensor_collectives(plan))
+    late = max(0.0, sum(host) - busy)  # the host runs ahead where it can: only the sum over the passes counts
+    late_forward = late * host[0] / sum(host)
+    whole = busy + late
     # the slowest pipeline rank: one with the most blocks, or the one with the output layer
     layers, extra = max(((rank.blocks, head * rank.predicts) for rank in distinct(pipeline_ranks(plan, model.layers))),
                         key=lambda rank: rank[0] * whole + rank[1])
     one = layers * whole + extra  # one micro-batch
-    first = layers * (forward.total + tensor_forward + data_forward) + extra / 3  # its forward
+    first = layers * (forward.total + tensor_forward + data_forward + late_forward) + extra / 3  # its forward
     message = _message(model, plan, cluster)
     return Cost(
         compute=plan.accumulation * (layers * (forward.total + backward.total) + extra),
         recompute=plan.accumulation * layers * again.total,
+        launch=plan.accumulation * layers * late,
         tensor=plan.accumulation * layers * (tensor_forward + tensor_backward),
         pipeline=2 * message * (plan.accumulation * plan.virtual + plan.pipeline - 1),
         bubble=bubble_seconds(plan, first, one - first - layers * forward.matmul, layers * forward.matmul),
         data=plan.accumulation * layers * (data_forward + data_backward) + _once(
-            model, plan, cluster, layers * (backward.total + again.total + tensor_backward)),
+            model, plan, cluster, layers * (backward.total + again.total + tensor_backward + late - late_forward)),
         optimizer=_optimizer(model, plan, cluster),
         tokens=plan.global_batch * plan.sequence_length,
         flops=plan.global_batch * plan.sequence_length * model.flops(plan.sequence_length),
@@ -149,6 +156,13 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
 def _width(plan: Plan) -> int:
     """Bytes of an activation, and of a weight as the matmuls read it."""
     return 4 if plan.precision in ("fp32", "tf32") else 2
+
+
+def _tensor_collectives(plan: Plan) -> tuple[int, int]:
+    """Calls in the forward and the backward pass of a block."""
+    each = 0 if plan.tensor == 1 else 4 if plan.sequence_parallel else 2
+    ring = plan.context - 1
+    return each + ring, each + 2 * ring
 
 
 def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,

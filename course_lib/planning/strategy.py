@@ -23,7 +23,7 @@ TOKENS_PER_STEP = 2**20
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
 LIKELY = 0.5
 """Chance to fit from which on a layout is proposed before all that are less likely to."""
-WAITING = ("recompute", "tensor", "pipeline", "bubble", "data", "optimizer")
+WAITING = ("recompute", "launch", "tensor", "pipeline", "bubble", "data", "optimizer")
 """What a step spends beside computing, in the names of :class:`Cost`."""
 
 

@@ -14,6 +14,16 @@ from course_lib.planning.hardware import Accelerator
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 
+LAUNCH = 10e-6
+"""Seconds of the host for one operation in PyTorch: Python, autograd, dispatcher, driver. An assumption, towards the
+lower end of the 5 to 25 microseconds that are commonly told; a CUDA graph would take it away."""
+FUSED_BETWEEN = 5
+"""Operations of a block beside matmuls and attention where they are fused: two norms with what they feed, rotary
+positions, the MLP's inside, the last residual sum."""
+BACKWARD_OPERATIONS = 1.8
+"""Operations of a backward pass to those of its forward."""
+COLLECTIVE_OPERATIONS = 4
+"""Operations that a collective counts for: copy in, events on two streams, NCCL's own launch. An assumption."""
 BACKWARD_TRAFFIC = 1.5
 """Bytes that element-wise work moves in the backward pass, to those of the forward."""
 
@@ -83,6 +93,48 @@ def block(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, Seconds
         forward, backward = flops / rate + moved, 2 * flops / rate + BACKWARD_TRAFFIC * moved
     return (Seconds(matmul, forward, elementwise),
             Seconds(2 * matmul, backward, BACKWARD_TRAFFIC * elementwise))
+
+
+def operations(model: Model, plan: Plan) -> tuple[float, float]:
+    """GPU operations that the host starts for one block and one micro-batch: forward, backward.
+
+    In plain PyTorch operations: each matmul and fused attention one, an RMS norm 8 (with its casts to and from fp32), a
+    LayerNorm 1, rotary positions of queries and keys 10, SwiGLU 2, a written-out GELU 8, a dropout 1, two residual
+    sums, attention without a fused kernel 5; autocast casts once more before each matmul and twice beside each norm.
+    Fused, all between two matmuls is one. The backward has 1.8 times as many, as counted on transformers' Llama block
+    (40 and 73; tests/planning/test_launching.py counts again).
+    """
+    matmuls = 7 if model.gated else 6
+    attention = 1 if plan.flash else 5 + (1 if model.dropout else 0)
+    if plan.compiled:
+        forward = matmuls + attention + FUSED_BETWEEN
+    else:
+        norm = 8 if model.rms_norm else 1
+        inside = 2 if model.gated else 8 if model.activation == "gelu_new" else 1
+        forward = matmuls + attention + 2 * norm + (10 if model.rotary else 0) + inside + 2 + (
+            2 if model.dropout else 0)
+        if plan.engine == "ddp" and plan.precision in ("bf16", "fp16"):
+            forward += matmuls + 4
+    return forward, BACKWARD_OPERATIONS * forward
+
+
+def launching(model: Model, plan: Plan, tensor_collectives: tuple[int, int]) -> tuple[float, float, float]:
+    """Seconds in which the host starts one block's work on one micro-batch: forward, backward, and what is done again.
+
+    The host runs ahead of the GPU, and what it needs is seen only where the GPU has less to do: small models, small
+    micro-batches, work split over many tensor ranks.
+
+    Args:
+        model: the model.
+        plan: the layout.
+        tensor_collectives: that tensor and context parallelism call in the forward and in the backward pass.
+    """
+    forward, backward = (count + COLLECTIVE_OPERATIONS * calls for count, calls in
+                         zip(operations(model, plan), tensor_collectives, strict=True))
+    if plan.stage == 3 and plan.pipeline == 1 and plan.shards > 1:  # gathered twice, scattered once
+        forward, backward = forward + COLLECTIVE_OPERATIONS, backward + 2 * COLLECTIVE_OPERATIONS
+    again = {"full": 1.0, "alternate": 0.5, "operators": 1.0}.get(plan.checkpointing, 0.0) * forward
+    return LAUNCH * forward, LAUNCH * backward, LAUNCH * again
 
 
 def recomputed(model: Model, plan: Plan, chip: Accelerator) -> Seconds:
