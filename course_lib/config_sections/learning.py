@@ -70,7 +70,8 @@ class ModelConfig(Strict):
     """Which model, and how its forward pass is run."""
 
     model: str = "minilm"
-    """Preset (`minilm`, `tiny-bert`, `tiny-gpt2`, `tiny-llama`), Hub name, or local folder."""
+    """Preset (`minilm`, `tiny-bert`, `tiny-gpt2`, `tiny-llama`, `tiny-olmoe`, `tiny-mixtral`), Hub name, or local \
+folder."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model."""
     activation_checkpointing: bool = False

@@ -33,6 +33,8 @@ class Preset:
         return "cls_token" in self.special_tokens
 
 
+LLAMAS_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+
 TINY: Mapping[str, Preset] = {
     "tiny-bert": Preset(
         "bert",
@@ -49,7 +51,19 @@ TINY: Mapping[str, Preset] = {
         "llama",
         {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 512, "tie_word_embeddings": True},
-        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+        LLAMAS_TOKENS,
+    ),
+    "tiny-olmoe": Preset(
+        "olmoe",
+        {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+        LLAMAS_TOKENS,
+    ),
+    "tiny-mixtral": Preset(
+        "mixtral",
+        {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+        LLAMAS_TOKENS,
     ),
 }
 
@@ -87,7 +101,7 @@ def _train_byte_bpe(preset: Preset, texts: Sequence[str]) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE, special_tokens=special, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    if preset.model_type == "llama":
+    if preset.special_tokens is LLAMAS_TOKENS:
         bos = preset.special_tokens["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))])

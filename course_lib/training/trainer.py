@@ -29,6 +29,7 @@ from course_lib.parallel.clock import Clock
 from course_lib.system.seeding import seed_everything
 from course_lib.training import after_step
 from course_lib.training.callbacks.base import Callback, EarlyStopping, JsonLinesLog, ProgressBar
+from course_lib.training.callbacks.expert_load import ExpertLoad
 from course_lib.training.checkpoints import resuming, saving
 from course_lib.training.cpu_kernels import pick_kernels, use_fast_kernels
 from course_lib.training.engines import build_engine, process_group
@@ -97,7 +98,7 @@ class Trainer:
         if self.cpu_kernels == "fast":
             use_fast_kernels(loaded.model)
         patience = config.run.early_stopping_patience
-        self.callbacks: list[Callback] = [ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
+        self.callbacks: list[Callback] = [ExpertLoad(), ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
         self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
         compose(engine, loaded.model, self.before_wrapping)
         process_group.have_patience(config.guard.watchdog)

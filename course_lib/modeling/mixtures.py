@@ -1,0 +1,115 @@
+"""Mixtures of experts in transformers' models: their blocks replaced by the textbook's, and who got how many tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, MixtralTopKRouter
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock, OlmoeTopKRouter
+
+from course_lib.errors import ModelError
+from course_lib.parallel.expert_router import Scoring, TopKRouter
+from course_lib.parallel.experts import Experts, MoELayer, keep_own_experts
+from course_lib.parallel.tp_collectives import Group
+
+BLOCKS = (OlmoeSparseMoeBlock, MixtralSparseMoeBlock)
+ROUTERS = (OlmoeTopKRouter, MixtralTopKRouter)
+
+
+def spread_experts(model: PreTrainedModel, group: Group = None, capacity_factor: float | None = None,
+                   scoring: Scoring = "before", with_bias: bool = False) -> list[MoELayer]:
+    """Replace each block of experts of an OLMoE or Mixtral model by :class:`MoELayer`, with the same weights, in place.
+
+    Names of parameters stay as they are; of the experts each rank keeps its own N-th along the first dimension.
+
+    Args:
+        model: with all experts, the same on every rank.
+        group: ranks that share the experts.
+        capacity_factor: None drops no token, as transformers does.
+        scoring: ``before`` is transformers' way.
+        with_bias: a bias for the choice, which `TopKRouter.move_bias` moves: for training without an auxiliary loss.
+    Returns:
+        The layers, in the model's order.
+    Raises:
+        ModelError: the model has no such block, or its loss includes the router's (``output_router_logits``), for which
+            transformers records its own routers: use `balance_loss`.
+    """
+    if getattr(model.config, "output_router_logits", False):
+        raise ModelError("output_router_logits records transformers' routers, which are replaced",
+                         "set it to False, and add course_lib.parallel.expert_router.balance_loss to the loss")
+    layers = []
+    for name, block in list(model.named_modules()):
+        if isinstance(block, BLOCKS):
+            layers.append(_own(block, model.config, group, capacity_factor, scoring, with_bias))
+            model.set_submodule(name, layers[-1])
+    if not layers:
+        raise ModelError(f"model type {model.config.model_type} has no block of experts that can be spread",
+                         "use OLMoE or Mixtral")
+    return layers
+
+
+def _own(block: Any, config: Any, group: Group, capacity_factor: float | None, scoring: Scoring,
+         with_bias: bool) -> MoELayer:
+    theirs, router = block.experts, block.gate
+    experts, width = router.weight.shape
+    normalized = isinstance(router, MixtralTopKRouter) or router.norm_topk_prob
+    ours = TopKRouter(width, experts, router.top_k, scoring, normalized, with_bias=with_bias).to(router.weight.device)
+    ours.weight = router.weight
+    own = Experts(1, 1, 1, activation=ACT2FN[config.hidden_act])
+    own.gate_up_proj, own.down_proj = theirs.gate_up_proj, theirs.down_proj
+    return MoELayer(ours, keep_own_experts(own, group), group, capacity_factor, shared=None).train(block.training)
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether this is a training step's forward, and not what activation checkpointing computes again in backward."""
+    return module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+class ExpertCounts:
+    """Counts, per layer, how often each expert was chosen on this rank while a model trains.
+
+    Args:
+        model: any; one without routers of a known kind has none to count.
+
+    Attributes:
+        names: of the routers that are watched; transformers' own or the textbook's.
+    """
+
+    def __init__(self, model: nn.Module):
+        routers = {name: module for name, module in model.named_modules()
+                   if isinstance(module, (*ROUTERS, TopKRouter))}
+        self.names = list(routers)
+        self._chosen: dict[str, Tensor] = {}
+        self._dropped = torch.zeros((), dtype=torch.long)
+        self._hooks = list(self._watch(routers))
+        self._hooks += [module.register_forward_hook(self._drop) for module in model.modules()
+                        if isinstance(module, MoELayer)]
+
+    def _watch(self, routers: dict[str, nn.Module]) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        for name, router in routers.items():
+            def count(module: Any, _: Any, output: Any, name: str = name) -> None:
+                if _trains(module):
+                    chosen = output[2] if isinstance(output, tuple) else output.experts
+                    counts = torch.bincount(chosen.flatten(), minlength=len(module.weight))
+                    self._chosen[name] = self._chosen[name] + counts if name in self._chosen else counts
+            yield router.register_forward_hook(count)
+
+    def _drop(self, module: Any, *_: Any) -> None:
+        if _trains(module):
+            self._dropped += module.load.dropped
+
+    def take(self) -> tuple[Tensor, int]:
+        """(layers, experts) int64 since the last call, and copies that were dropped; no rows without routers."""
+        chosen = torch.stack([self._chosen[name] for name in self.names]) if self._chosen else torch.zeros(
+            0, 0, dtype=torch.long)
+        dropped = int(self._dropped)
+        self._chosen, self._dropped = {}, torch.zeros((), dtype=torch.long)
+        return chosen, dropped
+
+    def close(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()

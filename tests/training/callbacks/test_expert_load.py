@@ -1,0 +1,56 @@
+"""A tiny mixture of experts trains with DDP, and says which experts its tokens went to."""
+
+import json
+
+import pytest
+import torch
+
+from course_lib.config import build
+from course_lib.launching.launch import launch
+from course_lib.training import run as runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+QUICK = {"model": "tiny-olmoe", "task": "causal_lm", "max_train_samples": 64, "max_eval_samples": 8, "max_length": 16,
+         "max_steps": 4, "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
+         "baselines": False, "batch_size": 4, "tracker": "none", "keep_best": False}
+LAYERS, EXPERTS, K = 4, 8, 2
+
+
+def train(folder, options):
+    torch.set_num_threads(1)
+    runs.train(build(QUICK | options | {"output_dir": str(folder)}))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trained(folder, ranks, **options):
+    launch(train, folder, options, num_processes=ranks, timeout=100)
+    return [line for line in lines(folder / "metrics.jsonl") if "loss" in line], folder / "monitor" / "experts.jsonl"
+
+
+def test_ddp_trains_a_mixture_as_one_process_and_counts_every_choice(tmp_path):
+    alone, by_one = trained(tmp_path / "1", 1, batch_size=8)
+    both, by_two = trained(tmp_path / "2", 2, training_type="accelerated", strategy="ddp", engine="scratch")
+    assert [line["loss"] for line in both] == pytest.approx([line["loss"] for line in alone], abs=2e-4)
+    for one, two, line in zip(lines(by_one), lines(by_two), both, strict=True):
+        assert len(two["chosen"]) == LAYERS and one["step"] == two["step"] == line["step"]
+        totals = []
+        for name, (first, second) in two["chosen"].items():
+            total = [sum(pair) for pair in zip(first, second, strict=True)]
+            assert len(total) == EXPERTS and sum(total) == 2 * 8 * 16 * K  # steps, rows, tokens, experts of a token
+            assert sum(first) == sum(second) and first != second
+            # Weights that differ by rounding may choose otherwise for a token between two experts.
+            assert sum(abs(a - b) for a, b in zip(total, one["chosen"][name][0], strict=True)) <= 8
+            totals.append(total)
+        assert line["expert_imbalance"] == round(max(max(t) * EXPERTS / sum(t) for t in totals), 4) > 1
+        assert line["experts_unused"] == sum(t.count(0) for t in totals) and line["tokens_dropped"] == 0
+
+
+def test_recomputed_activations_are_counted_once_and_a_dense_model_not_at_all(tmp_path):
+    _, path = trained(tmp_path / "again", 1, model="tiny-mixtral", activation_checkpointing=True)
+    assert {sum(*counts) for line in lines(path) for counts in line["chosen"].values()} == {2 * 4 * 16 * K}
+    metrics, path = trained(tmp_path / "dense", 1, model="tiny-llama")
+    assert not path.exists() and "expert_imbalance" not in metrics[0]
