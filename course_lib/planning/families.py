@@ -256,6 +256,9 @@ FAMILIES: dict[str, tuple[Callable[[Config, bool], Parts], dict[str, Any]]] = {
                          "num_attention_heads": 8, "num_key_value_heads": 4}),
     "olmo2": (_olmo2, {**_ROPE, "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008,
                        "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}),
+    "olmoe": (_olmo2, {**_ROPE, "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048,
+                       "num_hidden_layers": 16, "num_attention_heads": 16, "max_position_embeddings": 4096,
+                       "num_local_experts": 64, "num_experts_per_tok": 8}),
 }
 """Architecture by transformers' ``model_type``: how its config is read, and what it leaves out."""
 
@@ -272,6 +275,6 @@ RENAMED = {
     "t5": {"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
            "head_dim": "d_kv"},
     "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"},
-    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_experts": "num_local_experts"}, "olmoe": {"num_experts": "num_local_experts"},
 }
 """Other names that transformers takes for the same setting."""

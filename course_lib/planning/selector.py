@@ -15,7 +15,7 @@ from course_lib.planning.strategy import Search
 
 FAMILIES = {
     "text_generation": ("gpt2", "opt", "bloom", "gpt_neox", "falcon", "llama", "mistral", "mixtral", "qwen2", "qwen3",
-                        "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2"),
+                        "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2", "olmoe"),
     "text_embedding": ("bert", "distilbert", "roberta"),
     "text_classification": ("bert", "distilbert", "roberta"),
     "text_to_text": ("t5",),

@@ -98,7 +98,8 @@ class Trainer:
         if self.cpu_kernels == "fast":
             use_fast_kernels(loaded.model)
         patience = config.run.early_stopping_patience
-        self.callbacks: list[Callback] = [ExpertLoad(), ProgressBar(), JsonLinesLog(self.output_dir / "metrics.jsonl")]
+        self.callbacks: list[Callback] = [ExpertLoad(loaded.model.config.model_type), ProgressBar(),
+                                          JsonLinesLog(self.output_dir / "metrics.jsonl")]
         self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
         compose(engine, loaded.model, self.before_wrapping)
         process_group.have_patience(config.guard.watchdog)

@@ -50,6 +50,7 @@ VARIANTS = [
     {"model_type": "t5", "feed_forward_proj": "gated-gelu", "num_decoder_layers": 5},
     {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 40, "num_key_value_heads": 2},
     {"model_type": "mixtral", "num_local_experts": 3, "num_key_value_heads": 2},
+    {"model_type": "olmoe", "num_experts": 6, "num_key_value_heads": 2},
 ]
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96,
          "vocab_size": 500}

@@ -25,13 +25,17 @@ class ExpertLoad(Callback):
 
     Padding counts: it is routed as well. Choices by layer, rank and expert are lines of ``monitor/experts.jsonl``.
     Other models, and blocks that torch.compile has compiled, are left alone.
+
+    Args:
+        model_type: of the whole model: a stage of a pipeline doesn't know it.
     """
 
-    counts: ExpertCounts | None = None
+    def __init__(self, model_type: str):
+        self.model_type = model_type
+        self.counts: ExpertCounts | None = None
 
     def on_train_begin(self, trainer: "Trainer") -> None:
-        config: Any = trainer.model.config
-        if config.model_type in MODEL_TYPES and not trainer.config.model.torch_compile:
+        if self.model_type in MODEL_TYPES and not trainer.config.model.torch_compile:
             self.counts = ExpertCounts(trainer.model)
             self.lines = JsonLines(trainer.output_dir / MONITOR / EXPERTS)
             if trainer.is_main:

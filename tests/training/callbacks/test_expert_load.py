@@ -49,6 +49,15 @@ def test_ddp_trains_a_mixture_as_one_process_and_counts_every_choice(tmp_path):
         assert line["experts_unused"] == sum(t.count(0) for t in totals) and line["tokens_dropped"] == 0
 
 
+def test_stages_of_a_pipeline_count_their_own_layers_and_a_dense_one_has_none(tmp_path):
+    logged, path = trained(tmp_path / "experts", 2, training_type="pipeline", batch_size=8)
+    assert [len(line["chosen"]) for line in lines(path)] == [LAYERS] * 2  # each layer is on one rank
+    assert {sum(*counts) for line in lines(path) for counts in line["chosen"].values()} == {2 * 8 * 16 * K}
+    assert logged[0]["expert_imbalance"] > 1
+    logged, path = trained(tmp_path / "dense", 2, training_type="pipeline", model="tiny-llama")
+    assert not path.exists() and "expert_imbalance" not in logged[0]
+
+
 def test_recomputed_activations_are_counted_once_and_a_dense_model_not_at_all(tmp_path):
     _, path = trained(tmp_path / "again", 1, model="tiny-mixtral", activation_checkpointing=True)
     assert {sum(*counts) for line in lines(path) for counts in line["chosen"].values()} == {2 * 4 * 16 * K}
