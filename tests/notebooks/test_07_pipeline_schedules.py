@@ -9,9 +9,10 @@ from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.figures.explorer import explorer, view
 from course_lib.parallel.pipeline import csv_form
+from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.fitted.search import search
 from course_lib.parallel.pipeline.passes import split_backward
-from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.schedules import alternate, make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check
 from tests.notebooks.conftest import NOTEBOOKS, says
@@ -68,6 +69,20 @@ def test_what_is_said_of_zb_h2_is_so():
     forwards = [next(place for place, action in enumerate(row) if action.kind != "F") for row in table.rows]
     assert forwards == [2 * (4 - 1 - rank) + 1 for rank in range(4)] and check(table)[0] == 2 * 4 - 1
     assert simulate(table).stage_bubble == 0 < simulate(table).bubble
+
+
+def test_why_the_lag_of_rank_r_is_r():
+    """Each W that is put off makes the step one W shorter, up to r on rank r; one more wins nothing and holds more."""
+    ranks, microbatches = 4, 8
+    parts = [[(rank, microbatch) for microbatch in range(microbatches)] for rank in range(ranks)]
+    steps, held = [], []
+    for lags in ([0, 0, 0, 0], [0, 1, 1, 1], [0, 1, 2, 2], [0, 1, 2, 3], [1, 2, 3, 4]):
+        rows = tuple(alternate(parts[r], parts[r], ranks - 1 - r, lag) for r, lag in enumerate(lags))
+        table = Schedule("lagging", tuple(range(ranks)), microbatches, rows)
+        steps.append(simulate(table).makespan)
+        held.append(max(check(table)))
+    assert steps == [24 + 6, 24 + 5, 24 + 4, 24 + 3, 24 + 3] and held == [4, 4, 4, 4, 5]
+    assert simulate(make("1f1b", ranks, microbatches)).makespan == 24 + 9
 
 
 def test_broken_tables_are_refused_each_for_its_fault(lesson):
