@@ -24,6 +24,7 @@ from typing import NoReturn
 from course_lib import __version__, config_files
 from course_lib.cloud import container
 from course_lib.commands import (
+    audit,
     bench,
     check,
     completion,
@@ -46,8 +47,8 @@ from course_lib.commands import (
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 
-COMMANDS = (train, evaluate, schedule, plan, simulate, select, bench, runs, dashboard, sweep, submit, push, check,
-            progress, grade, release, doctor)
+COMMANDS = (train, evaluate, audit, schedule, plan, simulate, select, bench, runs, dashboard, sweep, submit, push,
+            check, progress, grade, release, doctor)
 
 
 class Parser(argparse.ArgumentParser):

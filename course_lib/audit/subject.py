@@ -1,0 +1,157 @@
+"""What is audited on one rank, and what is written down of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from course_lib.audit.layouts import Layout
+from course_lib.errors import CourseError
+from course_lib.parallel.sharding import Shard
+from course_lib.parallel.trees import tensors_of
+
+PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""What wrappers put before the names of a module's parameters."""
+
+
+@dataclass
+class Subject:
+    """A model and one step of it, on this rank.
+
+    Attributes:
+        model: as the step runs it; wrapped or not.
+        optimizer: whose ``step()`` is called with all gradients reduced, or reduces them itself.
+        loss: ``loss(model, batch)`` gives this rank's loss, a scalar whose ``backward()`` is the step's; a rank that
+            has none, as in a pipeline, gives None and has done its backward itself.
+        batch: this rank's.
+        gradients: whole gradients by parameter, read while ``optimizer.step()`` begins, for engines that keep them
+            elsewhere than in ``.grad``; every rank calls it. None: ``.grad``, whole where it is a DTensor.
+        weights: whole parameters by name, for engines that keep them in pieces; every rank calls it.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Callable[[nn.Module, Any], Tensor | None]
+    batch: Any
+    gradients: Callable[[], Mapping[str, Tensor | None]] | None = None
+    weights: Callable[[], Mapping[str, Tensor]] | None = None
+
+
+class Make(Protocol):
+    """Makes the subject on one rank; the process group is there, of ``layout.ranks`` ranks over gloo."""
+
+    def __call__(self, layout: Layout) -> Subject | tuple: ...
+
+
+@dataclass
+class Record:
+    """What one rank did.
+
+    Attributes:
+        start: weights before the first step, by name.
+        losses: of each step; empty where this rank computes none.
+        gradients: of the first step, whole, by name; None where a parameter has none.
+        weights: after all steps.
+        buffers: after all steps.
+        terms: elements of the largest tensor in the batch: over so many numbers a gradient is summed.
+    """
+
+    start: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    terms: int = 1
+
+    @property
+    def norm(self) -> float:
+        """Of the whole gradient."""
+        return sum(float(g.double().square().sum()) for g in self.gradients.values() if g is not None) ** 0.5
+
+
+def observe(make: Make, layout: Layout, steps: int) -> Record:
+    """Make the subject on this rank, take some steps, and write down what happened."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    made = make(layout)
+    subject = made if isinstance(made, Subject) else _of_tuple(made)
+    record = Record(_weights(subject), terms=max((t.numel() for t in tensors_of(subject.batch)), default=1))
+
+    def read(*_: Any) -> None:
+        if not record.gradients:
+            record.gradients = _gradients(subject)
+
+    subject.optimizer.register_step_pre_hook(read)  # after the engine's own: what it hands out is there
+    for _ in range(steps):
+        loss = subject.loss(subject.model, subject.batch)
+        if loss is not None:
+            loss.backward()
+            record.losses.append(float(loss.detach().double()))
+        subject.optimizer.step()
+        subject.optimizer.zero_grad()
+    record.weights = _weights(subject)
+    record.buffers = {plain_name(name): buffer.detach().clone() for name, buffer in subject.model.named_buffers()}
+    return record
+
+
+def _of_tuple(made: Any) -> Subject:
+    if not isinstance(made, tuple) or len(made) != 4:
+        raise CourseError(f"`make` gave {type(made).__name__}", "return (model, optimizer, loss, batch), or a Subject")
+    return Subject(*made)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add."""
+    for prefix in PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def _gradients(subject: Subject) -> dict[str, Tensor | None]:
+    if subject.gradients is not None:
+        return {plain_name(name): None if g is None else _whole(g) for name, g in subject.gradients().items()}
+    return {plain_name(name): None if parameter.grad is None else _whole(parameter.grad)
+            for name, parameter in subject.model.named_parameters()}
+
+
+def _weights(subject: Subject) -> dict[str, Tensor]:
+    named = dict(subject.model.named_parameters()) if subject.weights is None else subject.weights()
+    return {plain_name(name): _whole(tensor) for name, tensor in named.items()}
+
+
+def gathered_pieces(pieces: Mapping[str, Shard], gradients: bool, group: dist.ProcessGroup | None = None
+                    ) -> dict[str, Tensor | None]:
+    """Whole tensors from this course's sharded engines, ``engine.pieces()``; every rank calls it.
+
+    Args:
+        pieces: this rank's.
+        gradients: of the pieces, as the optimizer has them; else the pieces themselves.
+        group: whose ranks hold the rest.
+    """
+    mine = {name: (piece.start, piece.data.grad if gradients else piece.data.detach())
+            for name, piece in pieces.items()}
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, mine, group=group)
+    whole: dict[str, Tensor | None] = {}
+    for name, piece in pieces.items():
+        parts = [(start, data) for start, data in (theirs[name] for theirs in everybody) if data is not None]
+        if not parts:
+            whole[name] = None
+            continue
+        flat = torch.zeros(piece.shape.numel(), dtype=parts[0][1].dtype)
+        for start, data in parts:
+            flat[start : start + data.numel()] = data
+        whole[name] = flat.view(piece.shape)
+    return whole

@@ -1,0 +1,146 @@
+"""One layout beside one process: losses, norm, each gradient, weights and buffers after two steps."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.audit.finding import Finding, explain, ranks_are
+from course_lib.audit.layouts import Layout
+from course_lib.audit.subject import Record
+
+
+def tolerance(dtype: torch.dtype, terms: int) -> float:
+    """By how much a sum of so many numbers may differ when it is added up in another order, relative to its size.
+
+    Rounding errors that are independent grow with the root of their number: √n u (Higham and Mary, "A New Approach to
+    Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41, 2019, theorem 3.1). 64 of that leave room for the
+    layers that an error passes through and for sums that cancel; a wrong factor, 2 or 1/2, is far beyond it.
+    """
+    return 64 * torch.finfo(dtype).eps * terms ** 0.5
+
+
+AMPLIFIED = 1e4
+"""Rounding in the weights after a step to that in a gradient: an optimizer that divides by small numbers adds to it."""
+
+
+@dataclass
+class Verdict:
+    """Of one layout.
+
+    Attributes:
+        layout: what was run.
+        loss_apart: the largest difference of a step's loss, relative to the reference's; infinite where a rank's
+            number of losses differs.
+        norm: of the whole gradient, found and wanted.
+        gradients: a finding for each parameter.
+        weights: the parameters that differ after all steps.
+        weights_apart: the largest difference of a parameter after all steps, relative to the largest parameter.
+        buffers: the buffers that differ.
+        within: relative tolerance.
+    """
+
+    layout: Layout
+    loss_apart: float
+    norm: tuple[float, float]
+    gradients: list[Finding]
+    weights: list[str] = field(default_factory=list)
+    weights_apart: float = 0.0
+    buffers: list[str] = field(default_factory=list)
+    within: float = 0.0
+
+    @property
+    def losses_agree(self) -> bool:
+        """But for rounding, enlarged by the steps between."""
+        return self.loss_apart <= AMPLIFIED * self.within
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """The parameters whose gradient is not the reference's."""
+        return [finding for finding in self.gradients if finding.kind != "equal"]
+
+    @property
+    def clean(self) -> bool:
+        """Nothing differs."""
+        return self.losses_agree and not (self.wrong or self.weights or self.buffers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"layout": self.layout.used, "clean": self.clean, "loss_apart": self.loss_apart, "norm": self.norm,
+                "within": self.within, "weights": self.weights, "weights_apart": self.weights_apart,
+                "buffers": self.buffers,
+                "gradients": [asdict(finding) for finding in self.gradients]}
+
+
+def judge(reference: Record, found: Sequence[Record], layout: Layout) -> Verdict:
+    """Compare what the ranks of a layout did with one process."""
+    dtype = next((g.dtype for g in reference.gradients.values() if g is not None), torch.float32)
+    within = tolerance(dtype, reference.terms)
+    gradients = [_of_parameter(name, reference, found, layout, within) for name in reference.gradients]
+    losses = [record.losses for record in found if record.losses]
+    means = [sum(step) / len(step) for step in zip(*losses, strict=True)]
+    loss_apart = max((abs(mine - right) / max(abs(right), 1e-12)
+                      for mine, right in zip(means, reference.losses, strict=True)), default=math.inf
+                     ) if len(means) == len(reference.losses) else math.inf
+    weights, buffers = (_differences(wanted, theirs) for wanted, theirs in (
+        (reference.weights, [record.weights for record in found]),
+        (reference.buffers, [record.buffers for record in found])))
+    return Verdict(layout, loss_apart, (_whole_norm(found), reference.norm), gradients,
+                   [name for name, apart in weights.items() if apart > AMPLIFIED * within],
+                   max(weights.values(), default=0.0),
+                   [name for name, apart in buffers.items() if apart > AMPLIFIED * within], within)
+
+
+def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout: Layout, within: float) -> Finding:
+    wanted = reference.gradients[name]
+    held = {rank: record.gradients[name] for rank, record in enumerate(found) if name in record.gradients}
+    floor = within * reference.norm  # what cancels to nothing is nothing, whatever its digits
+    wanted_norm = 0.0 if wanted is None else float(wanted.double().norm())
+    if not held:
+        return Finding(name, "missing", sentence=f"`{name}`: no rank has this parameter", apart=1.0)
+    bare = [rank for rank, gradient in held.items() if gradient is None]
+    if wanted is None or wanted_norm <= floor:
+        extra = [rank for rank, gradient in held.items() if gradient is not None and gradient.double().norm() > floor]
+        return Finding(name, "unrelated" if extra else "equal", apart=float(bool(extra)),
+                       sentence=f"`{name}`: has a gradient, and in one process none" if extra else "")
+    if bare:
+        where = "no rank has a gradient" if len(bare) == len(held) else f"{ranks_are(bare, 'has', 'have')} no gradient"
+        return Finding(name, "missing", sentence=f"`{name}`: {where}, and one process does", apart=1.0)
+    tensors = {rank: gradient.double() for rank, gradient in held.items() if gradient is not None}
+    right = wanted.double()
+    if any(tensor.shape != right.shape for tensor in tensors.values()):
+        shapes = sorted({tuple(tensor.shape) for tensor in tensors.values()})
+        return Finding(name, "unrelated", apart=1.0, sentence=f"`{name}`: its gradient has the shape {shapes[0]}, and "
+                       f"the parameter {tuple(right.shape)}: give whole gradients")
+    apart = max(float((tensor - right).norm()) for tensor in tensors.values()) / wanted_norm
+    close = within + floor / wanted_norm
+    if apart <= close:
+        return Finding(name, "equal", apart=apart)
+    return explain(name, tensors, wanted, reference.gradients, layout, close, apart)
+
+
+def _differences(wanted: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """By name, the norm of the difference on the worst rank, over that of the largest tensor; infinite for another
+    shape, for integers that differ, and where no rank has it."""
+    size = max((float(tensor.double().norm()) for tensor in wanted.values()), default=0.0) or 1.0
+
+    def apart(mine: Tensor, right: Tensor) -> float:
+        if mine.shape != right.shape or not (right.is_floating_point() or torch.equal(mine, right)):
+            return math.inf
+        return float((mine.double() - right.double()).norm()) / size
+
+    return {name: max((apart(held[name], right) for held in found if name in held), default=math.inf)
+            for name, right in wanted.items()}
+
+
+def _whole_norm(found: Sequence[Record]) -> float:
+    """Of the gradient that all ranks have together: each parameter once, from the first rank that has it."""
+    once: dict[str, Tensor] = {}
+    for record in found:
+        for name, gradient in record.gradients.items():
+            if gradient is not None:
+                once.setdefault(name, gradient)
+    return sum(float(gradient.double().square().sum()) for gradient in once.values()) ** 0.5

@@ -1,0 +1,144 @@
+"""The audit on engines that are right, and on wrong ones: each named by parameter, factor and axis."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.audit import Layout, audit, layouts
+from course_lib.errors import CourseError
+from tests.audit import subjects
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def verdicts(make, *chosen):
+    return audit(make, chosen or [Layout(dp=2), Layout(dp=3)], timeout=60).verdicts
+
+
+@pytest.mark.parametrize("name", subjects.ENGINES)
+def test_no_alarm_over_our_engines(name):
+    for verdict in verdicts(functools.partial(subjects.ours, name)):
+        assert verdict.clean, verdict.wrong or verdict.weights
+
+
+@pytest.mark.parametrize("make", [subjects.torchs_ddp, subjects.torchs_fsdp, subjects.right])
+def test_no_alarm_over_torchs_engines_and_a_right_loop(make):
+    for verdict in verdicts(make):
+        assert verdict.clean, verdict.wrong or verdict.weights
+
+
+def test_no_alarm_over_hybrid_sharding_and_tensor_parallelism():
+    assert verdicts(subjects.torchs_fsdp, Layout(dp=2, shard=2))[0].clean
+    for verdict in verdicts(subjects.tensor_parallel, Layout(tp=2), Layout(dp=2, tp=3)):
+        assert verdict.clean, verdict.wrong
+
+
+def test_a_sum_for_a_mean_is_the_size_of_its_axis_and_no_loss_shows_it_under_adam():
+    for verdict, size in zip(verdicts(subjects.summed), (2, 3), strict=True):
+        assert {(f.kind, round(f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", size, ("dp",))}
+        assert verdict.norm[0] == pytest.approx(size * verdict.norm[1]) and verdict.weights
+    for verdict in verdicts(subjects.summed_under_adam):
+        assert len(verdict.wrong) == 9 and verdict.losses_agree and not verdict.weights
+        assert max(verdict.loss_apart, verdict.weights_apart) < 1e-9
+
+
+def test_a_division_too_many():
+    verdict = verdicts(subjects.divided_twice, Layout(dp=3))[0]
+    assert {(f.kind, round(1 / f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", 3, ("dp",))}
+    assert "`embedding.weight`: 0.3333 of the reference, the size of dp: divided by it once too often" in (
+        verdict.wrong[0].sentence)
+
+
+@pytest.mark.parametrize(("make", "name", "kind", "words"), [
+    (subjects.one_left_out, "blocks.0.norm.bias", "not averaged", "average"),
+    (subjects.sign, "head.weight", "sign", "the sign is wrong"),
+    (subjects.last_rank_has_its_own, "blocks.0.up.weight", "rank", "right on 2 of 3 ranks; rank 2 is wrong"),
+    (subjects.half_of_a_shard, "blocks.0.down.weight", "shard", "right but for part 2 of 3 along its dimension 0"),
+    (subjects.frozen_by_mistake, "head.bias", "missing", "no rank has a gradient"),
+])
+def test_what_is_wrong_with_one_parameter(make, name, kind, words):
+    verdict = verdicts(make, Layout(dp=3))[0]
+    assert [(f.name, f.kind) for f in verdict.wrong] == [(name, kind)]
+    assert words in verdict.wrong[0].sentence, verdict.wrong[0].sentence
+
+
+def test_gradients_in_each_others_places():
+    wrong = verdicts(subjects.swapped, Layout(dp=2))[0].wrong
+    assert [f.sentence for f in wrong] == ["`blocks.0.norm.weight`: has the gradient of `blocks.0.norm.bias`",
+                                           "`blocks.0.norm.bias`: has the gradient of `blocks.0.norm.weight`"]
+
+
+def test_a_mean_of_means_is_no_factor():
+    verdict = verdicts(subjects.uneven_rows, Layout(dp=2))[0]
+    assert {f.kind for f in verdict.wrong} == {"unrelated"} and not verdict.losses_agree
+
+
+def test_the_axis_of_a_missing_sum_in_a_layout_of_two():
+    """Megatron's f without its all-reduce: what lies below it has, on each tensor rank, its own part."""
+    verdict = verdicts(functools.partial(subjects.tensor_parallel, sums=False), Layout(dp=2, tp=3))[0]
+    assert {f.name: (f.kind, f.axes) for f in verdict.wrong if "norm" in f.name} == {
+        "blocks.0.norm.weight": ("not summed", ("tp",)), "blocks.0.norm.bias": ("not summed", ("tp",))}
+    assert {f.name for f in verdict.wrong} == {"blocks.0.norm.weight", "blocks.0.norm.bias", "embedding.weight"}
+    twice = verdicts(functools.partial(subjects.tensor_parallel, bias_once=False), Layout(dp=2, tp=3))[0]
+    assert [(f.name, round(f.factor, 9), f.axes) for f in twice.wrong] == [("blocks.0.down.bias", 3, ("tp",))]
+    assert twice.losses_agree is False, "the second step is made with what the first one did"
+
+
+def test_what_cannot_be_judged_is_refused_in_one_line():
+    def draws(layout):
+        torch.manual_seed(torch.seed() % 2**31)
+        return subjects.right(layout)
+
+    def drops(layout):
+        model, optimizer, _, batch = subjects.right(layout)
+        torch.seed()
+        return model, optimizer, lambda m, b: subjects.mean_loss(m, b) * torch.rand(()).double(), batch
+
+    def differs(layout):
+        model, *rest = subjects.right(layout)
+        if dist.get_rank():
+            torch.nn.init.zeros_(model.head.bias)
+        return model, *rest
+
+    def nothing(layout):
+        return 7
+
+    def never(layout):
+        raise NotImplementedError("only one process")
+
+    with pytest.raises(CourseError, match="two runs of one process differ in the gradient of `embedding.weight`"):
+        audit(drops, [Layout(dp=2)])
+    with pytest.raises(CourseError, match="`head.bias` begins with other values on rank 1 of dp2 than in one process"):
+        audit(differs, [Layout(dp=2)])
+    def hangs(layout):
+        if dist.get_rank():
+            dist.barrier()
+        return subjects.right(layout)
+
+    def breaks(layout):
+        return subjects.right(layout)[:3] + ((torch.ones(2), torch.ones(3)),)
+
+    where = r"one process: rank 0 raised RuntimeError.*subjects.py\", line \d+, in forward\)"
+    with pytest.raises(CourseError, match=where):
+        audit(breaks, [Layout(dp=2)])
+    with pytest.raises(CourseError, match="dp2: 2 ranks were still running after 4 s and have been ended: call each"):
+        audit(hangs, [Layout(dp=2)], timeout=4)
+    with pytest.raises(CourseError, match="`make` gave int"):
+        audit(nothing, [Layout(dp=2)])
+    partly = audit(lambda layout: subjects.right(layout) if layout.ranks < 3 else never(layout), layouts(3, ("dp",)))
+    assert partly.refused == {Layout(dp=3): "only one process"} and partly.clean
+    assert audit(draws, [Layout(dp=2)]).clean, "the model is made from its own seed"
+
+
+def test_layouts_whose_axes_differ_in_size_come_first():
+    found = layouts(6, ("dp", "tp"))
+    assert all(2 <= layout.ranks <= 6 for layout in found) and len(found) == len(set(found)) == 13
+    both = [layout for layout in found if len(layout.used) == 2]
+    assert both[-1] == Layout(dp=2, tp=2)
+    assert {str(layout) for layout in both} == {"dp2 × tp2", "dp2 × tp3", "dp3 × tp2"}
+    layout = Layout(dp=2, tp=3)
+    assert layout.together(("tp",)) == [[0, 1, 2], [3, 4, 5]] and layout.together(("dp",)) == [[0, 3], [1, 4], [2, 5]]
+    with pytest.raises(CourseError, match="unknown axis 'x'"):
+        layouts(4, ("x",))
