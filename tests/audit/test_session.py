@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import audit_olmoe
 from course_lib.audit import Layout, audit, layouts
 from course_lib.errors import CourseError
 from tests.audit import subjects
@@ -33,6 +34,13 @@ def test_no_alarm_over_hybrid_sharding_and_tensor_parallelism():
     assert verdicts(subjects.torchs_fsdp, Layout(dp=2, shard=2))[0].clean
     for verdict in verdicts(subjects.tensor_parallel, Layout(tp=2), Layout(dp=2, tp=3)):
         assert verdict.clean, verdict.wrong
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(shard=2)], ids=str)
+def test_no_alarm_over_transformers_own_parallelism(layout):
+    """The release that is pinned; benchmarks/audit-releases.md has one whose router's gradient is not summed."""
+    (verdict,) = verdicts(audit_olmoe.make, layout)
+    assert len(verdict.gradients) == 25 and verdict.clean, verdict.wrong
 
 
 def test_a_sum_for_a_mean_is_the_size_of_its_axis_and_no_loss_shows_it_under_adam():
