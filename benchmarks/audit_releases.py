@@ -64,8 +64,8 @@ def row(release: Release, told: dict[str, Any]) -> str:
     what = {"make": "layers split", "experts": "experts split"}[release.function]
     layout = " × ".join(f"{axis}{size}" for axis, size in verdict["layout"].items())
     name = release.packages[0] if release.packages else "transformers, as pinned here"
-    return (f"| {name} | OLMoE, {what}, {layout} | {verdict['loss_apart']:.1e} | {len(verdict['gradients']) - len(wrong)} of {len(verdict['gradients'])} | "
-            f"{named[0] if named else ''} |")
+    agree = f"{len(verdict['gradients']) - len(wrong)} of {len(verdict['gradients'])}"
+    return f"| {name} | OLMoE, {what}, {layout} | {verdict['loss_apart']:.1e} | {agree} | {named[0] if named else ''} |"
 
 
 def main() -> None:
