@@ -65,7 +65,8 @@ def row(release: Release, told: dict[str, Any]) -> str:
     layout = " × ".join(f"{axis}{size}" for axis, size in verdict["layout"].items())
     name = release.packages[0] if release.packages else "transformers, as pinned here"
     agree = f"{len(verdict['gradients']) - len(wrong)} of {len(verdict['gradients'])}"
-    return f"| {name} | OLMoE, {what}, {layout} | {verdict['loss_apart']:.1e} | {agree} | {named[0] if named else ''} |"
+    apart = max(verdict["losses_apart"])
+    return f"| {name} | OLMoE, {what}, {layout} | {apart:.1e} | {agree} | {named[0] if named else ''} |"
 
 
 def main() -> None:

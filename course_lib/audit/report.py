@@ -1,4 +1,4 @@
-"""An audit as text of 80 columns, or as JSON."""
+"""An audit as text, a line per layout and a sentence per parameter, or as JSON."""
 
 import json
 from collections.abc import Iterator

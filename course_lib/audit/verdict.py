@@ -24,7 +24,9 @@ def tolerance(dtype: torch.dtype, terms: int) -> float:
 
 
 AMPLIFIED = 1e4
-"""Rounding in the weights after a step to that in a gradient: an optimizer that divides by small numbers adds to it."""
+"""Rounding after a step to that in a gradient: an optimizer that divides by small numbers enlarges it."""
+MOST = 1e-2
+"""Relative difference after a step that is no rounding, whatever the dtype."""
 
 
 @dataclass
@@ -33,8 +35,8 @@ class Verdict:
 
     Attributes:
         layout: what was run.
-        loss_apart: the largest difference of a step's loss, relative to the reference's; infinite where a rank's
-            number of losses differs.
+        losses_apart: the difference of each step's loss, relative to the reference's; infinite where the ranks have
+            another number of losses.
         norm: of the whole gradient, found and wanted.
         gradients: a finding for each parameter.
         weights: the parameters that differ after all steps.
@@ -44,7 +46,7 @@ class Verdict:
     """
 
     layout: Layout
-    loss_apart: float
+    losses_apart: list[float]
     norm: tuple[float, float]
     gradients: list[Finding]
     weights: list[str] = field(default_factory=list)
@@ -53,9 +55,15 @@ class Verdict:
     within: float = 0.0
 
     @property
+    def loss_apart(self) -> float:
+        """The largest of them."""
+        return max(self.losses_apart)
+
+    @property
     def losses_agree(self) -> bool:
-        """But for rounding, enlarged by the steps between."""
-        return self.loss_apart <= AMPLIFIED * self.within
+        """The first but for rounding, the others but for what a step makes of it."""
+        first, *later = self.losses_apart
+        return first <= self.within and max(later, default=0.0) <= _after_a_step(self.within)
 
     @property
     def wrong(self) -> list[Finding]:
@@ -69,7 +77,7 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"layout": self.layout.used, "clean": self.clean, "loss_apart": self.loss_apart, "norm": self.norm,
+        return {"layout": self.layout.used, "clean": self.clean, "losses_apart": self.losses_apart, "norm": self.norm,
                 "within": self.within, "weights": self.weights, "weights_apart": self.weights_apart,
                 "buffers": self.buffers,
                 "gradients": [asdict(finding) for finding in self.gradients]}
@@ -82,16 +90,19 @@ def judge(reference: Record, found: Sequence[Record], layout: Layout) -> Verdict
     gradients = [_of_parameter(name, reference, found, layout, within) for name in reference.gradients]
     losses = [record.losses for record in found if record.losses]
     means = [sum(step) / len(step) for step in zip(*losses, strict=True)]
-    loss_apart = max((abs(mine - right) / max(abs(right), 1e-12)
-                      for mine, right in zip(means, reference.losses, strict=True)), default=math.inf
-                     ) if len(means) == len(reference.losses) else math.inf
+    losses_apart = [math.inf] if len(means) != len(reference.losses) else [
+        abs(mine - right) / max(abs(right), 1e-12) for mine, right in zip(means, reference.losses, strict=True)]
     weights, buffers = (_differences(wanted, theirs) for wanted, theirs in (
         (reference.weights, [record.weights for record in found]),
         (reference.buffers, [record.buffers for record in found])))
-    return Verdict(layout, loss_apart, (_whole_norm(found), reference.norm), gradients,
-                   [name for name, apart in weights.items() if apart > AMPLIFIED * within],
+    return Verdict(layout, losses_apart, (_whole_norm(found), reference.norm), gradients,
+                   [name for name, apart in weights.items() if apart > _after_a_step(within)],
                    max(weights.values(), default=0.0),
-                   [name for name, apart in buffers.items() if apart > AMPLIFIED * within], within)
+                   [name for name, apart in buffers.items() if apart > _after_a_step(within)], within)
+
+
+def _after_a_step(within: float) -> float:
+    return min(AMPLIFIED * within, MOST)
 
 
 def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout: Layout, within: float) -> Finding:

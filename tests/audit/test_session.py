@@ -94,6 +94,18 @@ def test_the_axis_of_a_missing_sum_in_a_layout_of_two():
     assert twice.losses_agree is False, "the second step is made with what the first one did"
 
 
+def test_a_loss_that_is_told_wrong_over_right_gradients_is_seen_in_any_dtype():
+    def told(layout, dtype):
+        model, optimizer, loss, batch = subjects.right(layout)
+        off = 0.001 if dist.get_world_size() > 1 else 0.0
+        return model.to(dtype), optimizer, lambda m, b: loss(m, b) + off, batch
+
+    for dtype in (torch.float64, torch.float32):
+        (verdict,) = verdicts(functools.partial(told, dtype=dtype), Layout(dp=2))
+        assert not verdict.wrong and not verdict.losses_agree and not verdict.clean
+        assert verdict.losses_apart == pytest.approx([0.001 / 2.9] * 2, rel=0.2)
+
+
 def test_what_cannot_be_judged_is_refused_in_one_line():
     def draws(layout):
         torch.manual_seed(torch.seed() % 2**31)
