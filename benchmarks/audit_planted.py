@@ -23,7 +23,8 @@ def main() -> None:
         rows.append(f"| {told.where} | {told.what} | {told.layout} | {verdict.losses_apart[0]:.0e} | {said} |")
     text = (f"# Planted gradients\n\n{machine.measured_on('torch')}\n\n"
             "Small trainings in our own words, after what these issues and pull requests tell "
-            "(`tests/audit/upstream.py`); that the audit says so of each is a test. The loss is that of the first step.\n\n"
+            "(`tests/audit/upstream.py`); that the audit says so of each is a test. The loss is that of the first "
+            "step.\n\n"
             "| told in | what went wrong | layout | loss apart | the audit says |\n|---|---|---|---|---|\n"
             + "\n".join(rows) + "\n")
     write_text(HERE / "audit-planted.md", text)
