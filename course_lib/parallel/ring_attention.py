@@ -104,7 +104,7 @@ class _RingAttention(torch.autograd.Function):
             coming = ring.pass_on(block) if step + 1 < ring.ranks else None
             attention.add(block[0], block[1], sight.blocks(ring.rank, owner))
             if coming is not None:
-                block = coming.arrived()
+                block, coming = coming.arrived(), None  # and lets go of what it has sent
 
         result = attention.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, attention.log_sum)
@@ -125,7 +125,7 @@ class _RingAttention(torch.autograd.Function):
                 share += returning.arrived()
             returning = ring.pass_on(share) if ring.ranks > 1 else None
             if coming is not None:
-                block = coming.arrived()
+                block, coming = coming.arrived(), None  # and lets go of what it has sent
 
         home = returning.arrived() if returning is not None else share
         return gradients.of_query.to(query.dtype), home[0].to(key.dtype), home[1].to(value.dtype), None, None, None

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import Counter
 from datetime import timedelta
 from queue import Queue
 from xml.etree import ElementTree
@@ -18,6 +19,7 @@ from course_lib.figures.diagrams import (
     meeting,
     memory,
     pipelines,
+    sequences,
     sharding,
     states,
     store_keys,
@@ -25,11 +27,14 @@ from course_lib.figures.diagrams import (
 )
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.marks import contrast
+from course_lib.figures.style import COLOURS
 from course_lib.lessons.slow_link import timeline
 from course_lib.parallel import collectives as real_collectives
 from course_lib.parallel.pipeline.actions import v_shape
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import simulate
+from course_lib.parallel.ring_attention import Sight
+from course_lib.parallel.sequence_layout import SequenceLayout
 from course_lib.parallel.topology import RankGrid
 from course_lib.planning.memory import Memory, zero_model_states
 
@@ -58,6 +63,8 @@ DRAWN = {
     "who_needs_what": [pipelines.who_needs_what],
     "columns_then_rows": [lambda n=n: tensors.columns_then_rows(n) for n in (2, 3, 4)],
     "sequence_parallel": [lambda n=n: tensors.sequence_parallel(n) for n in (2, 3, 4)],
+    "keys_on_the_ring": [lambda n=n: sequences.keys_on_the_ring(n) for n in (2, 3, 4)],
+    "who_computes_which_scores": [lambda n=n: sequences.who_computes_which_scores(n) for n in (2, 3, 4)],
     "rank_grid": [lambda sizes=sizes: tensors.rank_grid(RankGrid(*sizes))
                   for sizes in ((2, 2, 2), (1, 4, 2), (3, 2, 4), (4, 1, 1), (1, 4, 4))],
     "unit_life": [states.unit_life],
@@ -328,6 +335,27 @@ def test_a_cut_sequence_is_cut_as_the_exchanges_cut_it(ranks):
         assert columns == pytest.approx([1, 1, 1, 1 / ranks, 1, 1])
     sends = [arrow.means for arrow in diagram.arrows if arrow.means]
     assert sorted(sends) == sorted((name, rank) for name in ("all_gather", "reduce_scatter") for rank in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_keys_on_the_ring_are_where_the_ring_has_them_and_grey_is_what_nobody_sees(ranks):
+    diagram, sight = sequences.keys_on_the_ring(ranks), Sight(SequenceLayout(4 * ranks, ranks), causal=True)
+    boxes = {box.means[:2]: box for box in diagram.boxes if box.means}
+    assert len(boxes) == ranks * ranks
+    for (rank, step), box in boxes.items():
+        assert box.means[2] == (rank - step) % ranks
+        assert (box.fill == COLOURS["idle"]) == (not list(sight.blocks(rank, box.means[2])))
+        if step:
+            assert (step - 1, (rank - 1) % ranks, rank) in {arrow.means for arrow in diagram.arrows}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_scores_are_drawn_with_the_rank_that_computes_them(ranks):
+    drawn = [box.means for box in sequences.who_computes_which_scores(ranks).boxes if box.means]
+    for zigzag in (False, True):
+        layout = SequenceLayout(2 * ranks, ranks, zigzag)
+        work = Counter(rank for of_zigzag, _, _, rank in drawn if of_zigzag == zigzag)
+        assert [work[rank] for rank in range(ranks)] == [layout.pairs(rank) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2), (3, 1, 2)])

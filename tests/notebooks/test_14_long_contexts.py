@@ -1,0 +1,63 @@
+"""What lesson 14 claims, measured anew: who is right alone, the ring by hand, bytes, balance, labels, engines."""
+
+import pytest
+
+from tests.notebooks.conftest import says
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def lesson(run_lesson):
+    return run_lesson("14_long_contexts", device="auto", world_size=2, steps=4)
+
+
+def test_own_keys_alone_are_wrong_on_all_ranks_but_the_first_and_the_loss_hardly_tells(lesson):
+    assert lesson["ranks_right_alone"] == 1 and lesson["off_alone"][0] < 1e-5 < 0.1 < lesson["off_alone"][1]
+    assert 1e-4 < lesson["first_loss_off_alone"] < 0.02 < lesson["gradient_off_alone"]
+    assert says(lesson, "With own keys alone 1 of 2 ranks is right")
+
+
+def test_a_mean_is_wrong_sums_overflow_and_logarithms_are_exact(lesson):
+    assert lesson["ways_right"] == 3
+    off = {way: list(map(float, both)) for way, both in lesson["merged_off"].items()}
+    assert min(off["mean of outputs"]) > 0.1 and off["weighted by sums"][0] < 1e-5
+    assert off["weighted by sums"][1] != off["weighted by sums"][1], "infinite over infinite"
+    assert max(off["weighted by logarithms"]) < 1e-4
+
+
+def test_the_ring_by_hand_is_one_process_and_shares_that_stay_are_seen_in_the_gradient_alone(lesson):
+    assert lesson["ring_losses_apart"] < 2e-6 and lesson["gradient_off_ring"] < 1e-5
+    assert lesson["first_loss_off_without_carry"] < 2e-6 < 0.005 < lesson["gradient_off_without_carry"]
+    assert 1e-4 < lesson["losses_apart_without_carry"] < 0.1, "and still it trains"
+
+
+def test_bytes_are_the_formulas_and_ulysses_is_the_dear_one_where_heads_share_keys(lesson):
+    assert lesson["bytes_counted"] == lesson["bytes_by_formula"]
+    assert lesson["ring_over_allgather"] == (3 * 2 - 2) / (2 * 2 - 2) == 2
+    assert lesson["allgather_over_ring"] == 1 and lesson["ulysses_over_ring_all_heads"] == 1
+    assert lesson["ulysses_over_ring_one_key_head"] == 7 == (12 + 2) / 2
+    assert lesson["blocks_in_flight"] == [2, 2, 2]
+    for n, saved in lesson["blocks_saved"].items():
+        assert [round(saved[way], 1) for way in ("ring", "allgather", "ulysses")] == [2.1, int(n) + 1.1, 2.1]
+
+
+def test_zigzag_balances_and_what_it_costs_to_leave_it_out(lesson):
+    assert lesson["contiguous_lasts"] == pytest.approx(1.5, abs=0.02)
+    assert lesson["zigzag_lasts"] == pytest.approx(1, abs=1e-9)
+    work = lesson["work_by_rank"]
+    assert work["zigzag"][0] == work["zigzag"][1] and work["contiguous"][1] > 2.9 * work["contiguous"][0]
+    assert lesson["zigzag_losses_apart"] < 2e-6 and lesson["gradient_off_zigzag"] < 1e-5
+    assert lesson["gradient_off_mixed"] > 0.005
+
+
+def test_labels_means_and_documents(lesson):
+    assert lesson["targets_lost"] == 1 and lesson["targets_wrong_in_zigzag"] == 1
+    off = lesson["packed_off"]
+    assert off["mask and share of the mean"] < 2e-6
+    assert off["no mask: documents leak"] > 1e-3 and off["mean of the ranks' means"] > 1e-3
+
+
+def test_the_engines_of_work_are_one_process_too(lesson):
+    assert lesson["ways_at_work"][-2:] == ["torch's ring", "DeepSpeed's Ulysses"] and len(lesson["ways_at_work"]) == 5
+    assert lesson["at_work_losses_apart"] < 2e-6 and lesson["at_work_gradient_off"] < 1e-5
