@@ -8,7 +8,9 @@ the first gradient of each parameter is compared. What differs is named: the par
 from course_lib.audit.finding import Finding
 from course_lib.audit.layouts import AXES, Layout, layouts
 from course_lib.audit.session import Audited, audit
+from course_lib.audit.step import AuditedStep, GradientDiffers, Reference, record_step, step
 from course_lib.audit.subject import Subject, gathered_pieces
 from course_lib.audit.verdict import Verdict
 
-__all__ = ["AXES", "Audited", "Finding", "Layout", "Subject", "Verdict", "audit", "gathered_pieces", "layouts"]
+__all__ = ["AXES", "Audited", "AuditedStep", "Finding", "GradientDiffers", "Layout", "Reference", "Subject", "Verdict",
+           "audit", "gathered_pieces", "layouts", "record_step", "step"]

@@ -60,7 +60,7 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
     factors = {rank: float((tensor * right).sum() / right.square().sum()) for rank, tensor in tensors.items()}
     one = next(iter(factors.values()))
     if all(alike(tensor, one * right) for tensor in tensors.values()) and abs(one) > close:
-        axes = _axes_of_size(one, layout)
+        axes = _axes_of_size(one, layout, max(close, 1e-3))
         kind: Kind = "sign" if abs(one + 1) <= close else "factor"
         if kind == "sign":
             why = "the sign is wrong"
@@ -114,13 +114,13 @@ def _shards(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Lay
                               f"its dimension {dim}, as {axis} cuts it", apart)
 
 
-def _axes_of_size(factor: float, layout: Layout) -> tuple[str, ...]:
+def _axes_of_size(factor: float, layout: Layout, close: float) -> tuple[str, ...]:
     """The fewest axes whose product, or its inverse, a factor is; those first that no other axes share."""
     for axes in _subsets(layout):
         size = 1.0
         for axis in axes:
             size *= layout.used[axis]
-        if min(abs(abs(factor) - size) / size, abs(abs(factor) * size - 1)) < 1e-3:
+        if min(abs(abs(factor) - size) / size, abs(abs(factor) * size - 1)) < close:
             same = [axis for axis in layout.used if layout.used[axis] == size] if len(axes) == 1 else list(axes)
             return tuple(same)
     return ()

@@ -82,11 +82,11 @@ def observe(make: Make, layout: Layout, steps: int) -> Record:
     torch.manual_seed(0)
     made = make(layout)
     subject = made if isinstance(made, Subject) else _of_tuple(made)
-    record = Record(_weights(subject), terms=max((t.numel() for t in tensors_of(subject.batch)), default=1))
+    record = Record(weights_of(subject), terms=max((t.numel() for t in tensors_of(subject.batch)), default=1))
 
     def read(*_: Any) -> None:
         if not record.gradients:
-            record.gradients = _gradients(subject)
+            record.gradients = gradients_of(subject)
 
     subject.optimizer.register_step_pre_hook(read)  # after the engine's own: what it hands out is there
     for _ in range(steps):
@@ -96,7 +96,7 @@ def observe(make: Make, layout: Layout, steps: int) -> Record:
             record.losses.append(float(loss.detach().double()))
         subject.optimizer.step()
         subject.optimizer.zero_grad()
-    record.weights = _weights(subject)
+    record.weights = weights_of(subject)
     record.buffers = {plain_name(name): buffer.detach().clone() for name, buffer in subject.model.named_buffers()}
     return record
 
@@ -119,14 +119,16 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def _gradients(subject: Subject) -> dict[str, Tensor | None]:
+def gradients_of(subject: Subject) -> dict[str, Tensor | None]:
+    """Whole, by the plain names of the parameters; every rank calls it."""
     if subject.gradients is not None:
         return {plain_name(name): None if g is None else _whole(g) for name, g in subject.gradients().items()}
     return {plain_name(name): None if parameter.grad is None else _whole(parameter.grad)
             for name, parameter in subject.model.named_parameters()}
 
 
-def _weights(subject: Subject) -> dict[str, Tensor]:
+def weights_of(subject: Subject) -> dict[str, Tensor]:
+    """Whole, by the plain names of the parameters; every rank calls it."""
     named = dict(subject.model.named_parameters()) if subject.weights is None else subject.weights()
     return {plain_name(name): _whole(tensor) for name, tensor in named.items()}
 

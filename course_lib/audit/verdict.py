@@ -19,14 +19,21 @@ def tolerance(dtype: torch.dtype, terms: int) -> float:
     Rounding errors that are independent grow with the root of their number: √n u (Higham and Mary, "A New Approach to
     Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41, 2019, theorem 3.1). 64 of that leave room for the
     layers that an error passes through and for sums that cancel; a wrong factor, 2 or 1/2, is far beyond it.
+
+    Half precision (bfloat16, float16) sums in float32 and rounds what it stores: the errors of 64 tensors on the way of
+    a gradient add up to √64 of one rounding, 1/16 for bfloat16.
     """
-    return 64 * torch.finfo(dtype).eps * terms ** 0.5
+    summed = dtype if torch.finfo(dtype).bits >= 32 else torch.float32
+    stored = 0.0 if summed == dtype else STORED ** 0.5 * torch.finfo(dtype).eps
+    return stored + 64 * torch.finfo(summed).eps * terms ** 0.5
 
 
+STORED = 64
+"""Tensors that are rounded to half precision on the way of a gradient."""
 AMPLIFIED = 1e4
 """Rounding after a step to that in a gradient: an optimizer that divides by small numbers enlarges it."""
 MOST = 1e-2
-"""Relative difference after a step that is no rounding, whatever the dtype."""
+"""Relative difference after a step that is no rounding, unless the dtype's own is larger."""
 
 
 @dataclass
@@ -56,14 +63,14 @@ class Verdict:
 
     @property
     def loss_apart(self) -> float:
-        """The largest of them."""
-        return max(self.losses_apart)
+        """The largest of them; 0 where none was told."""
+        return max(self.losses_apart, default=0.0)
 
     @property
     def losses_agree(self) -> bool:
         """The first but for rounding, the others but for what a step makes of it."""
-        first, *later = self.losses_apart
-        return first <= self.within and max(later, default=0.0) <= _after_a_step(self.within)
+        first, later = self.losses_apart[:1], self.losses_apart[1:]
+        return max(first, default=0.0) <= self.within and max(later, default=0.0) <= _after_a_step(self.within)
 
     @property
     def wrong(self) -> list[Finding]:
@@ -102,7 +109,7 @@ def judge(reference: Record, found: Sequence[Record], layout: Layout) -> Verdict
 
 
 def _after_a_step(within: float) -> float:
-    return min(AMPLIFIED * within, MOST)
+    return max(within, min(AMPLIFIED * within, MOST))
 
 
 def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout: Layout, within: float) -> Finding:

@@ -1,0 +1,223 @@
+"""The audit of one step of any training loop, in the job that runs it."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from course_lib.audit.layouts import Layout
+from course_lib.audit.subject import Record, Subject, gradients_of, plain_name, weights_of
+from course_lib.audit.verdict import Verdict, judge
+from course_lib.errors import CourseError
+from course_lib.parallel.trees import tensors_of
+
+
+class GradientDiffers(CourseError):
+    """A step's gradients, or its loss, are not those of one process.
+
+    Attributes:
+        verdict: on all parameters.
+    """
+
+    def __init__(self, verdict: Verdict):
+        self.verdict = verdict
+        wrong = [finding.sentence for finding in verdict.wrong] or [
+            f"the loss is {verdict.loss_apart:.2g} of its size away from one process"]
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        super().__init__(f"{verdict.layout}: {wrong[0]}{more}", "see `error.verdict`")
+
+    def __reduce__(self):
+        return type(self), (self.verdict,)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """How one process takes the step.
+
+    Attributes:
+        model: builds the plain model, on rank 0 alone; it is given the weights that the step begins with.
+        loss: ``loss(model, batch)`` of the whole batch, a scalar.
+        clip: largest norm of the gradient, where the loop clips it before ``optimizer.step()``.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    clip: float | None = None
+
+
+@dataclass
+class AuditedStep:
+    """What the block is told of, and gives back.
+
+    Attributes:
+        loss: set it in the block (of this rank, or of all) to have it compared.
+        verdict: on every rank, after the block.
+    """
+
+    loss: Tensor | float | None = None
+    verdict: Verdict | None = None
+
+
+@contextlib.contextmanager
+def step(model: nn.Module, reference: Reference | str | os.PathLike, *, batch: Any = None,
+         layout: Layout | None = None, gradients: Callable[[], Mapping[str, Tensor | None]] | None = None,
+         weights: Callable[[], Mapping[str, Tensor]] | None = None, strict: bool = True) -> Iterator[AuditedStep]:
+    """Compare the gradients of the step in this block with those of one process; every rank enters it.
+
+    They are read when the first optimizer steps, or at the block's end where none does.
+
+    Args:
+        model: as it is trained, wrapped or not.
+        reference: computed on rank 0 from the gathered batch, or a file that :func:`record_step` wrote.
+        batch: of this rank; the ranks' are joined along dimension 0, in the order of the data axes (and along
+            dimension 1 in that of cp). Needed unless ``reference`` is a file.
+        layout: of the job; default: all ranks are data parallel.
+        gradients: whole gradients by name, where ``.grad`` does not have them; every rank calls it.
+        weights: whole parameters by name, likewise.
+        strict: raise what is found; else it is in ``verdict`` alone.
+    Raises:
+        GradientDiffers: on every rank.
+        CourseError: the layout has another number of ranks than the job, no gradient was seen, or the file is of
+            other weights.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    layout = layout or Layout(dp=ranks)
+    if layout.ranks != ranks:
+        raise CourseError(f"the layout {layout} has {layout.ranks} ranks, and the job {ranks}", "give the job's")
+    if isinstance(reference, Reference) and batch is None:
+        raise CourseError("a reference is to be computed, and of nothing", "give this rank's batch")
+    told = AuditedStep()
+    with _recorded(Subject(model, None, None, batch, gradients, weights), told) as mine:  # type: ignore[arg-type]
+        yield told
+    everybody = _gathered((mine, batch), ranks)
+    verdict: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        verdict = [_verdict(reference, everybody, layout)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(verdict)
+    if isinstance(verdict[0], CourseError):
+        raise verdict[0]
+    told.verdict = verdict[0]
+    if strict and (told.verdict.wrong or not told.verdict.losses_agree):
+        raise GradientDiffers(told.verdict)
+
+
+@contextlib.contextmanager
+def record_step(model: nn.Module, file: str | os.PathLike, *, terms: int = 1) -> Iterator[AuditedStep]:
+    """Write what one process does in this block: the reference of a job that is started elsewhere.
+
+    Args:
+        model: plain, on one process.
+        file: to be written, by ``torch.save``.
+        terms: numbers that a gradient is summed over, the elements of the whole batch: the tolerance grows with its
+            root.
+    """
+    told = AuditedStep()
+    with _recorded(Subject(model, None, None, None), told) as record:  # type: ignore[arg-type]
+        yield told
+    record.terms = terms
+    torch.save(asdict(record), file)
+
+
+@contextlib.contextmanager
+def _recorded(subject: Subject, told: AuditedStep) -> Iterator[Record]:
+    """Weights before the block, and the gradients that its first optimizer step sees."""
+    record = Record(weights_of(subject))
+
+    def read(*_: Any) -> None:
+        if not record.gradients:
+            record.gradients = gradients_of(subject)
+
+    hook = register_optimizer_step_pre_hook(read)
+    try:
+        yield record
+        read()
+    finally:
+        hook.remove()
+    if told.loss is not None:
+        record.losses = [float(torch.as_tensor(told.loss).detach().double())]
+    if all(gradient is None for gradient in record.gradients.values()):
+        raise CourseError("no parameter of the model has a gradient when the optimizer steps",
+                          "call backward in the block, or give `gradients`, where the engine keeps them elsewhere")
+
+
+def _gathered(mine: Any, ranks: int) -> list[Any]:
+    everybody: list[Any] = [mine] * ranks
+    if dist.is_initialized():
+        dist.all_gather_object(everybody, mine)
+    return everybody
+
+
+def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], layout: Layout) -> Verdict | CourseError:
+    """On rank 0; what could not be judged is returned, so that all ranks raise it."""
+    found = [record for record, _ in everybody]
+    try:
+        for rank, record in enumerate(found):
+            _check_same(found[0], record, f"on rank {rank} as on rank 0", "hand rank 0's weights to all ranks first")
+        if isinstance(reference, Reference):
+            right = _computed(reference, found[0].start, _joined([batch for _, batch in everybody], layout))
+        else:
+            right = Record(**torch.load(Path(reference), weights_only=True))
+            _check_same(right, found[0], "in the job as in the reference's file",
+                        "write the file from the weights that the step begins with")
+    except CourseError as error:
+        return error
+    right.losses = right.losses if any(record.losses for record in found) else []
+    if not right.losses:
+        found = [Record(record.start, [], record.gradients) for record in found]
+    return judge(right, found, layout)
+
+
+def _check_same(right: Record, found: Record, where: str, instead: str) -> None:
+    for name, weight in found.start.items():
+        if name in right.start and not torch.equal(weight, right.start[name]):
+            raise CourseError(f"`{name}` does not begin with the same values {where}", instead)
+
+
+def _computed(reference: Reference, start: dict[str, Tensor], batch: Any) -> Record:
+    with torch.random.fork_rng(devices=[]):
+        model = reference.model()
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    for name, parameter in parameters.items():
+        if name not in start:
+            raise CourseError(f"the reference has a parameter `{name}`, and the model that is trained none",
+                              "build the same model, without what a wrapper adds")
+        parameter.data.copy_(start[name])
+        parameter.grad = None
+    loss = reference.loss(model, batch)
+    loss.backward()
+    if reference.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), reference.clip)
+    record = Record(start, [float(loss.detach().double())],
+                    {name: parameter.grad for name, parameter in parameters.items()})
+    record.terms = max((tensor.numel() for tensor in tensors_of(batch)), default=1)
+    return record
+
+
+def _joined(batches: list[Any], layout: Layout) -> Any:
+    """The whole batch: of ranks that share their data, the first one's."""
+    rows = []
+    for data in range(layout.dp * layout.shard):
+        parts = [batches[rank] for rank in range(layout.ranks)
+                 if (place := layout.place(rank))["dp"] * layout.shard + place["shard"] == data
+                 and not place["pp"] and not place["ep"] and not place["tp"]]
+        rows.append(_cat(parts, 1) if len(parts) > 1 else parts[0])
+    return _cat(rows, 0) if len(rows) > 1 else rows[0]
+
+
+def _cat(parts: list[Any], dim: int) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts, dim) if first.dim() > dim else first
+    if isinstance(first, Mapping):
+        return {key: _cat([part[key] for part in parts], dim) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_cat(list(column), dim) for column in zip(*parts, strict=True))
+    return first

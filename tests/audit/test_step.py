@@ -1,0 +1,97 @@
+"""One step of a training loop, audited in the job that runs it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from course_lib.audit import GradientDiffers, Layout, Reference, record_step, step
+from course_lib.errors import CourseError
+from course_lib.launching.launch import launch
+from tests.audit import subjects
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+REFERENCE = Reference(subjects.small, subjects.mean_loss)
+
+
+def loop(wrap, reference=REFERENCE, average=True, clip=None, lead=None):
+    """Somebody's loop: two steps, the second one audited."""
+    dist.init_process_group("gloo")
+    layout = Layout(dp=dist.get_world_size())
+    model = wrap(subjects.small())
+    if lead is not None:
+        lead(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batch = subjects.part_of(layout, dist.get_rank())
+
+    def train():
+        loss = subjects.mean_loss(model, batch)
+        loss.backward()
+        if not average:
+            for parameter in model.parameters():
+                parameter.grad *= dist.get_world_size()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    if isinstance(reference, Reference):
+        train()
+    with step(model, reference, batch=batch, strict=False) as audited:
+        audited.loss = train()
+    return audited.verdict
+
+
+def test_a_right_step_raises_no_alarm_and_a_sum_for_a_mean_is_named():
+    for wrap in (DistributedDataParallel, fully_shard):
+        verdicts = launch(loop, wrap, num_processes=3, device="cpu", timeout=40, stream=False)
+        assert all(verdict.clean and len(verdict.gradients) == 9 for verdict in verdicts)
+    verdict = launch(loop, DistributedDataParallel, REFERENCE, False, num_processes=3, device="cpu", timeout=40,
+                     stream=False)[1]
+    assert {(f.kind, round(f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", 3, ("dp",))}
+    assert verdict.losses_agree
+
+
+def test_a_clipped_gradient_is_compared_with_a_clipped_one():
+    clipped = Reference(subjects.small, subjects.mean_loss, clip=0.01)
+    for reference, clean in ((clipped, True), (REFERENCE, False)):
+        verdict = launch(loop, DistributedDataParallel, reference, True, 0.01, num_processes=2, device="cpu",
+                         timeout=40, stream=False)[0]
+        assert verdict.clean is clean
+
+
+def test_the_reference_of_a_file(tmp_path):
+    model = subjects.small()
+    with record_step(model, tmp_path / "step.pt", terms=subjects.ROWS * subjects.TOKENS) as told:
+        told.loss = subjects.mean_loss(model, subjects.data())
+        told.loss.backward()
+    for average, clean in ((True, True), (False, False)):
+        verdict = launch(loop, DistributedDataParallel, tmp_path / "step.pt", average, num_processes=2, device="cpu",
+                         timeout=40, stream=False)[1]
+        assert verdict.clean is clean and verdict.losses_agree
+    with pytest.raises(CourseError, match="`head.bias` does not begin with the same values in the job as in the"):
+        launch(loop, DistributedDataParallel, tmp_path / "step.pt", True, None,
+               lambda model: torch.nn.init.zeros_(model.module.head.bias), num_processes=2, device="cpu", timeout=40,
+               stream=False)
+
+
+def test_it_raises_what_it_found_and_refuses_what_it_cannot_judge():
+    """In a process without ranks too."""
+    model, batch = subjects.small(), subjects.data()
+    with pytest.raises(GradientDiffers, match="one process: `embedding.weight`: 2 of the reference, the size of no axis"
+                                              r".*\(and 8 more\)"), step(model, REFERENCE, batch=batch):
+        (2 * subjects.mean_loss(model, batch)).backward()
+    model.zero_grad()
+    with step(model, REFERENCE, batch=batch):
+        subjects.mean_loss(model, batch).backward()
+    model.zero_grad()
+    with pytest.raises(CourseError, match="no parameter of the model has a gradient"), step(
+            model, REFERENCE, batch=batch):
+        pass
+    with pytest.raises(CourseError, match="has 3 ranks, and the job 1"), step(
+            model, REFERENCE, batch=batch, layout=Layout(tp=3)):
+        pass
+    with pytest.raises(CourseError, match="a reference is to be computed, and of nothing"), step(model, REFERENCE):
+        pass
