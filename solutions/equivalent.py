@@ -24,4 +24,8 @@ EQUIVALENT = {
         "the first of two is the first of one",
     ("tracking.groups", "dtype=torch.float64 -> "): "the losses are eighths, which single precision holds exactly",
     ("tracking.tracker", "dtype=torch.float64 -> "): "the values are eighths: single precision is enough for a mean",
+    ("context.merge", "log_sum.masked_fill(log_sum.isinf(), 0.0) -> log_sum.masked_fill(log_sum.isinf(), 1.0)"):
+        "any finite number: the exponential of minus infinity less it is 0",
+    ("context.loss", "ignore_index=-100 -> "): "-100 is what torch takes by itself",
+    ("context.ring", "-2 -> -3"): "a mask for each head instead of one for all",
 }
