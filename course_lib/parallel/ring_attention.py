@@ -2,7 +2,8 @@
 
 Every rank holds some tokens of each sequence. Step by step the block of keys and values of another rank comes by; the
 rank attends to it, and merges what it finds into what it has, by the sums of the exponentials (the online softmax), so
-that the result is exact. No rank ever holds more than two blocks, whatever their number::
+that the result is exact. In the forward no rank sends from and into more than two blocks at a time, whatever
+their number, in the backward six, those of gradients among them::
 
     step 0         step 1         step 2            rank r has its own block first, then that of rank r - 1, …
     q0 with kv0    q0 with kv2    q0 with kv1       while it computes with one, the next is on its way
