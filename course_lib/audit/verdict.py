@@ -32,6 +32,8 @@ STORED = 64
 """Tensors that are rounded to half precision on the way of a gradient."""
 AMPLIFIED = 1e4
 """Rounding after a step to that in a gradient: an optimizer that divides by small numbers enlarges it."""
+LOOSEST = 1 / 4
+"""Relative difference within which a gradient may be explained by a factor, however much noise it has."""
 MOST = 1e-2
 """Relative difference after a step that is no rounding, unless the dtype's own is larger."""
 
@@ -122,8 +124,12 @@ def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout:
     bare = [rank for rank, gradient in held.items() if gradient is None]
     if wanted is None or wanted_norm <= floor:
         extra = [rank for rank, gradient in held.items() if gradient is not None and gradient.double().norm() > floor]
-        return Finding(name, "unrelated" if extra else "equal", apart=float(bool(extra)),
-                       sentence=f"`{name}`: has a gradient, and in one process none" if extra else "")
+        if not extra:
+            return Finding(name, "equal")
+        if not wanted_norm:
+            return Finding(name, "unrelated", apart=1.0,
+                           sentence=f"`{name}`: has a gradient, and in one process none")
+    assert wanted is not None
     if bare:
         where = "no rank has a gradient" if len(bare) == len(held) else f"{ranks_are(bare, 'has', 'have')} no gradient"
         return Finding(name, "missing", sentence=f"`{name}`: {where}, and one process does", apart=1.0)
@@ -137,7 +143,7 @@ def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout:
     close = within + floor / wanted_norm
     if apart <= close:
         return Finding(name, "equal", apart=apart)
-    return explain(name, tensors, wanted, reference.gradients, layout, close, apart)
+    return explain(name, tensors, wanted, reference.gradients, layout, min(close, LOOSEST), apart)
 
 
 def _differences(wanted: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) -> dict[str, float]:
