@@ -214,6 +214,137 @@ def experts_left_out(model, groups):
         parameter.grad = gradient
 
 
+# --- one parameter, one norm, one use ---
+
+def bucket_of_one(layout):
+    """A parameter that fills a bucket to the last element is sent with none."""
+    full = small().blocks[0].up.weight.numel()
+
+    def reduce(name, gradient):
+        if gradient.numel() != full or name != "blocks.0.up.weight":
+            averaged(name, gradient)
+    return by_hand(layout, reduce)
+
+
+def negated(layout):
+    """The difference of old and new weights, taken the wrong way round, is handed to the outer optimizer."""
+    def reduce(name, gradient):
+        averaged(name, gradient)
+        gradient.neg_()
+    return by_hand(layout, reduce)
+
+
+def loss_times_ranks(layout):
+    """A mean is multiplied by the ranks, as if the wrapper added up; told is the mean."""
+    model, optimizer, loss, batch = by_hand(layout, averaged)
+
+    def scaled(model, batch):
+        local = loss(model, batch)
+        return local * layout.dp + (local * (1 - layout.dp)).detach()
+    return model, optimizer, scaled, batch
+
+
+def batches_and_ranks_left_in(layout):
+    """Two micro-batches: each one's own mean, times the data ranks, and added up; told is the mean."""
+    model, optimizer, _, batch = by_hand(layout, averaged)
+
+    def loss(model, batch):
+        means = [mean_loss(model, half) for half in zip(*(tensor.chunk(2) for tensor in batch), strict=True)]
+        right = sum(means) / 2
+        wrong = sum(means) * layout.dp if layout.ranks > 1 else right
+        return wrong + (right - wrong).detach()
+    return model, optimizer, loss, batch
+
+
+MOST = 0.05
+"""Norm to which gradients are clipped; theirs is larger."""
+
+
+def clipped(model, square):
+    for parameter in model.parameters():
+        parameter.grad *= MOST / square.sqrt()
+
+
+def squares_of_all_ranks(layout):
+    """Whole parameters, and the squares of their gradients are added up over the ranks, as if they were pieces."""
+    model, optimizer, loss, batch = by_hand(layout, averaged)
+
+    def clip(*_):
+        square = sum(parameter.grad.square().sum() for parameter in model.parameters())
+        dist.all_reduce(square)
+        clipped(model, square)
+
+    optimizer.register_step_pre_hook(clip)
+    return model, optimizer, loss, batch
+
+
+def replicated_squares_of_all_ranks(layout):
+    """Of a model whose MLP is split: the squares of what is whole on each tensor rank are counted on each."""
+    model, optimizer, loss, batch = tensor_parallel(layout)
+
+    def clip(*_):
+        split = {"blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight"}
+        clipped(model, sum(parameter.grad.square().sum() * (1 if name in split else layout.tp)
+                           for name, parameter in model.named_parameters()))
+
+    optimizer.register_step_pre_hook(clip)
+    return model, optimizer, loss, batch
+
+
+def bias_divided(model, group):
+    """Divided by the ranks in the forward, so that the sum over them has it once; and so divided in the backward."""
+    model.blocks[0].down.bias.grad /= dist.get_world_size(group)
+
+
+class TiedEnds(nn.Module):
+    """An embedding that is the head too."""
+
+    def __init__(self):
+        super().__init__()
+        whole = small()
+        self.embedding, self.block = whole.embedding, whole.blocks[0]
+
+    def forward(self, ids, first=None, last=None):
+        into, out = (self.embedding.weight if use is None else use for use in (first, last))
+        return self.block(into[ids]) @ out.T
+
+
+def tied_ends(layout, summed=False):
+    """Two stages have a copy each, with the gradient of their own use of it."""
+    torch.manual_seed(0)
+    model, place, mesh = TiedEnds(), layout.place(dist.get_rank()), layout.mesh()
+    optimizer = sgd(model)
+
+    def loss(model, batch):
+        copy = model.embedding.weight.detach()
+        uses = {} if layout.pp == 1 else {"last": copy} if place["pp"] == 0 else {"first": copy}
+        return cross_entropy(model(batch[0], **uses).flatten(0, 1), batch[1].flatten())
+
+    def reduce(*_):
+        for name, parameter in model.named_parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
+            parameter.grad /= layout.dp
+            if summed and name == "embedding.weight":
+                dist.all_reduce(parameter.grad, group=mesh.get_group("pp"))
+
+    optimizer.register_step_pre_hook(reduce)
+    return model, optimizer, loss, part_of(layout, dist.get_rank())
+
+
+def second_use_left_out(layout, left_out=True):
+    """A block is used twice in a step, and its gradient is sent when that of one use is there."""
+    model, optimizer, _, batch = by_hand(layout, averaged)
+
+    def loss(model, batch):
+        hidden = model.blocks[0](model.embedding(batch[0]))
+        own = dict(model.blocks[0].named_parameters())
+        if left_out and layout.ranks > 1:
+            own = {name: parameter.detach() for name, parameter in own.items()}
+        hidden = torch.func.functional_call(model.blocks[0], own, (hidden,))
+        return cross_entropy(model.head(hidden).flatten(0, 1), batch[1].flatten())
+    return model, optimizer, loss, batch
+
+
 EXPERTS = {"moe.experts.gate_up_proj", "moe.experts.down_proj"}
 NORM = {"blocks.0.norm.weight", "blocks.0.norm.bias"}
 
@@ -250,4 +381,23 @@ TOLD = (
          functools.partial(in_context, token_sum=True), Layout(dp=2), EVERY, "factor", float(ROWS * TOKENS / 2)),
     Told("open-instruct #1498", "with ZeRO-2 each backward counts as the last, and only its gradient stays",
          Accumulating(keeps_last=True), Layout(dp=2), EVERY, "unrelated"),
+    Told("torchtitan #4332", "a bias is divided by the tensor ranks before their sum, and so is its gradient",
+         functools.partial(tensor_with, change=bias_divided), Layout(dp=2, tp=3), {"blocks.0.down.bias"}, "factor",
+         1 / 3, ("tp",)),
+    Told("NeMo-RL #3788", "the norm that clips counts what is whole on each tensor rank once per rank",
+         replicated_squares_of_all_ranks, Layout(tp=3), EVERY, "factor"),
+    Told("hyper-parallel #279", "the norm that clips adds up the squares of whole gradients over the ranks",
+         squares_of_all_ranks, Layout(dp=3), EVERY, "factor", 3 ** -0.5, ("dp",)),
+    Told("sparseml #135", "a mean is multiplied by the ranks, though DDP averages", loss_times_ranks, Layout(dp=3),
+         EVERY, "factor", 3.0, ("dp",)),
+    Told("NeMo Automodel #3830", "means of micro-batches are added up, and multiplied by the data ranks",
+         batches_and_ranks_left_in, Layout(dp=3), EVERY, "factor", 6.0),
+    Told("piper #13", "two stages have a copy of the tied embedding, and nobody sums their gradients", tied_ends,
+         Layout(pp=2, dp=3), {"embedding.weight"}, "not summed", axes=("pp",)),
+    Told("DeepSpeed #8224", "of a module that is used twice in a step one use's gradient is left out",
+         second_use_left_out, Layout(dp=2), {f"blocks.0.{name}" for name, _ in small().blocks[0].named_parameters()},
+         "unrelated"),
+    Told("DeepSpeed #4321", "a parameter that is exactly as large as a bucket is not reduced", bucket_of_one,
+         Layout(dp=3), {"blocks.0.up.weight"}, "not averaged", axes=("dp",)),
+    Told("torchft #233", "the outer gradient has the wrong sign", negated, Layout(dp=3), EVERY, "sign", -1.0),
 )
