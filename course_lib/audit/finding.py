@@ -68,7 +68,7 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
             why = f"the size of {_join(axes)}: divided by it once too often, or a sum over it that is missing"
         elif axes:
             why = f"the size of {_join(axes)}: summed over it once too often, or not divided by it"
-        elif roots := _axes_of_size(one ** 2, layout, max(close, 1e-3)):  # what is clipped by a norm
+        elif roots := _axes_of_size(one * one, layout, max(close, 1e-3)):  # what is clipped by a norm
             axes = roots
             why = f"the root of the size of {_join(axes)}: a norm whose squares are summed over it once too often"
         else:

@@ -96,8 +96,10 @@ def measured_on(*engines: str) -> str:
     """Markdown for the head of a table: date, machine, versions of Python and these engines, and the command run."""
     here = describe()
     versions = ", ".join([f"Python {here.python}", *(f"{name} {here.engines[name]}" for name in engines)])
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of `python -m`
+    program = f"-m {spec.name}" if spec else os.path.relpath(sys.argv[0])
     return (f"{datetime.date.today()}; {here.cpu}, {here.cores} cores, {here.memory_bytes / 2**30:.0f} GiB; {versions}."
-            f"\n`python {' '.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])}`")
+            f"\n`python {' '.join([program, *sys.argv[1:]])}`")
 
 
 def _cpu_features() -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from benchmarks import audit_families
 from course_lib.audit import Layout, audit
 from course_lib.errors import ConfigError, ModelError
 from course_lib.parallel.ddp import DataParallel
@@ -33,6 +34,14 @@ def test_a_divisor_that_an_engine_lacks_is_named(monkeypatch):
     (verdict,) = audit(ModelOnEngine(QWEN, "ours"), [Layout(dp=2)]).verdicts
     assert {(f.kind, round(f.factor, 3), f.axes) for f in verdict.wrong} == {("factor", 2.0, ("dp",))}
     assert len(verdict.wrong) == 24 and verdict.losses_agree
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma2", "olmoe"])
+def test_no_alarm_over_transformers_families(family):
+    """Of the table in benchmarks/audit-families.md two."""
+    found = [line for line in audit_families.rows(family) if not line.endswith("|  |")]
+    assert not found and len(audit_families.DENSE + audit_families.EXPERTS) >= 10
 
 
 @pytest.mark.long
