@@ -8,7 +8,8 @@ bytes, bytes per second.
 
 from dataclasses import dataclass
 
-from course_lib.planning import work
+from course_lib.planning import block_collectives, work
+from course_lib.planning.block_collectives import calls, collective, width
 from course_lib.planning.bubble import bubble_seconds
 from course_lib.planning.hardware import NETWORK_EFFICIENCY, NETWORK_LATENCY, Cluster
 from course_lib.planning.models import Model
@@ -77,30 +78,6 @@ class Cost:
         return self.hours(tokens) * self.gpus * self.dollars_per_gpu_hour
 
 
-BUS_FACTOR = {
-    "all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n, "all_to_all": lambda n: (n - 1) / n, "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n, "broadcast": lambda n: 1.0, "reduce": lambda n: 1.0,
-    "send_recv": lambda n: 1.0, "hypercube": lambda n: 1.0,
-}
-"""Bytes that a link carries for each byte of a collective's buffer among n ranks."""
-
-
-def collective(name: str, size: float, members: int, stride: int, cluster: Cluster) -> float:
-    """Seconds of one collective.
-
-    Args:
-        name: a key of ``BUS_FACTOR``.
-        size: bytes of the whole buffer: the input of a reduction, the output of a gather.
-        members: ranks that take part.
-        stride: how far apart they are in the order of ranks.
-        cluster: decides whether they share a node.
-    """
-    if members == 1:
-        return 0.0
-    return BUS_FACTOR[name](members) * size / cluster.bus(members, stride) + cluster.latency(members, stride)
-
-
 def zero_volume(stage: int) -> int:
     """Elements that ZeRO moves per step and rank, for each parameter, (N - 1) / N left out as in the paper.
 
@@ -122,13 +99,13 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
     forward, backward = work.block(model, plan, chip)
     again = work.recomputed(model, plan, chip)
     head = sum(part.total for part in work.output_layer(model, plan, chip))
-    tensor_forward, tensor_backward = _tensor(model, plan, cluster, forward, backward)
+    tensor_forward, tensor_backward = block_collectives.exposed(model, plan, cluster, forward, backward)
     data_forward, data_backward = _sharded(model, plan, cluster, forward.total + tensor_forward,
                                            backward.total + again.total + tensor_backward)
 
     busy = sum((forward.total, backward.total, again.total, tensor_forward, tensor_backward, data_forward,
                 data_backward))
-    host = work.launching(model, plan, _tensor_collectives(plan))
+    host = work.launching(model, plan, calls(plan))
     late = max(0.0, sum(host) - busy)  # the host runs ahead where it can: only the sum over the passes counts
     late_forward = late * host[0] / sum(host)
     whole = busy + late
@@ -153,38 +130,6 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
         gpus=plan.gpus, peak=chip.peak[plan.precision], dollars_per_gpu_hour=cluster.dollars_per_gpu_hour)
 
 
-def _width(plan: Plan) -> int:
-    """Bytes of an activation, and of a weight as the matmuls read it."""
-    return 4 if plan.precision in ("fp32", "tf32") else 2
-
-
-def _tensor_collectives(plan: Plan) -> tuple[int, int]:
-    """Calls in the forward and the backward pass of a block."""
-    each = 0 if plan.tensor == 1 else 4 if plan.sequence_parallel else 2
-    ring = plan.context - 1
-    return each + ring, each + 2 * ring
-
-
-def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
-            backward: work.Seconds) -> tuple[float, float]:
-    """Collectives inside one block that nothing hides: tensor ranks' sums, context ranks' keys and values."""
-    tokens = work.local_tokens(plan)
-    size = tokens * model.hidden * _width(plan)
-    if plan.sequence_parallel:
-        one = (collective("all_gather", size, plan.tensor, 1, cluster)
-               + collective("reduce_scatter", size, plan.tensor, 1, cluster))
-    else:
-        one = collective("all_reduce", size, plan.tensor, 1, cluster)
-    # what is recomputed also communicates; "operators" keeps what the reduce-scatters gave
-    again = {"full": 2, "alternate": 1, "operators": 1 if plan.sequence_parallel else 2}.get(plan.checkpointing, 0)
-    first, second = 2 * one, (2 + again) * one
-    if plan.overlap_tensor:
-        first, second = max(0.0, first - forward.matmul), max(0.0, second - backward.matmul)
-    keys = plan.context * tokens * 2 * model.kv_heads * model.head_dim * _width(plan) / plan.tensor
-    ring = collective("all_gather", keys, plan.context, plan.tensor, cluster)  # hidden behind the scores it feeds
-    return first + max(0.0, ring - forward.attention), second + max(0.0, 2 * ring - backward.attention)
-
-
 def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
     """Gathering and scattering of one block at stage 3, beyond the forward and backward that hide it.
 
@@ -203,7 +148,7 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
     if plan.stage < 3 or plan.pipeline > 1 or (plan.shards == 1 and not offloaded):
         return 0.0, 0.0
     weights = model.layer / plan.tensor
-    gather = collective("all_gather", weights * _width(plan), plan.shards, plan.tensor, cluster)
+    gather = collective("all_gather", weights * width(plan), plan.shards, plan.tensor, cluster)
     scatter = collective("reduce_scatter", weights * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
     waits = 0.0
     if offloaded:
@@ -229,7 +174,7 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
         # the first gather of a step, which nothing comes before: embedding and output layer
         ends = (model.embedding + model.head) / plan.tensor
         moved = ends * plan.bytes.parameters / plan.shards if plan.offload == "parameters" else 0.0
-        return collective("all_gather", ends * _width(plan), plan.shards, plan.tensor, cluster) + (
+        return collective("all_gather", ends * width(plan), plan.shards, plan.tensor, cluster) + (
             moved / cluster.accelerator.pcie)
     if plan.shards == 1:
         return 0.0
@@ -238,7 +183,7 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
         sync, update = collective("all_reduce", size, plan.shards, plan.tensor, cluster), 0.0
     else:
         sync = collective("reduce_scatter", size, plan.shards, plan.tensor, cluster)
-        update = collective("all_gather", weights * _width(plan), plan.shards, plan.tensor, cluster)
+        update = collective("all_gather", weights * width(plan), plan.shards, plan.tensor, cluster)
     if plan.engine == "deepspeed" and plan.stage == 2:
         sync *= plan.accumulation  # a sharded gradient has no place to wait in for the next micro-batch's
         last_backward *= plan.accumulation
@@ -253,7 +198,7 @@ def _message(model: Model, plan: Plan, cluster: Cluster) -> float:
     """Seconds in which one micro-batch's activations reach the next pipeline rank, if nothing hides them."""
     if plan.pipeline == 1 or (plan.schedule == "interleaved" and plan.overlap):
         return 0.0
-    size = work.local_tokens(plan) * model.hidden * _width(plan) / plan.tensor  # each tensor rank sends its part
+    size = work.local_tokens(plan) * model.hidden * width(plan) / plan.tensor  # each tensor rank sends its part
     if plan.gpus // plan.pipeline >= cluster.gpus_per_node:
         return size * cluster.gpus_per_node / (cluster.network * NETWORK_EFFICIENCY) + NETWORK_LATENCY
     return size / cluster.accelerator.bus + cluster.accelerator.latency
@@ -269,7 +214,7 @@ def _optimizer(model: Model, plan: Plan, cluster: Cluster) -> float:
     if plan.offload == "none":
         return ADAM_TRAFFIC * kept / chip.memory_rate
     moved = 0.0 if plan.engine == "fsdp" else plan.bytes.gradients
-    moved += 0.0 if plan.offload == "parameters" else _width(plan)
+    moved += 0.0 if plan.offload == "parameters" else width(plan)
     return kept * (ADAM_TRAFFIC / _host_rate(cluster) + moved / chip.pcie)
 
 

@@ -8,6 +8,7 @@ from course_lib.errors import ConfigError
 Engine = Literal["ddp", "deepspeed", "fsdp", "megatron"]
 Checkpointing = Literal["none", "selective", "operators", "alternate", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
+Context = Literal["ring", "gather", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Plan:
     pipeline: int = 1
     context: int = 1
     """Ranks that share one sequence."""
+    context_by: Context = "ring"
+    """How they attend to each other's keys and values: these go round, block by block (ring: arXiv 2310.01889); are
+    gathered first (gather: arXiv 2407.21783 section 3.3.2); or every rank has whole sequences of some heads (ulysses:
+    arXiv 2309.14509)."""
     micro_batch: int = 1
     """Sequences a replica takes at once."""
     accumulation: int = 1

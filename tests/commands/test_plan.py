@@ -10,7 +10,7 @@ import pytest
 from course_lib import cli, config_files
 from course_lib.commands.options import config_from
 from course_lib.commands.plan import tokens
-from course_lib.planning import hardware
+from course_lib.planning import hardware, margins
 
 ASKED = "plan --model facebook/opt-6.7b --gpus 8 --gpu A100-80 --global-batch 1024 --sequence-length 2048"
 
@@ -21,11 +21,12 @@ def test_the_page(capsys):
     for said in ("6,658,473,984 parameters", "FSDP", "a rank  [", "is the fastest of", "Next best", "DDP does not fit",
                  "100,000,000,000 tokens take", "torchrun --standalone --nproc_per_node 8"):
         assert said in page
-    assert "Of 139 measured runs half were within 7.5% of the planned tokens/s, nine in ten within 33.1%" in " ".join(
-        page.split())
+    speed = margins.THROUGHPUT
+    assert (f"Of {speed.rows} measured runs half were within {speed.median:.1%} of the planned tokens/s, nine in ten "
+            f"within {speed.ninth:.1%}") in " ".join(page.split())
     low, hours, high = (float(re.search(pattern, page.replace(",", "").replace("\n", " "))[1]) for pattern in (
         r"nine in ten: ([\d.]+) to", r"tokens take ([\d.]+) hours", r"nine in ten: [\d.]+ to +([\d.]+)\)"))
-    assert (low, high) == pytest.approx((hours * 0.669, hours * 1.331), rel=1e-3)
+    assert (low, high) == pytest.approx((hours * (1 - speed.ninth), hours * (1 + speed.ninth)), rel=1e-3)
 
 
 def read_line(line):

@@ -1,0 +1,128 @@
+"""Collectives inside one block, of tensor and of context ranks: how long they take, and what of it nothing hides.
+
+A collective that is cut into pieces moves one piece while the matmul, or attention, works on another. Of n pieces the
+first (or, before a reduction, the last) is there with nothing to move, so that n - 1 pieces move behind n - 1 pieces
+of work, and behind the work that they feed or come from alone: a small matmul does not hide a large sum.
+
+Sources: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models" (ASPLOS 2023), sections 5.1 and 5.2 (tensor ranks: what PyTorch calls async TP and Transformer Engine
+userbuffers); ring attention, arXiv 2310.01889 section 3; keys and values gathered first, arXiv 2407.21783 section
+3.3.2; heads for sequence, DeepSpeed-Ulysses, arXiv 2309.14509 section 3.1.
+"""
+
+from course_lib.planning import work
+from course_lib.planning.hardware import Cluster
+from course_lib.planning.models import Model
+from course_lib.planning.plan import Plan
+
+BUS_FACTOR = {
+    "all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n, "all_to_all": lambda n: (n - 1) / n, "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n, "broadcast": lambda n: 1.0, "reduce": lambda n: 1.0,
+    "send_recv": lambda n: 1.0, "hypercube": lambda n: 1.0,
+}
+"""Bytes that a link carries for each byte of a collective's buffer among n ranks."""
+MERGED = (38, 10)
+"""Bytes per element of attention's result that putting two blocks of it together moves: in plain PyTorch operations,
+and fused. Plain: to fp32 (6), a difference (12), a product (8), a difference (12), as in ``_SDPAMerger`` of
+torch/distributed/tensor/experimental/_context_parallel/_attention.py."""
+SUMMED = (18, 10)
+"""Bytes per element of a gradient that adding a block's part to the sum in fp32 moves; plain: to fp32, and the sum."""
+
+
+def collective(name: str, size: float, members: int, stride: int, cluster: Cluster) -> float:
+    """Seconds of one collective.
+
+    Args:
+        name: a key of ``BUS_FACTOR``.
+        size: bytes of the whole buffer: the input of a reduction, the output of a gather.
+        members: ranks that take part.
+        stride: how far apart they are in the order of ranks.
+        cluster: decides whether they share a node.
+    """
+    if members == 1:
+        return 0.0
+    return BUS_FACTOR[name](members) * size / cluster.bus(members, stride) + cluster.latency(members, stride)
+
+
+def width(plan: Plan) -> int:
+    """Bytes of an activation, and of a weight as the matmuls read it."""
+    return 4 if plan.precision in ("fp32", "tf32") else 2
+
+
+def calls(plan: Plan) -> tuple[int, int]:
+    """Collectives that the host starts in the forward and the backward pass of a block."""
+    each = 0 if plan.tensor == 1 else 4 if plan.sequence_parallel else 2
+    hops = plan.context - 1
+    forward, backward = {"ring": (hops, 2 * hops), "gather": (1, 2), "ulysses": (4, 4)}[plan.context_by]
+    return (each, each) if plan.context == 1 else (each + forward, each + backward)
+
+
+def exposed(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
+            backward: work.Seconds) -> tuple[float, float]:
+    """Seconds of a block's collectives, in its forward and its backward pass, that nothing hides.
+
+    Args:
+        model: the model.
+        plan: the layout.
+        cluster: the hardware.
+        forward: what the block computes in its forward pass.
+        backward: in its backward pass.
+    """
+    sums = _tensor(model, plan, cluster, forward)
+    # what is recomputed also communicates; "operators" keeps what the reduce-scatters gave
+    again = {"full": 1.0, "alternate": 0.5, "operators": 0.5 if plan.sequence_parallel else 1.0}.get(
+        plan.checkpointing, 0.0)
+    first, second = _context(model, plan, cluster, forward, backward)
+    attends_again = {"full": 1.0, "alternate": 0.5}.get(plan.checkpointing, 0.0)
+    return sums + first, (1 + again) * sums + second + attends_again * first
+
+
+def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds) -> float:
+    """Of tensor ranks, in the forward pass; the backward pass has as many, and matmuls as large to hide them."""
+    if plan.tensor == 1:
+        return 0.0
+    size = work.local_tokens(plan) * model.hidden * width(plan)
+    gather, scatter = (collective(name, size, plan.tensor, 1, cluster) for name in ("all_gather", "reduce_scatter"))
+    if not plan.overlap_tensor:
+        return 2 * (gather + scatter if plan.sequence_parallel else collective(
+            "all_reduce", size, plan.tensor, 1, cluster))
+    pieces = (plan.tensor - 1) / plan.tensor
+    # before queries, keys and values; after the output projection; before the MLP; after it
+    moved = (gather, scatter, gather, scatter)
+    return sum(max(0.0, seconds - forward.matmul * share * pieces)
+               for seconds, share in zip(moved, matmul_shares(model), strict=True))
+
+
+def matmul_shares(model: Model) -> tuple[float, float, float, float]:
+    """Shares of a block's matmuls: queries, keys and values; attention's output; into the MLP; out of it."""
+    queries, keys, inside = (model.attention_width, model.kv_heads * model.head_dim,
+                             model.ffn * model.experts_per_token)
+    widths = (queries + 2 * keys, queries, inside * (2 if model.gated else 1), inside)
+    first, second, third, fourth = (one / sum(widths) for one in widths)
+    return first, second, third, fourth
+
+
+def _context(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
+             backward: work.Seconds) -> tuple[float, float]:
+    """Of context ranks, forward and backward, with the putting together of a ring's blocks."""
+    ranks = plan.context
+    if ranks == 1:
+        return 0.0, 0.0
+    tokens = work.local_tokens(plan)
+    queries, keys = model.attention_width / plan.tensor, 2 * model.kv_heads * model.head_dim / plan.tensor
+    if plan.context_by == "ulysses":
+        there = max(model.kv_heads, ranks * plan.tensor) / model.kv_heads  # heads are copied where there are fewer
+        both = sum(collective("all_to_all", tokens * elements * width(plan), ranks, plan.tensor, cluster)
+                   for elements in (queries + there * keys, queries))
+        return both, both
+    moved = collective("all_gather", ranks * tokens * keys * width(plan), ranks, plan.tensor, cluster)
+    if plan.context_by == "gather":
+        return moved, 2 * moved
+    pieces, hop = (ranks - 1) / ranks, moved / (ranks - 1)
+    rate = cluster.accelerator.memory_rate
+    merging = (ranks - 1) * MERGED[plan.compiled] * tokens * queries / rate
+    adding = (ranks - 1) * SUMMED[plan.compiled] * tokens * (queries + keys) / rate
+    # the gradient of the last keys and values still has to reach their owner
+    return (max(0.0, moved - forward.attention * pieces) + merging,
+            max(0.0, 2 * moved - backward.attention * pieces) + hop + adding)
