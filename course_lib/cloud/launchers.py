@@ -100,7 +100,7 @@ torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc_per_node {job.processes} --node_
     {TRAIN} {options(job)} {RESUME}
 """
     task = {"name": job.name, "num_nodes": job.instance_count, "resources": resources, "workdir": ".",
-            "setup": "pip install -c constraints.txt -e .\n", "run": run}
+            "setup": "pip install -c constraints.txt -e .[train,tracking]\n", "run": run}
     return ("# output_dir has to be on a disk that all nodes share, or in a bucket that file_mounts mounts.\n"
             + yaml.dump(task, Dumper=_Dumper, sort_keys=False))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from course_lib.cloud.container import CHANNELS
 from course_lib.cloud.job import Job
 from course_lib.errors import CourseError
+from course_lib.missing_extra import COURSE
 from course_lib.tracking.redact import is_secret, redact
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ METRICS = {
     "train:samples_per_second": "samples_per_second", "eval:loss": "eval.loss", "eval:accuracy": "eval.accuracy",
     "eval:macro_f1": "eval.macro_f1", "eval:perplexity": "eval.perplexity"}
 """Name of a metric in SageMaker, and of the number in the trainer's printed lines that it is read from."""
-NOT_ON_THE_JOB = ("jupyter", "jupyterlab", "ipywidgets", "nbconvert", "papermill", "matplotlib")
-"""Requirements of the course that training does without."""
+ON_THE_JOB = ("train", "tracking")
+"""Extras of the course that a training needs, beside its base."""
 
 
 class CloudError(CourseError):
@@ -97,8 +98,11 @@ def inputs(job: Job) -> dict[str, str]:
 
 def stage(folder: Path) -> Path:
     """Pack the code of a job into an archive in a folder: the package, and the list of what pip installs for it."""
-    wanted = [line for line in importlib.metadata.requires("distributed-transformers-course") or ()
-              if "extra ==" not in line and re.split(r"[^a-zA-Z0-9-]", line)[0].lower() not in NOT_ON_THE_JOB]
+    wanted = []
+    for line in importlib.metadata.requires(COURSE) or ():
+        of_extra = re.search(r'(?:;| and) extra == "(\w+)"$', line)
+        if of_extra is None or of_extra[1] in ON_THE_JOB:
+            wanted.append(line[: of_extra.start()] if of_extra else line)
     requirements = folder / REQUIREMENTS
     requirements.write_text("\n".join(wanted) + "\n", encoding="utf-8")
     archive = folder / "code.tar.gz"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from course_lib import missing_extra
 from course_lib.errors import CourseError
 
 if TYPE_CHECKING:  # torch takes two seconds, which --help need not pay
@@ -29,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
         from course_lib.commands.doctor_checks import CHECKS, examine
         from course_lib.system import machine
     except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and missing_extra.explain(error, NAME):
+            raise
         raise CourseError(f"an installed package is missing or broken ({error})", "run `make setup`") from error
 
     here = machine.describe()

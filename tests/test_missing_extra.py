@@ -1,0 +1,213 @@
+"""The base is light: torch and a few small packages. What needs more says which extra brings it."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from course_lib import missing_extra
+from course_lib.errors import EXIT_USAGE
+from course_lib.missing_extra import BROUGHT_BY, COURSE
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+BASE = {canonicalize_name(Requirement(each).name) for each in PROJECT["dependencies"]}
+EXTRAS = {extra: {canonicalize_name(Requirement(each).name) for each in listed}
+          for extra, listed in PROJECT["optional-dependencies"].items()}
+NOT_HERE = sorted({package for packages in BROUGHT_BY.values() for package in packages} | {"pytest"})
+PACKED_WITH_OTHERS = {"IPython", "boto3", "botocore", "jinja2", "traitlets", "pyarrow", "httpx2", "starlette",
+                      "uvicorn", "pygments", "threadpoolctl", "scipy"}
+"""Packages that come with those that the course asks for."""
+
+# An import of what is None in sys.modules fails as if it were missing.
+WITHOUT = f"import sys\nsys.modules.update(dict.fromkeys({NOT_HERE}))\n"
+SUBJECT = '''
+import torch
+from course_lib.audit import Subject
+
+def make(layout):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).double()
+    return Subject(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1),
+                   loss=lambda model, batch: model(batch).square().mean(), batch=torch.ones(4, 4).double())
+'''
+
+
+def run(code, folder, *arguments, python=sys.executable, **environment):
+    return subprocess.run([python, "-c", code, *arguments], capture_output=True, text=True, timeout=200, cwd=folder,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment})
+
+
+# --- what is declared
+
+
+def test_the_base_is_torch_and_what_is_small():
+    assert {"torch", "numpy", "pyyaml", "rich", "annotated-types", "cloudpickle", "shtab"} == BASE
+    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "all", "dev"}
+
+
+def test_each_package_that_is_named_is_in_the_extra_that_is_named():
+    of_package = importlib.metadata.packages_distributions()
+    wrong = {(extra, package) for extra, packages in BROUGHT_BY.items() for package in packages
+             if package not in PACKED_WITH_OTHERS
+             and not {canonicalize_name(each) for each in of_package[package]} & EXTRAS[extra]}
+    assert BROUGHT_BY.keys() == EXTRAS.keys() - {"all", "dev"} and not wrong
+
+
+def test_each_package_that_is_imported_is_in_the_base_or_in_an_extra():
+    files = [path for path in (ROOT / "course_lib").rglob("*.py") if path.name != "pytest_plugin.py"]
+    imported = {name.partition(".")[0] for path in files for node in ast.walk(ast.parse(path.read_text()))
+                for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else
+                             [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])}
+    known = set(NOT_HERE) | PACKED_WITH_OTHERS | {"torch", "numpy", "yaml", "rich", "annotated_types", "cloudpickle",
+                                                  "shtab", "course_lib"}
+    assert len(imported) > 60
+    assert imported - known - set(sys.stdlib_module_names) == set()
+
+
+# --- what runs on the base
+
+
+def test_the_tools_bring_in_no_more_than_torch(tmp_path):
+    code = WITHOUT + """
+import importlib, json, pkgutil
+import torch, torch.distributed, torch.distributed.fsdp, torch.distributed.tensor
+def packages():
+    return {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
+before, looked_at = packages(), []
+for tool in ("hangs", "metering", "audit"):
+    package = importlib.import_module(f"course_lib.{tool}")
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        looked_at.append(importlib.import_module(found.name).__name__)
+print(json.dumps([len(looked_at), sorted(packages() - before - set(sys.stdlib_module_names))]))
+"""
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    count, brought = json.loads(done.stdout)
+    assert count > 25 and set(brought) <= {"course_lib", "cloudpickle"}
+
+
+COMMANDS = (
+    "--help", "--version", "audit subject.py:make --ranks 2", "schedule --schedule 1f1b --ranks 2 --microbatches 4",
+    "schedule --compare --ranks 2 --microbatches 4", "plan --model facebook/opt-6.7b --gpu H100 --gpus 8",
+    "select --model_name facebook/opt-6.7b", "bench --list_models", "check",
+)
+NEEDS = {
+    "train --model tiny-gpt2": "train", "evaluate --model tiny-gpt2": "train", "audit --model gpt2": "train",
+    "doctor": "train", "simulate --model facebook/opt-6.7b --world_size 2": "train", "runs": "train",
+    "sweep sweep.yaml": "train", "plan --model facebook/opt-6.7b --gpu H100 --emit files": "train",
+    "grade . --out out": "grading", "schedule --schedule 1f1b --ranks 2 --microbatches 4 --png of.png": "notebooks",
+}
+RUN_ALL = """
+import contextlib, io, json, shlex
+from course_lib.cli import main
+results = []
+for command in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(shlex.split(command))
+        except SystemExit as ended:
+            code = ended.code
+    results.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(results))
+"""
+
+
+def run_all(commands, folder, before=WITHOUT, **options):
+    """Exit code, output and errors of each command, of which none may end in a traceback."""
+    (folder / "subject.py").write_text(SUBJECT)
+    (folder / "sweep.yaml").write_text("grid: {seed: [1, 2]}\n")
+    done = run(before + ("" if before else "import sys\n") + RUN_ALL, folder, json.dumps(list(commands)), **options)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def check(results):
+    for command in COMMANDS:
+        assert not results[command][0] and results[command][1], (command, results[command])
+    for command, extra in NEEDS.items():
+        code, _, said = results[command]
+        assert code == EXIT_USAGE and said.count("\n") == 1, (command, code, said)
+        assert re.search(rf"^course: `course {command.split()[0]}` needs \w+, which is not installed: "
+                         rf"pip install '{COURSE}\[{extra}\]'", said), (command, said)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_what_needs_the_base_alone_runs_and_what_needs_more_says_what(tmp_path):
+    check(run_all([*COMMANDS, *NEEDS], tmp_path))
+
+
+def test_a_package_that_no_extra_brings_is_a_defect():
+    assert missing_extra.explain(ModuleNotFoundError("no module", name="course_lib.nowhere"), "train") is None
+
+
+# --- what is built
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A wheel and a source archive of what is committed or about to be."""
+    folder = tmp_path_factory.mktemp("built")
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "course_lib", "pyproject.toml", "README.md",
+                             "LICENSE", "NOTICE"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in listed:
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    for make in ("build_wheel", "build_sdist"):
+        code = f"from setuptools import build_meta; build_meta.{make}('dist')"
+        done = run(code, folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "dist"
+
+
+def requirements(names):
+    """The distributions that a list of them needs, themselves among them, as they are installed here."""
+    waiting, found = list(names), set()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in found:
+            found.add(name)
+            needs = map(Requirement, importlib.metadata.requires(name) or ())
+            waiting += [each.name for each in needs if not each.marker or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A new environment that has what the base needs, as links to the packages here, and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=100)
+    (packages,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    for name in requirements(BASE):
+        files = importlib.metadata.files(name) or ()
+        for top in {Path(str(file)).parts[0] for file in files} - {"..", "__pycache__"}:
+            source = Path(str(importlib.metadata.distribution(name).locate_file(top)))
+            if not (packages / top).exists():
+                (packages / top).symlink_to(source)
+    return tmp_path / "venv/bin/python"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_what_is_built_installs_and_works_in_an_empty_environment(built, base, tmp_path, kind):
+    (archive,) = built.glob(kind)
+    done = subprocess.run([sys.executable, "-m", "uv", "pip", "install", "--python", base, "--no-deps", "--offline",
+                           "--no-build-isolation", archive], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "elsewhere").mkdir()
+    check(run_all([*COMMANDS, *NEEDS], tmp_path / "elsewhere", before="", python=base, PYTHONPATH=""))
+    script = subprocess.run([base.parent / "course", "--version"], capture_output=True, text=True, timeout=60)
+    assert script.returncode == 0 and script.stdout.strip() == PROJECT["version"]
