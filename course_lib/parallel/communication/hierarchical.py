@@ -9,8 +9,8 @@ With M machines of G ranks and a gradient of S bytes, on each rank::
 A flat ring over all N = M G ranks sends 2 (N - 1) / N * S over each of its hops, and those between machines are the
 slow ones: about G times as much there. No number is rounded, and the sum is that of all ranks.
 
-Source: Mikami et al., "Massively Distributed SGD" (arXiv 1811.05233), section 3.2 (2D-torus all-reduce); Cho et al.,
-"BlueConnect" (MLSys 2019), section 3.
+Source: Mikami et al., "Massively Distributed SGD" (arXiv 1811.05233), the 2D-torus all-reduce; Cho et al.,
+"BlueConnect" (MLSys 2019).
 """
 
 from functools import partial

@@ -49,7 +49,7 @@ class ErrorFeedback:
 
     So nothing is lost, only late: after T steps, all that was sent and what is still here add up to all T gradients.
 
-    Source: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), section 3.1; Karimireddy et al.,
+    Source: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014); Karimireddy et al.,
     "Error Feedback Fixes SignSGD" (arXiv 1901.09847), algorithm 2.
 
     Attributes:
