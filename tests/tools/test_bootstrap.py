@@ -140,7 +140,7 @@ def test_torch_comes_without_cuda_where_there_is_no_gpu(bootstrap, monkeypatch, 
         assert command[2:5] == ["uv", "pip", "install"] and command[command.index("-c") + 1] == "constraints.txt"
         assert [command[i + 1] for i, part in enumerate(command) if part == "--find-links"] == ["a", "b"]
     assert (bootstrap.CPU_INDEX in torch) is extra and env["SSL_CERT_FILE"] == "roots.pem"
-    assert torch[-1] == "torch>=2.13,<2.14" and course[-2:] == ["-e", ".[dev,all]"]
+    assert torch[-1] == "torch>=2.13,<2.14" and course[-2:] == ["-e", ".[dev,book,all]"]
     assert "PIP_CONSTRAINT" not in free and {"--no-deps", "--require-hashes"} < set(minilm)
     assert not any("--index-url" in command for command, _ in ran)
 
@@ -158,7 +158,7 @@ def test_pip_installs_where_uv_cannot(bootstrap, monkeypatch, capsys, failing):
     monkeypatch.setattr(bootstrap, "phase", phase)
     bootstrap.install(Path(sys.prefix), "constraints.txt")
     torch, course, _ = ran[failing:]
-    assert torch[0][2:4] == course[0][2:4] == ["pip", "install"] and course[0][-1] == ".[dev,all]"
+    assert torch[0][2:4] == course[0][2:4] == ["pip", "install"] and course[0][-1] == ".[dev,book,all]"
     assert torch[1]["PIP_CONSTRAINT"] == course[1]["PIP_CONSTRAINT"] == "constraints.txt"
     assert "uv failed" in (said := capsys.readouterr().out) and "pip installs instead" in said
 
@@ -193,7 +193,7 @@ def test_new_pins_are_resolved_and_nothing_is_installed_but_uv(bootstrap, monkey
     bootstrap.pins()
     uv, resolve = ran
     assert uv[-2:] == ["--no-compile", "uv"] and resolve[2:5] == ["uv", "pip", "compile"]
-    assert {"--extra=dev", "--extra=all", bootstrap.CPU_INDEX} < set(resolve)
+    assert {"--extra=dev", "--extra=book", "--extra=all", bootstrap.CPU_INDEX} < set(resolve)
     assert resolve[resolve.index("-c") + 1] == "requirements/bounds.txt"
     written = (bootstrap.ROOT / "constraints.txt").read_text()
     assert written == bootstrap.PINS_HEADER + "torch==2.13.0\nuv==0.13.1\n", "torch for GPUs has that version, too"

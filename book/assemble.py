@@ -1,0 +1,72 @@
+"""Puts the sources of the book together: pages of its own, lessons, exercises, tables, documents, generated reference.
+
+They lie as in the repository, so that links between them hold. A link to a file that is no page of the book becomes
+``source:PATH``, which book/extension.py turns into a page that shows the file.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from book import command_pages, front_page, textbook_pages
+from book.links import Links
+from book.notebooks import page_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = Path(__file__).parent / "pages"
+DOCUMENTS = ("CONTRIBUTING.md", "exercises/README.md", "tests/gpu_sim/README.md")
+"""Pages that lie elsewhere than in docs/ and benchmarks/."""
+MATHJAX = ("tex-svg.js", "LICENSE")
+"""What a page needs of the package: one file, with its font in it."""
+
+
+def documents() -> list[Path]:
+    """The Markdown files of the repository that are pages of the book, relative to its root."""
+    found = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    return sorted([*(path.relative_to(ROOT) for path in found), *map(Path, DOCUMENTS)])
+
+
+def notebooks() -> list[Path]:
+    """Lessons and exercises, relative to the repository's root; solutions are not among them."""
+    return sorted(path.relative_to(ROOT) for folder in ("notebooks", "exercises")
+                  for path in (ROOT / folder).glob("[0-9]*.ipynb"))
+
+
+def sources() -> tuple[dict[str, str], dict[str, str], set[str]]:
+    """All texts of the book by their path, alternative texts by the hash of their figure, and the files linked to."""
+    links = Links(ROOT, {*documents(), *notebooks()})
+    texts = {str(path): links.in_markdown((ROOT / path).read_text(encoding="utf-8"), path) for path in documents()}
+    alternatives: dict[str, str] = {}
+    for path in notebooks():
+        texts[str(path)], said = page_of(ROOT / path, path, links)
+        alternatives |= said
+    for path in sorted(PAGES.rglob("*.md")):
+        texts[str(path.relative_to(PAGES))] = path.read_text(encoding="utf-8")
+    texts["index.md"] = front_page.filled(texts["index.md"])
+    for pages in (command_pages.pages(), textbook_pages.pages()):
+        texts |= pages
+    return texts, alternatives, links.files | set(textbook_pages.files())
+
+
+def assemble(source: Path, mathjax: Path) -> None:
+    """Write the sources; files that stay as they are keep their time, so that Sphinx reads what has changed.
+
+    Args:
+        source: the folder to write to.
+        mathjax: the unpacked package.
+    """
+    texts, alternatives, files = sources()
+    texts["about-files.json"] = json.dumps({"alternatives": alternatives, "files": sorted(files)}, indent=1)
+    content = {name: text.encode() for name, text in texts.items()}
+    content |= {f"_static/mathjax/{name}": (mathjax / name).read_bytes() for name in MATHJAX}
+    content |= {str(path.relative_to(ROOT)): path.read_bytes() for path in (ROOT / "docs" / "pictures").iterdir()}
+    for name, data in content.items():
+        path = source / name
+        if not path.is_file() or path.read_bytes() != data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    for path in sorted(source.rglob("*"), reverse=True):
+        if path.is_file() and str(path.relative_to(source)) not in content:
+            path.unlink()
+        elif path.is_dir() and not any(path.iterdir()):
+            shutil.rmtree(path)

@@ -1,0 +1,86 @@
+"""What the book needs of Sphinx and no extension has: pages that show files, alternative texts of figures."""
+
+import json
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import TextLexer, get_lexer_for_filename
+from pygments.util import ClassNotFound
+from sphinx.application import Sphinx
+from sphinx.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEME = "source:"
+
+
+def about(app: Sphinx) -> dict[str, Any]:
+    """What the assembly says of figures and files."""
+    return json.loads((Path(app.srcdir) / "about-files.json").read_text(encoding="utf-8"))
+
+
+def say_what_figures_show(app: Sphinx, tree: nodes.document) -> None:
+    """Give each figure of a notebook its alternative text, which it has by the hash of its data, its file's name."""
+    texts = about(app)["alternatives"]
+    for image in tree.findall(nodes.image):
+        text = texts.get(posixpath.basename(image["uri"]).partition(".")[0])
+        if text and not image.get("alt"):
+            image["alt"] = text
+
+
+def link_to_files(app: Sphinx, tree: nodes.document, page: str) -> None:
+    """Turn ``source:PATH#L-LINE`` into a link to the page that shows the file; there are none but in HTML."""
+    for reference in list(tree.findall(nodes.reference)):
+        uri = reference.get("refuri", "")
+        if not uri.startswith(SCHEME):
+            continue
+        if app.builder.format != "html" or app.builder.name == "epub":
+            reference.replace_self(nodes.inline("", "", *reference.children))
+            continue
+        path, hash_, line = uri.removeprefix(SCHEME).partition("#")
+        reference["refuri"] = posixpath.relpath(f"{path}.html", posixpath.dirname(page) or ".") + hash_ + line
+
+
+def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """A page for each file that is linked to: its lines, each with its number and anchor; of a folder, its files."""
+    if app.builder.name == "epub":
+        return
+    for name in about(app)["files"]:
+        path = ROOT / name
+        up = "../" * name.count("/")
+        if path.is_dir():
+            listed = sorted(each.name + "/" * each.is_dir() for each in path.iterdir() if each.name[0] not in "._")
+            body = f"<ul>{''.join(f'<li>{each}</li>' for each in listed)}</ul>"
+        else:
+            try:
+                lexer = get_lexer_for_filename(name)
+            except ClassNotFound:
+                lexer = TextLexer()
+            formatter = HtmlFormatter(linenos="inline", lineanchors="L", anchorlinenos=True, wrapcode=True)
+            body = highlight(path.read_text(encoding="utf-8"), lexer, formatter)
+        yield name, {"title": name, "body": body, "up": up}, "file.html"
+
+
+def add_fetched_files(app: Sphinx, config: Config) -> None:
+    """Take what the assembly put beside the sources among the static files."""
+    config.html_static_path.append(str(Path(app.srcdir) / "_static"))
+
+
+def part_plurals(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Part a plural's s from the code before it, as reStructuredText wants it: ``DTensor``s."""
+    lines[:] = [re.sub(r"(?<=\w``)(?=s\b)", r"\\ ", line) for line in lines]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.connect("config-inited", add_fetched_files)
+    app.connect("autodoc-process-docstring", part_plurals)
+    app.connect("doctree-read", say_what_figures_show)
+    app.connect("doctree-resolved", link_to_files)
+    app.connect("html-collect-pages", pages_of_files)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

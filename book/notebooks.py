@@ -1,0 +1,65 @@
+"""A stored notebook as a page: without what only a kernel or a test reads, its links the book's."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+import nbformat
+
+from book.links import Links
+
+UNSEEN = ("application/vnd.course.record+json", "application/vnd.jupyter.widget-view+json")
+"""What a test reads, and what a live kernel draws; each stands beside what a page shows."""
+PICTURES = ("image/png", "image/svg+xml")
+
+
+def page_of(path: Path, page: Path, links: Links) -> tuple[str, dict[str, str]]:
+    """A notebook's text for the book, and the alternative texts of its figures by the hash of their data.
+
+    Args:
+        path: of the notebook.
+        page: its path in the book.
+        links: of the book.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    alternatives: dict[str, str] = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = links.in_markdown(cell.source, page)
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if _seen(output, page, links)]
+            for output in cell.outputs:
+                alternatives |= _alternatives(output)
+    return nbformat.writes(notebook) + "\n", alternatives
+
+
+def _seen(output: nbformat.NotebookNode, page: Path, links: Links) -> bool:
+    """Whether a page shows anything of an output, which loses all that it does not."""
+    if "data" not in output:
+        return True
+    data = output.data
+    for kind in UNSEEN:
+        data.pop(kind, None)
+    if "text/html" in data:
+        html = links.in_html(data["text/html"], page)
+        # a listing that is wider than the page is scrolled by keyboard too
+        data["text/html"] = re.sub(r"<pre (?=style)", "<pre tabindex='0' ", html)
+    return any(text.strip() if isinstance(text, str) else text for text in data.values())
+
+
+def _alternatives(output: nbformat.NotebookNode) -> dict[str, str]:
+    """The alternative texts of an output's pictures: a drawing has its own, a figure's is in the output's metadata."""
+    said = {}
+    for kind in PICTURES:
+        content = output.get("data", {}).get(kind)
+        if content is None:
+            continue
+        if kind == "image/svg+xml":
+            data = "\n".join(content.splitlines()).encode()  # as MyST-NB writes it
+            found = re.search(r"<title>(.*?)</title>", content, re.DOTALL)
+            text = found[1].strip() if found else ""
+        else:
+            data, text = base64.b64decode(content), output.metadata.get(kind, {}).get("alt", "")
+        said[hashlib.sha256(data).hexdigest()] = text
+    return said

@@ -1,0 +1,72 @@
+"""Packages of npm that the book and its test use: one version each, held to its hash, fetched once.
+
+They lie in .venv/npm, with all else that the set-up fetched, so that a second `make book` needs no network.
+"""
+
+import base64
+import hashlib
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+INSTALLED = ROOT / ".venv" / "npm"
+PACKAGES = {
+    "mathjax": ("4.1.3", "BN/8Pkgn7G1pIDYJqd9md+JHsE/jydSYbyOZnSdSA0WziuVO8mRxdYiWFumkVVly/8U+hm9DpIIoWuvySverzw=="),
+    "axe-core": ("4.14.1", "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="),
+}
+"""Version, and the SHA-512 that npm publishes of its archive, by name."""
+
+
+class NotFetched(Exception):
+    """A package is not there and cannot be fetched: what, and what to do instead."""
+
+
+def folder(name: str) -> Path:
+    """Where a package's files are; it is fetched if they are not there yet.
+
+    Args:
+        name: a key of ``PACKAGES``.
+    Raises:
+        NotFetched: no registry answers, or the archive is not the one that is pinned.
+    """
+    version, integrity = PACKAGES[name]
+    there = INSTALLED / f"{name}-{version}"
+    if not there.is_dir():
+        archive = fetched(name, version)
+        said = base64.b64encode(hashlib.sha512(archive).digest()).decode()
+        if said != integrity:
+            raise NotFetched(f"{name} {version} is not the archive that is pinned: do not use it; try another registry")
+        beside = there.with_name(f".{there.name}.writing")
+        shutil.rmtree(beside, ignore_errors=True)
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(beside, filter="data")
+        (beside / "package").rename(there)
+        beside.rmdir()
+    return there
+
+
+def fetched(name: str, version: str) -> bytes:
+    """A package's archive, from the registry that npm is configured to use, or from npm's own."""
+    registry = "https://registry.npmjs.org/"
+    if npm := shutil.which("npm"):
+        asked = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, timeout=60)
+        registry = asked.stdout.strip() or registry
+    try:
+        with urllib.request.urlopen(f"{registry.rstrip('/')}/{name}/-/{name}-{version}.tgz", timeout=60) as answer:
+            return answer.read()
+    except OSError as error:
+        raise NotFetched(f"{name} {version} cannot be fetched from {registry} ({error}): check the network, or name a "
+                         "mirror with `npm config set registry`") from error
+
+
+if __name__ == "__main__":
+    try:
+        for each in sys.argv[1:] or PACKAGES:
+            print(folder(each).relative_to(ROOT))
+    except NotFetched as problem:
+        sys.exit(f"book: {problem}")
