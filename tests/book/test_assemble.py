@@ -36,7 +36,7 @@ def test_each_page_is_in_the_table_of_contents_once(sources):
     texts, _, _ = sources
     pages = {name.rpartition(".")[0] for name in texts} - {"index"}
     named = entries(texts)
-    assert sorted(named) == sorted(pages)
+    assert sorted(named) == sorted(pages), "name each page once in a toctree of book/pages (benchmarks/index.md)"
     lessons = {f"{path.parent.name}/{path.stem}" for path in ROOT.glob("notebooks/*.ipynb")}
     exercises = {f"{path.parent.name}/{path.stem}" for path in ROOT.glob("exercises/*.ipynb")}
     tables = {f"benchmarks/{path.stem}" for path in ROOT.glob("benchmarks/*.md")}
