@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test gpu long quick check lab notebooks exercises book book-test pins clean
+.PHONY: help setup train test gpu long quick check lab browser notebooks exercises book book-test pins clean
 
 help:  ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -47,12 +47,17 @@ check: setup  ## ruff, import-linter and mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
+# Only in a notebook that is trusted does JupyterLab show drawings (SVG) that are stored.
 # Lessons link to exercises and these to lessons, so the server's root is this folder. Jupyter refuses root, which in
 # a container everybody is; it listens on this machine alone, and asks for a token, all the same.
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
 lab: setup  ## open JupyterLab at lesson 0, exercises beside it; options in ARGS="--no-browser"
+	@$(BIN)/jupyter trust $(wildcard notebooks/*.ipynb exercises/*.ipynb) > /dev/null
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(AS_ROOT) $(ARGS)
+
+browser: setup  ## lessons in JupyterLab, in a real browser: needs chromium and chromium-driver
+	BROWSER_TESTS=required $(BIN)/pytest tests/notebooks/test_in_a_browser.py -m long
 
 notebooks: setup  ## run all lessons and store their outputs
 	$(BIN)/python tools/notebooks.py

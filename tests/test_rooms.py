@@ -28,6 +28,7 @@ OF_ALL = {
     "test_rooms.py": "this one",
     "test_shown_commands.py": "what README and lessons tell users to type",
     "notebooks/test_all_lessons.py": "what holds for every lesson",
+    "notebooks/test_in_a_browser.py": "lessons in JupyterLab, in a real browser",
     "notebooks/test_lab.py": "what `make lab` opens",
     "notebooks/test_world_sizes.py": "every lesson at other numbers of ranks",
     "planning/test_measured.py": "plans beside measurements on the machine",

@@ -109,7 +109,8 @@ class Question:
             chooser = widgets.RadioButtons if len(choices) <= MANY else widgets.Dropdown
             self.field = chooser(options=list(choices), value=None, layout={"width": "max-content"})
         else:
-            self.field = widgets.Text(placeholder="a number", layout={"width": "12em"})
+            # A busy kernel gets the first of several changes, then the click, then the last change: so one change only.
+            self.field = widgets.Text(placeholder="a number", continuous_update=False, layout={"width": "12em"})
         self.button = widgets.Button(description="Keep my answer", layout={"width": "max-content"})
         self.status = widgets.HTML()
         self.button.on_click(lambda _: self.keep())
@@ -118,6 +119,7 @@ class Question:
         self.widget = widgets.VBox([widgets.HTML(question_html(ask)), line, widgets.HTML(author)])
         if entry := answers.entry(name):
             self._show(entry)
+        self.field.observe(lambda _: self._say("not kept yet"), names="value")
 
     def keep(self) -> None:
         """Keep what the field holds, and say so."""

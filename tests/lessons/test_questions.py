@@ -51,6 +51,9 @@ def test_the_button_keeps_an_answer_until_its_result_is_seen(answers, shown):
         question.button.click()
         assert json.loads(answers.read_text())["02_data_parallel"]["ring"]["value"] == value
     assert "kept: 1.5 MB" in question.status.value
+    assert not question.field.continuous_update, "a click would overtake the last of many changes"
+    question.field.value = "7"
+    assert "not kept yet" in question.status.value and "1.5" not in question.status.value
 
     again = asked()
     assert again.field.value == "1.5" and not again.field.disabled and "You: <b>1.5 MB</b>" in shown[-1]["text/html"]

@@ -18,19 +18,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "of-the-test"
+REDIRECTED = (">", "/dev/null")
 LINK = re.compile(r"\]\(([^()\s]+)\)|(?:href|src)=[\"']([^\"']+)")
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 
-def command_of_make():
-    """The line by which `make lab` starts JupyterLab."""
+def commands_of_make():
+    """The lines by which `make lab` trusts the notebooks and starts JupyterLab."""
     asked = ("lab", f"PYTHON={sys.executable}", "ARGS=--no-browser --ServerApp.port=0")
     lines = subprocess.run(["make", "--dry-run", *asked], cwd=ROOT, capture_output=True, text=True, timeout=30,
                            check=True).stdout.splitlines()
-    program, *rest = shlex.split(next(line for line in lines if "jupyter lab" in line))
-    assert program == ".venv/bin/jupyter"
-    return [str(Path(sys.executable).with_name("jupyter")), *rest]
+    found = [shlex.split(next(line for line in lines if f"bin/jupyter {verb}" in line)) for verb in ("trust", "lab")]
+    assert [command[0] for command in found] == [".venv/bin/jupyter"] * 2
+    return [[str(Path(sys.executable).with_name("jupyter")), *(each for each in command[1:] if each not in REDIRECTED)]
+            for command in found]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +41,11 @@ def lab(tmp_path_factory):
     private = tmp_path_factory.mktemp("lab")
     environment = os.environ | {"JUPYTER_RUNTIME_DIR": str(private), "JUPYTER_CONFIG_DIR": str(private / "config"),
                                 "JUPYTER_DATA_DIR": str(private / "data"), "JUPYTER_TOKEN": TOKEN}
+    trust, start = commands_of_make()
+    subprocess.run(trust, cwd=ROOT, env=environment, check=True, timeout=60)
     log = private / "log"
     with log.open("w") as out:
-        server = subprocess.Popen(command_of_make(), cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
+        server = subprocess.Popen(start, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
                                   start_new_session=True)
     try:
         while not (about := list(private.glob("jpserver-*.json"))) or "is running at" not in log.read_text():

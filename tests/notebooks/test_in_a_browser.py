@@ -1,0 +1,203 @@
+"""Lessons in JupyterLab, in a real browser: drawings show, links open, a learner predicts, all by keyboard.
+
+`make browser` runs this file and fails where Chromium and its driver are missing. Debian and Ubuntu have both as
+packages: chromium and chromium-driver.
+"""
+
+import json
+import os
+import posixpath
+import shutil
+import signal
+import subprocess
+import time
+import urllib.parse
+
+import nbformat
+import pytest
+from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from course_lib.lessons import notebook
+from tests.notebooks.test_lab import LINK, ROOT, TOKEN, commands_of_make
+
+CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+LESSONS = sorted(path.stem for path in ROOT.glob("notebooks/*.ipynb"))
+BY_KEYBOARD = "02_data_parallel"
+ACTIVE = ".jp-NotebookPanel:not(.lm-mod-hidden) "
+TABS = "#jp-main-dock-panel .lm-TabBar-tab"
+POSITION = f"""const cells = [...document.querySelectorAll("{ACTIVE}.jp-Notebook .jp-Cell")];
+               return cells.findIndex(each => each.classList.contains("jp-mod-active"))"""
+SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # a cell out of sight is on the page, too
+            "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
+
+pytestmark = [
+    pytest.mark.long, pytest.mark.timeout(900),
+    pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """Address of JupyterLab over a copy of the course, as `make lab` starts it."""
+    private = tmp_path_factory.mktemp("lab")
+    course = private / "course"
+    shutil.copytree(ROOT, course, ignore=shutil.ignore_patterns(".*", "runs", "build", "__pycache__", "*.egg-info"))
+    settings = private / "config" / "lab" / "user-settings" / "@jupyterlab"
+    for name, values in SETTINGS.items():
+        path = settings / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    environment = os.environ | {"JUPYTER_RUNTIME_DIR": str(private), "JUPYTER_CONFIG_DIR": str(private / "config"),
+                                "JUPYTER_DATA_DIR": str(private / "data"), "JUPYTER_TOKEN": TOKEN}
+    trust, start = commands_of_make()
+    subprocess.run(trust, cwd=course, env=environment, check=True, timeout=120)
+    log = private / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(start, cwd=course, env=environment, stdout=out, stderr=subprocess.STDOUT,
+                                  start_new_session=True)
+    try:
+        while not (about := list(private.glob("jpserver-*.json"))) or "is running at" not in log.read_text():
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield json.loads(about[0].read_text())["url"], course
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait(20)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    assert CHROMIUM and DRIVER, "install chromium and chromium-driver"
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_page_load_timeout(120)
+    yield driver
+    driver.quit()
+
+
+def until(found, what, seconds=60):
+    """What a function finds, asked again until it finds something; a page changes while it is read."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            if answer := found():
+                return answer
+        except WebDriverException as error:
+            answer = error
+        assert time.monotonic() < end, f"{what}: {answer}"
+        time.sleep(0.2)
+
+
+def select(browser, css):
+    return browser.find_elements(By.CSS_SELECTOR, css)
+
+
+def kernel_is(browser, word):
+    return any(word in each.text for each in select(browser, "#jp-main-statusbar"))
+
+
+def opened(browser, lab, lesson):
+    """The lesson in an empty workspace, its kernel idle. Returns the cells as stored."""
+    address, course = lab
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get(f"{address}lab/tree/notebooks/{lesson}.ipynb?reset&token={TOKEN}")
+    cells = nbformat.read(course / "notebooks" / f"{lesson}.ipynb", as_version=4).cells
+    until(lambda: len(select(browser, f"{ACTIVE}.jp-Notebook .jp-Cell")) >= len(cells), "all cells are on the page")
+    until(lambda: kernel_is(browser, "Idle"), "the kernel is idle")
+    return cells
+
+
+def run_cells(browser, keys, count):
+    """Shift and Enter as often as there are cells: each time the next one is the active one before it goes on."""
+    for _ in range(count):
+        before = browser.execute_script(POSITION)
+        keys.key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
+        until(lambda before=before: browser.execute_script(POSITION) != before, "the next cell is active")
+
+
+def drawings(cells):
+    return sum("image/svg+xml" in output.get("data", {}) and "application/vnd.jupyter.widget-view+json"
+               not in output["data"] for cell in cells for output in cell.get("outputs", ()))
+
+
+def local_links(cells):
+    """Files that the texts link to, by their paths in the course."""
+    found = {a or b for cell in cells if cell.cell_type == "markdown" for a, b in LINK.findall(cell.source)}
+    urls = [urllib.parse.urlsplit(link) for link in found]
+    return {posixpath.normpath(posixpath.join("notebooks", urllib.parse.unquote(url.path)))
+            for url in urls if url.path and not url.scheme}
+
+
+def file_of(tab):
+    """The path that the tip of a tab names."""
+    lines = (tab.get_attribute("title") or "").splitlines()
+    return next((line.removeprefix("Path: ") for line in lines if line.startswith("Path: ")), "")
+
+
+def current_file(browser):
+    return next((file_of(tab) for tab in select(browser, f"{TABS}.lm-mod-current")), "")
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_opens_with_its_drawings_and_every_link_opens_its_file(lesson, lab, browser):
+    cells = opened(browser, lab, lesson)
+    shown = f"{ACTIVE}.jp-OutputArea-output[data-mime-type='image/svg+xml']"
+    assert drawings(cells) == until(lambda: len(select(browser, shown)) + 1, "outputs") - 1
+    assert not select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+    for path in sorted(local_links(cells)):
+        anchor = until(lambda path=path: next((
+            each for each in select(browser, f"{ACTIVE}.jp-RenderedMarkdown a")
+            if urllib.parse.urlsplit(each.get_attribute("href")).path.endswith(f"/files/{path}")), None), path)
+        browser.execute_script("arguments[0].scrollIntoView()", anchor)
+        anchor.click()
+        until(lambda path=path: current_file(browser) == path, f"{path} is opened")
+        next(tab for tab in select(browser, TABS) if file_of(tab) == f"notebooks/{lesson}.ipynb").click()
+        until(lambda: current_file(browser) == f"notebooks/{lesson}.ipynb", "back again")
+    wrong = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert wrong == []
+
+
+def test_a_learner_goes_through_a_lesson_by_keyboard_and_predicts(lab, browser):
+    cells = opened(browser, lab, BY_KEYBOARD)
+    asks = next(number for number, cell in enumerate(cells) if "ask=" in cell.source and "choices" not in cell.source)
+    keys = ActionChains(browser)
+    browser.find_element(By.CSS_SELECTOR, f"{ACTIVE}.jp-Notebook").send_keys(Keys.ESCAPE)
+    run_cells(browser, keys, asks + 1)
+    field = until(lambda: select(browser, f"{ACTIVE}.jp-Cell .jupyter-widgets input[placeholder='a number']"),
+                  "the question has its field", 120)[0]
+    until(lambda: kernel_is(browser, "Idle"), "the cell has ended")
+    for _ in range(10):  # Shift and Enter have gone on to the next cell: back to the output above it
+        keys.key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
+        if browser.switch_to.active_element == field:
+            break
+    assert browser.switch_to.active_element == field
+    keys.send_keys("0.25", Keys.TAB).perform()
+    until(lambda: browser.switch_to.active_element.tag_name == "button", "the button is next")
+    keys.send_keys(Keys.SPACE).perform()
+    until(lambda: any("kept: 0.25" in each.text for each in select(browser, ".widget-html")), "it is kept")
+    keys.send_keys(Keys.ESCAPE).perform()
+    run_cells(browser, keys, len(cells) - asks - 1)
+    until(lambda: kernel_is(browser, "Busy"), "cells run")
+    until(lambda: kernel_is(browser, "Idle") and not any(
+        "[*]" in each.text for each in select(browser, f"{ACTIVE}.jp-InputPrompt")), "all cells have run", 600)
+    mime = f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
+    assert [each.text for each in select(browser, mime)] == []
+    assert any("you: 0.25" in each.text for each in select(browser, f"{ACTIVE}.jp-RenderedHTMLCommon"))
+    keys.key_down(Keys.CONTROL).send_keys("s").key_up(Keys.CONTROL).perform()
+    path = lab[1] / "notebooks" / f"{BY_KEYBOARD}.ipynb"
+    stored = (ROOT / "notebooks" / f"{BY_KEYBOARD}.ipynb").read_text()
+    until(lambda: path.read_text() != stored, "it is saved")
+    assert notebook.recorded(path)
