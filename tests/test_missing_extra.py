@@ -160,9 +160,9 @@ def test_a_package_that_no_extra_brings_is_a_defect():
 def built(tmp_path_factory):
     """A wheel and a source archive of what is committed or about to be."""
     folder = tmp_path_factory.mktemp("built")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "course_lib", "pyproject.toml", "README.md",
-                             "LICENSE", "NOTICE"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for name in listed:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "course_lib", "pyproject.toml",
+                             "README.md", "LICENSE", "NOTICE"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split():
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
