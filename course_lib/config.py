@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from course_lib.config_sections import schedules
+from course_lib.config_sections.experts import check_experts
 from course_lib.config_sections.fields import Strict
 from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
 from course_lib.config_sections.parallel import ENGINES, ParallelConfig, PipelineConfig
@@ -153,6 +154,8 @@ def build(leaves: Mapping[str, Any], where: str | Mapping[str, str] = "config") 
 def _check_together(config: Config) -> Config:
     """Rules that join two fields."""
     config = _check_tensor(config)
+    config = dataclasses.replace(config, parallel=check_experts(config.parallel, config.run, config.model, config.optim,
+                                                                config.tracking))
     run, data, out = config.run, config.data, config.output
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",

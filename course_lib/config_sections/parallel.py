@@ -43,6 +43,9 @@ every rank, nothing kept for its next use. By default it takes memory for speed.
     """Ranks that share the matrices of each layer, neighbours in the order of ranks; the others are data parallel."""
     sequence_parallel: bool = False
     """Let those ranks share the tokens between the matrices, too, where they otherwise all do the same."""
+    expert_parallel_size: Positive = 1
+    """Data parallel ranks that share the experts of a mixture of experts, neighbours in the order of ranks: each \
+keeps a part of them, and tokens travel to theirs."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """State kept in the host's memory rather than the GPU's (deepspeed and torch)."""
     shard_group_size: Positive | None = None

@@ -14,7 +14,7 @@ form is :mod:`course_lib.parallel.minimal.bucketed_data_parallel`.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -95,6 +95,8 @@ class DataParallel(nn.Module):
     Args:
         module: the same on all ranks; its parameters on one device or several.
         group: the ranks to average over; None is all ranks.
+        groups: by parameter, for one that only some ranks of ``group`` hold, such as an expert: those ranks. Its
+            gradient is summed over them and divided by the number of all ranks of ``group``, which its loss came from.
         bucket_bytes: a bucket is sent once it holds so many bytes.
         first_bucket_bytes: the same for the first bucket, small so that communication begins early.
         find_unused_parameters: let the ranks tell each other which parameters they used: one all-reduce of a byte a
@@ -105,8 +107,9 @@ class DataParallel(nn.Module):
             is sent.
     """
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20,
-                 first_bucket_bytes: int = 2**20, find_unused_parameters: bool = False,
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None,
+                 groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
+                 bucket_bytes: int = 25 * 2**20, first_bucket_bytes: int = 2**20, find_unused_parameters: bool = False,
                  communication_hook: Callable[[Bucket], ReductionHandle] = sum_gradients):
         super().__init__()
         check_kinds(module, "DataParallel", flat=False)
@@ -119,13 +122,18 @@ class DataParallel(nn.Module):
         self._synchronises = True
 
         # --- all ranks begin alike: from then on the same gradients keep the weights alike, and none is sent again ---
-        self._broadcast([*module.parameters(), *module.buffers()])
+        names, groups = names_of(module), groups or {}
+        held_by = {over: [p for p in names if groups.get(p, group) is over]
+                   for over in dict.fromkeys([group, *groups.values()])}
+        for over, held in held_by.items():
+            self._broadcast([*held, *(module.buffers() if over is group else ())], over)
 
         # --- buckets: they are sent in this order; a gradient that backward makes early leaves early ---
-        names = names_of(module)
-        trainable = self.bucket_order([p for p in names if p.requires_grad])
-        self.buckets = [Bucket({names[p]: p for p in parameters}, group)
-                        for parameters in in_buckets(trainable, first_bucket_bytes, bucket_bytes)]
+        order = {p: place for place, p in enumerate(self.bucket_order([p for p in names if p.requires_grad]))}
+        in_groups = [(parameters, over) for over, held in held_by.items() for parameters in in_buckets(
+            sorted((p for p in held if p in order), key=order.__getitem__), first_bucket_bytes, bucket_bytes)]
+        in_groups.sort(key=lambda bucket: order[bucket[0][-1]])  # by when backward fills them, whatever their ranks
+        self.buckets = [Bucket({names[p]: p for p in parameters}, over) for parameters, over in in_groups]
         self._sent = 0  # buckets sent in this backward; all ranks send them in the same order
         self._backward_runs = False
 
@@ -153,7 +161,7 @@ class DataParallel(nn.Module):
         # A rank's BatchNorm has seen its own rows alone; those of the first rank count, as in DistributedDataParallel.
         # Not in evaluation: there ranks may take different numbers of batches, and a collective would hang.
         if self._synchronises and self.module.training and torch.is_grad_enabled():
-            self._broadcast(list(self.module.buffers()))
+            self._broadcast(self.module.buffers(), self.group)
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -253,11 +261,11 @@ class DataParallel(nn.Module):
         bucket.work = None
 
     @torch.no_grad()
-    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Take over the first rank's values, in place; one message for many small tensors."""
+    def _broadcast(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+        """Take over the group's first rank's values, in place; one message for many small tensors."""
         for bucket in in_buckets(tensors, self.bucket_bytes, self.bucket_bytes):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])  # shapes -> (sum of numel,)
-            dist.broadcast(flat, group=self.group, group_src=0)
+            dist.broadcast(flat, group=group, group_src=0)
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
 

@@ -16,7 +16,7 @@ Sources: Shazeer et al., "Outrageously Large Neural Networks" (arXiv 1701.06538)
 "DeepSeekMoE" (arXiv 2401.06066), section 3.2, for shared experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from course_lib.errors import ConfigError
 from course_lib.parallel.expert_dispatch import plan
 from course_lib.parallel.expert_router import Routing, TopKRouter
+from course_lib.parallel.groups import meet
 from course_lib.parallel.tp_collectives import Group
 
 
@@ -43,19 +44,30 @@ class ExpertGroups:
     same: Group
 
 
-def expert_groups(size: int) -> ExpertGroups:
-    """Groups of ``size`` neighbours that share the experts, and those across; a collective call.
+def expert_groups(size: int, lines: Sequence[Sequence[int]] | None = None) -> ExpertGroups:
+    """Groups of ``size`` neighbours that share the experts, and those across; a collective call of all ranks.
 
+    Args:
+        size: ranks that share the experts.
+        lines: the data parallel ranks, as ``RankGrid.lines("dp")`` gives them: groups are formed within each. By
+            default all ranks are one line.
     Raises:
-        ConfigError: the size does not divide the number of ranks.
+        ConfigError: the size does not divide the number of data parallel ranks.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
+    lines = lines or [range(ranks)]
+    ranks = len(lines[0])
     if size < 1 or ranks % size:
         raise ConfigError(f"{ranks} ranks cannot form groups of {size} that share the experts",
                           f"use a size that divides {ranks}")
-    sharing = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
-    same = [dist.new_group(list(range(place, ranks, size))) for place in range(size)]
-    return ExpertGroups(sharing[rank // size], same[rank % size])
+    sharing = [list(line[first : first + size]) for line in lines for first in range(0, ranks, size)]
+    same = [list(line[place::size]) for line in lines for place in range(size)]
+    # A rank makes the groups that it is not in, too: dist.new_group is a call of all ranks, in one order.
+    made = [[(line, dist.new_group(line)) for line in lines_of] for lines_of in (sharing, same)]
+    own = [next(group for line, group in groups if rank in line) for groups in made]
+    for group in own:
+        meet(group)
+    return ExpertGroups(*own)
 
 
 class Experts(nn.Module):

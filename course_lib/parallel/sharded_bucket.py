@@ -26,6 +26,11 @@ class ShardedBucket:
     E is their number of elements, padded to a multiple of N. Rank r's shard is elements r E / N to (r + 1) E / N, which
     begins and ends wherever that falls, within a parameter too.
 
+    Args:
+        parameters: of one group of the optimizer and one dtype.
+        group: the N ranks.
+        summands: by how many the sum of gradients is divided; N by default.
+
     Attributes:
         flat: (E,), all the parameters, which are views of it.
         local_shard: (E / N,), this rank's part of ``flat``, a view.
@@ -39,8 +44,9 @@ class ShardedBucket:
         shard_slices: where what this rank updates of each parameter lies in ``local_shard``; may be empty.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None):
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, summands: int | None = None):
         self.group, self.world, rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.summands = summands or self.world
 
         # --- phase 1: the module's parameters become views of one flat tensor, (E,) with the padding. What is gathered
         # into it later is thereby in the module, without a copy. ---
@@ -102,7 +108,7 @@ class ShardedBucket:
         """Wait for the reduce-scatter, add the mean to this rank's gradient, and free the whole one."""
         if self.work is not None and self.received is not None:
             self.work.wait()
-            mean = self.received.to(self.master.dtype).div_(self.world)  # (E / N,) -> (E / N,) fp32, divided there
+            mean = self.received.to(self.master.dtype).div_(self.summands)  # (E / N,) -> (E / N,) fp32, divided there
             self.gradient = mean if self.gradient is None else self.gradient.add_(mean)  # of earlier micro-batches
             self.work = self.send_buffer = self.received = None
             self.missing = set(self.param_slices)

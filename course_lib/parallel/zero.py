@@ -16,7 +16,7 @@ Stage 1 begins the second column after the last backward, stage 2 in each backwa
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +51,8 @@ class Zero1(nn.Module):
         optimizer: over the module's parameters, before its first step; repointed to this rank's pieces, its groups
             and options kept.
         group: of the ranks; the default group by default.
+        groups: by parameter, for one that only some ranks of ``group`` hold, such as an expert: those ranks. Its state
+            is split over them; its gradient is summed over them and divided by the number of all ranks of ``group``.
         bucket_bytes: of gradients that travel together.
     Raises:
         ConfigError: the optimizer is not elementwise, has made steps, or has another module's parameters.
@@ -61,7 +63,7 @@ class Zero1(nn.Module):
     stage = 1
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
-                 bucket_bytes: int = 25 * 2**20):
+                 groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None, bucket_bytes: int = 25 * 2**20):
         super().__init__()
         check_elementwise(optimizer, f"zero{self.stage}")
         check_kinds(module, type(self).__name__)
@@ -69,11 +71,16 @@ class Zero1(nn.Module):
         self.module, self.optimizer, self.group = module, optimizer, group
         self.names = names_of(module)
 
-        # --- phase 1: cut into buckets. One is within one group of the optimizer, whose options its shard keeps;
-        # backward ends with the first parameters, so the last ones fill the first bucket. ---
-        groups = [[p for p in reversed(group["params"]) if p.requires_grad and p in self.names]
-                  for group in optimizer.param_groups]
-        self.buckets = [ShardedBucket(parameters, group) for parameters in cut_into_buckets(groups, bucket_bytes)]
+        # --- phase 1: cut into buckets. One is within one group of the optimizer, whose options its shard keeps, and
+        # of the same ranks; backward ends with the first parameters, so the last ones fill the first bucket. ---
+        groups, self.buckets = groups or {}, []
+        for options in optimizer.param_groups:
+            in_turn = [p for p in reversed(options["params"]) if p.requires_grad and p in self.names]
+            trainable = {parameter: at for at, parameter in enumerate(in_turn)}
+            cut = [(parameters, over) for over in dict.fromkeys([group, *groups.values()]) for parameters in
+                   cut_into_buckets([[p for p in trainable if groups.get(p, group) is over]], bucket_bytes)]
+            cut.sort(key=lambda bucket: trainable[bucket[0][-1]])  # by when backward fills them, whatever their ranks
+            self.buckets += [ShardedBucket(parameters, over, dist.get_world_size(group)) for parameters, over in cut]
         trained: dict[Tensor, Shard] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
         # --- phase 2: what is in no bucket has to begin alike, too ---
         self.frozen = [parameter for parameter in self.names if parameter not in trained]
@@ -184,8 +191,8 @@ class Zero2(Zero1):
     stage = 2
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
-                 bucket_bytes: int = 25 * 2**20):
-        super().__init__(module, optimizer, group=group, bucket_bytes=bucket_bytes)
+                 groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None, bucket_bytes: int = 25 * 2**20):
+        super().__init__(module, optimizer, group=group, groups=groups, bucket_bytes=bucket_bytes)
         self._next: int | None = None  # the bucket to be sent next, while a backward runs
         # After accumulation, since the hook takes `.grad` away: with a hook on the tensor it would not be there yet.
         for bucket in self.buckets:

@@ -53,11 +53,12 @@ class AgreementCheck(Callback):
 
     def _compare(self, trainer: "Trainer", when: str) -> None:
         if trainer.num_processes > 1:
-            part, alike = held_alike(trainer)
-            compare([_config(trainer), _data(trainer), _model(trainer, trainer.engine.parameters(), alike),
+            parts = held_alike(trainer)
+            whole = {name: parameter for _, alike in parts for name, parameter in alike.items()}
+            compare([_config(trainer), _data(trainer), _model(trainer, trainer.engine.parameters(), whole),
                      _step(trainer),
-                     replicas(alike, "look for what that rank alone does, and resume from a checkpoint before it",
-                              part, self.elements, self.steps)],
+                     *(replicas(alike, "look for what that rank alone does, and resume from a checkpoint before it",
+                                part, self.elements, self.steps) for part, alike in parts)],
                     f"{when} (they agreed {self.agreed})" if self.agreed else when, GatheringRanks(trainer.device))
         self.agreed = when
 
@@ -90,8 +91,10 @@ def _step(trainer: "Trainer") -> Topic:
     return topic({"the step": str(trainer.state.step)}, "let every rank resume from the same checkpoint")
 
 
-def held_alike(trainer: "Trainer") -> tuple[int, dict[str, Tensor]]:
-    """The parameters that other ranks hold too, by name, and a number that is the same on those ranks.
+def held_alike(trainer: "Trainer") -> list[tuple[int, dict[str, Tensor]]]:
+    """The parameters that other ranks hold too, by name, beside a number that is the same on those ranks.
+
+    As many sets on every rank: experts that are spread are a set beside all else, which more ranks hold.
 
     Data parallel, ZeRO-1 and ZeRO-2 keep every parameter on every rank, pipelines side by side each of their stages.
     FSDP and ZeRO-3 leave shards, which differ by design, but for the copies that a ``shard_group_size`` makes.
@@ -100,6 +103,6 @@ def held_alike(trainer: "Trainer") -> tuple[int, dict[str, Tensor]]:
     parallel, parameters = trainer.config.parallel, trainer.engine.parameters()
     if parallel.strategy in ("zero3", "fsdp") or (parallel.strategy, parallel.chosen_engine) == ("zero2", "torch"):
         if not parallel.shard_group_size:
-            return 0, {}
-        return trainer.rank % parallel.shard_group_size, parameters
-    return trainer.engine.part, parameters
+            return [(0, {})]
+        return [(trainer.rank % parallel.shard_group_size, parameters)]
+    return trainer.engine.parameters_by_part()

@@ -309,6 +309,10 @@ class Engine:
         """The parameters that this rank computes with, by their names in the whole model."""
         return dict(self.model.named_parameters())
 
+    def parameters_by_part(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        """:meth:`parameters` in sets, each with a number that is the same on the ranks that hold the same set."""
+        return [(self.part, self.parameters())]
+
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The model's state dict, whole, on the main rank; elsewhere nothing. A collective call."""
         return self.model.state_dict() if self.is_main else {}

@@ -272,9 +272,6 @@ class PipelineEngine(ShardedEngine):
         if self.zero:
             self.zero.refresh()
 
-    def bare_model(self) -> nn.Module:
-        return self.shell
-
     def autocast(self) -> AbstractContextManager:
         return contextlib.nullcontext()  # each stage has its own
 

@@ -69,6 +69,8 @@ class ShardedEngine(Engine):
 
     tensor: TensorParallel | None = None
     """Where layers are shared: how."""
+    shell: nn.Module | None = None
+    """The whole model without its weights, where this rank has pieces of it."""
 
     def split_layers(self, model: nn.Module) -> None:
         self.model = model
@@ -163,7 +165,7 @@ class ShardedEngine(Engine):
                 for key, tensor in whole.items()}
 
     def bare_model(self) -> nn.Module:
-        return self.model if self.tensor is None else self.shell
+        return self.model if self.shell is None else self.shell
 
     def describe(self) -> Mapping[str, Any]:
         if self.tensor is None:

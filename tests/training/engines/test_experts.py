@@ -1,0 +1,144 @@
+"""`--expert_parallel_size`: trained to the loss of one process, and checkpoints that go to any layout and come back."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+
+from course_lib.config import build
+from course_lib.errors import ConfigError
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
+from course_lib.modeling.experts import ExpertParallel
+from course_lib.training.checkpoints import checkpoint
+from course_lib.training.engines.from_scratch import Scratch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS, SAVED = 4, 2
+NORM_TOLERANCE = 1e-6
+"""Relative: all is in float64 but for transformers' softmax and loss."""
+MODEL = {"model": "tiny-olmoe", "max_steps": STEPS}
+SHARED = {"expert_parallel_size": 2}
+CASES = {
+    "ddp": SHARED,
+    "zero1": SHARED | {"strategy": "zero1", "activation_checkpointing": True},
+    "zero2": {"expert_parallel_size": 4, "strategy": "zero2"},
+}
+ONWARDS = {  # what goes on from whose checkpoint
+    "itself": ("ddp", SHARED),
+    "dense to zero2": ("one", SHARED | {"strategy": "zero2"}),
+    "zero1 to four": ("zero1", {"expert_parallel_size": 4}),
+    "four to dense": ("zero2", {"strategy": "zero3", "engine": "scratch"}),
+}
+
+
+def runs(folder, cases, **common):
+    """Several runs, one after the other on the same four ranks; what each left."""
+    found = {}
+    for name, options in cases.items():
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        found[name] = parity.trace(parity.task(folder / name.replace(" ", "-"), 4, **(MODEL | common | options)))
+    return found
+
+
+def one_process(folder, **options):
+    return parity.trace(parity.task(folder, 1, training_type="basic", **(MODEL | options)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return one_process(folder / "one", save_steps=SAVED, save_total_limit=None)
+
+
+@pytest.fixture(scope="module")
+def found(folder, one):
+    return launch(runs, folder, CASES, save_steps=SAVED, save_total_limit=None, num_processes=4, timeout=250)[0]
+
+
+def test_every_strategy_equals_one_process(found, one):
+    assert len(found) == len(CASES) == 3
+    for name, trace in found.items():
+        cell = parity.compare(trace, one, name, "scratch", 4)
+        assert cell.agrees and cell.norm < NORM_TOLERANCE * max(one.norms), cell
+
+
+def test_checkpoints_go_to_other_layouts_and_to_the_same_one_to_the_bit(folder, found, one):
+    def saved(name):
+        return str(folder / name / checkpoint.name(SAVED))
+
+    cases = {name: options | {"resume_from_checkpoint": saved(source)} for name, (source, options) in ONWARDS.items()}
+    again = launch(runs, folder / "again", cases, num_processes=4, timeout=250)[0]
+    again["one process"] = one_process(folder / "basic", resume_from_checkpoint=saved("ddp"))
+    assert len(again) == len(ONWARDS) + 1 == 5
+    for name, trace in again.items():
+        assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
+        largest = max(float((trace.weights[key] - one.weights[key]).abs().max()) for key in one.weights)
+        assert largest <= parity.WEIGHT_TOLERANCE, name
+    assert again["itself"].losses == found["ddp"].losses[SAVED:]
+    assert all(torch.equal(again["itself"].weights[key], weight) for key, weight in found["ddp"].weights.items())
+
+
+def unscaled(engine, max_norm, clip=Scratch.clip):
+    """The mistake: experts' gradients divided by the number of ranks that hold the same ones."""
+    for name, gradient in engine.gradients().items():
+        if name in engine.experts.shapes:
+            gradient *= dist.get_world_size(engine.experts.groups.sharing)
+    return clip(engine, max_norm)
+
+
+def by_its_own_norm(engine, max_norm):
+    """The mistake: each rank counts its own experts alone."""
+    return torch.nn.utils.clip_grad_norm_(engine.model.parameters(), max_norm)
+
+
+def broken(folder):
+    found = {}
+    for name, patch in (("unscaled", mock.patch.object(Scratch, "clip", unscaled)),
+                        ("own norm", mock.patch.object(Scratch, "clip", by_its_own_norm)),
+                        ("mixed", mock.patch.object(ExpertParallel, "summed_over", lambda _: {}))):
+        with patch:
+            found |= runs(folder, {name: SHARED}, batch_size=parity.GLOBAL_ROWS // 4, max_steps=1)
+    return found
+
+
+def test_without_a_part_of_it_the_comparison_notices_and_the_first_loss_does_not(tmp_path, one):
+    found = launch(broken, tmp_path, num_processes=2, timeout=200)[0]
+    for name in ("unscaled", "own norm", "mixed"):
+        assert abs(found[name].norms[0] - one.norms[0]) > 1000 * NORM_TOLERANCE * max(one.norms), name
+    for name in ("unscaled", "own norm"):
+        assert found[name].losses[0] == pytest.approx(one.losses[0], abs=parity.LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share the experts"),
+    ({"training_type": "pipeline"}, "and the stages of a pipeline take turns"),
+    ({"tensor_parallel_size": 2}, "those of tensor_parallel_size have the same rows"),
+    ({"num_processes": 3}, "num_processes 3 is no multiple of expert_parallel_size 2"),
+    ({"strategy": "zero3"}, "zero3 gathers whole layers on every rank, and expert_parallel_size keeps experts apart: "
+                            "use --strategy ddp, zero1 or zero2"),
+    ({"strategy": "fsdp"}, "fsdp gathers whole layers"),
+    ({"engine": "deepspeed", "strategy": "zero1"}, "engine deepspeed has no expert_parallel_size here"),
+    ({"engine": "torch"}, "engine torch has no expert_parallel_size here: use --engine scratch"),
+    ({"offload": "optimizer"}, "offload and shard_group_size are not for expert_parallel_size"),
+    ({"torch_compile": True}, "torch_compile does not know the exchanges"),
+    ({"optimizer": "adafactor"}, "adafactor's state is not stored in pieces"),
+    ({"mixed_precision": "fp16"}, "fp16 needs a scaler"),
+    ({"watch": "gradients"}, "watch gradients: expert_parallel_size leaves a rank some experts' gradients"),
+])
+def test_what_it_cannot_do_is_refused_in_one_line(given, told):
+    with pytest.raises(ConfigError) as error:
+        build(SHARED | given)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_engine_is_ours_by_default():
+    assert build(SHARED | {"strategy": "zero1"}).parallel.chosen_engine == "scratch"
