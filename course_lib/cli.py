@@ -32,6 +32,7 @@ from course_lib.commands import (
     doctor,
     evaluate,
     grade,
+    meter,
     plan,
     progress,
     push,
@@ -47,8 +48,8 @@ from course_lib.commands import (
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 
-COMMANDS = (train, evaluate, audit, schedule, plan, simulate, select, bench, runs, dashboard, sweep, submit, push,
-            check, progress, grade, release, doctor)
+COMMANDS = (train, evaluate, audit, meter, schedule, plan, simulate, select, bench, runs, dashboard, sweep, submit,
+            push, check, progress, grade, release, doctor)
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,6 +81,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: no such command or option, or a value that its type refuses.
     """
     parser, commands = command_line()
+    argv, started = split(argv)
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
         raise ConfigError(f"unknown command `{argv[0]}`", nearest(argv[0], commands.choices),
                           spelt=_only(argv[0], near(argv[0], commands.choices)))
@@ -98,7 +100,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         likely = [f"--{each}" for each in near(name[2:], plain)]
         raise ConfigError(f"unknown option `{name}`", nearest(likely[0], likely, len(likely)) if likely else "",
                           spelt=_only(name, likely))
+    args.command_line = started
     return args
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line of ours, and what follows ``--`` where the command starts somebody else's."""
+    argv = list(argv)
+    starting = [command.NAME for command in COMMANDS if getattr(command, "TAKES_COMMAND", False)]
+    if argv and argv[0] in starting and "--" in argv:
+        return argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    return argv, []
 
 
 def _only(word: str, likely: Sequence[str]) -> dict[str, str] | None:

@@ -53,7 +53,7 @@ def run(code, folder, *arguments, python=sys.executable, **environment):
 
 def test_the_base_is_torch_and_what_is_small():
     assert {"torch", "numpy", "pyyaml", "rich", "annotated-types", "cloudpickle", "shtab"} == BASE
-    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "all", "dev", "book"}
+    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "all", "dev"}
 
 
 def test_each_package_that_is_named_is_in_the_extra_that_is_named():
@@ -61,7 +61,7 @@ def test_each_package_that_is_named_is_in_the_extra_that_is_named():
     wrong = {(extra, package) for extra, packages in BROUGHT_BY.items() for package in packages
              if package not in PACKED_WITH_OTHERS
              and not {canonicalize_name(each) for each in of_package[package]} & EXTRAS[extra]}
-    assert BROUGHT_BY.keys() == EXTRAS.keys() - {"all", "dev", "book"} and not wrong
+    assert BROUGHT_BY.keys() == EXTRAS.keys() - {"all", "dev"} and not wrong
 
 
 def test_each_package_that_is_imported_is_in_the_base_or_in_an_extra():
@@ -160,8 +160,9 @@ def test_a_package_that_no_extra_brings_is_a_defect():
 def built(tmp_path_factory):
     """A wheel and a source archive of what is committed or about to be."""
     folder = tmp_path_factory.mktemp("built")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "course_lib", "pyproject.toml",
-                             "README.md", "LICENSE", "NOTICE"], cwd=ROOT, capture_output=True, text=True, check=True)
+    wanted = ("course_lib", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *wanted], cwd=ROOT, capture_output=True,
+                            text=True, check=True)
     for name in listed.stdout.split():
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

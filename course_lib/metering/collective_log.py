@@ -35,6 +35,8 @@ class Collective:
         end: when the transfer had ended; where the backend doesn't tell (gloo's send, recv and reduce-scatter),
             when this rank had waited for it; NaN where neither was before the end of the measured stretch.
         sent: bytes that this rank sends under the ring model, see `ring_bytes`.
+        axis: of the ranks, see `axis_of`.
+        group: torch's name of the process group.
     """
 
     name: str
@@ -44,6 +46,19 @@ class Collective:
     start: float
     end: float
     sent: int
+    axis: str = "world"
+    group: str = ""
+
+
+def axis_of(group: dist.ProcessGroup) -> str:
+    """``world`` for a group of all ranks; a dimension of a DeviceMesh by its name; else the group's description.
+
+    Empty for a group of some ranks that nobody has named.
+    """
+    described = group.group_desc
+    if group.size() == dist.get_world_size():
+        return "world"
+    return "" if described == "undefined" else described.removeprefix("mesh_")
 
 
 def ring_bytes(name: str, size: int, ranks: int, position: int = 0, root: int = 0) -> int:
@@ -89,6 +104,8 @@ class Transfer:
     blocking: bool
     start: Stamp
     end: Stamp | None = None
+    axis: str = "world"
+    group: str = ""
 
 
 class CollectiveLog:
@@ -115,9 +132,20 @@ class CollectiveLog:
 
     def collectives(self) -> list[Collective]:
         """Those noted, in the order of issue."""
-        seconds = self.clock.seconds
-        return [Collective(t.name, t.bytes, t.dtype, t.ranks, seconds(t.start),
-                           math.nan if t.end is None else seconds(t.end), t.sent) for t in self.transfers]
+        return [self._seen(transfer) for transfer in self.transfers]
+
+    def take_ended(self) -> list[Collective]:
+        """Those noted that have ended, up to the first that has not, and forget them; on a GPU nobody waits for it."""
+        transfers, ended = self.transfers, 0
+        while ended < len(transfers) and _is_reached(transfers[ended].end):
+            ended += 1
+        taken = [self._seen(transfer) for transfer in transfers[:ended]]
+        del transfers[:ended]
+        return taken
+
+    def _seen(self, t: Transfer) -> Collective:
+        end = math.nan if t.end is None else self.clock.seconds(t.end)
+        return Collective(t.name, t.bytes, t.dtype, t.ranks, self.clock.seconds(t.start), end, t.sent, t.axis, t.group)
 
     def issuing(self, operator: str, args: Sequence[Any]) -> tuple[Transfer, dict[str, Any]]:
         named = dict(zip(ARGUMENTS[operator], args, strict=False))
@@ -145,7 +173,8 @@ class CollectiveLog:
             ranks = tuple(members[end] for end in ends)
         dtype = tensors[0].dtype if tensors else torch.uint8
         blocking = named.get("async_op", True) is False
-        return Transfer(name, size, dtype, ranks, sent, blocking, self.clock.stamp(_device(named)))
+        return Transfer(name, size, dtype, ranks, sent, blocking, self.clock.stamp(_device(named)),
+                        axis=axis_of(group), group=group.group_name)
 
     def _follow(self, transfer: Transfer, named: dict[str, Any], work: dist.Work | None) -> None:
         """Learn when a collective has ended."""
@@ -205,8 +234,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(element)
 
 
+def device_of(values: Sequence[Any]) -> torch.device:
+    """Where the first tensor of a call lies."""
+    return next(_tensors(list(values))).device
+
+
 def _device(named: dict[str, Any]) -> torch.device:
     return next(_tensors(list(named.values()))).device
+
+
+def _is_reached(stamp: Stamp | None) -> bool:
+    return isinstance(stamp, float) or (stamp is not None and stamp.query())
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,0 +1,114 @@
+"""Somebody else's script, as it is, under `course meter`: its output, its exit code, and what it moved."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from course_lib import cli
+from course_lib.attach import command, inside
+from course_lib.errors import ConfigError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+BIN, ROOT = Path(sys.executable).parent, str(Path(cli.__file__).parents[1])
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(32, 32, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(4, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained by", dist.get_world_size(), flush=True)
+if "group" not in sys.argv:  # else the process ends as many do, without destroying it
+    dist.destroy_process_group()
+sys.exit(int(sys.argv[1]))
+"""
+STEPS, BYTES = 3, 32 * 32 * 4
+
+
+def course(folder, *words, **environment):
+    return subprocess.run([sys.executable, "-m", "course_lib", *words], cwd=folder, capture_output=True, text=True,
+                          timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **environment})
+
+
+def reduced(folder):
+    (row,) = [row for row in json.loads((folder / "tables.json").read_text())["collectives"]
+              if row["collective"] == "all_reduce"]
+    return row
+
+
+def test_torchrun_under_the_meter(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/sitecustomize.py").write_text("import os\nos.environ['OWN'] = 'ran'\n")
+    (tmp_path / "train.py").write_text("import os\nassert os.environ['OWN'] == 'ran'\n" + SCRIPT)
+    done = course(tmp_path, "meter", "--json", "tables.json", "--", str(BIN / "torchrun"), "--standalone",
+                  "--nproc-per-node", "2", "train.py", "0", PYTHONPATH=f"{tmp_path}/own:{ROOT}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained by 2") == 2
+    row = reduced(tmp_path)
+    assert (row["axis"], row["groups"], row["calls"]) == ("world", [[0, 1]], STEPS)
+    assert row["bytes"] == row["sent"] == STEPS * BYTES  # 2 (N - 1) / N of it
+    assert re.search(rf"^world +0,1 +all_reduce +float32 +{STEPS} +12.0 KiB +12.0 KiB", done.stdout, re.M)
+    ranks = json.loads((tmp_path / "tables.json").read_text())["ranks"]
+    assert [rank["held"] for rank in ranks] == [{"parameters": BYTES, "gradients": BYTES, "optimizer states": 0}] * 2
+    assert all(rank["ended"] and rank["steps"] == STEPS for rank in ranks)
+    events = json.loads((tmp_path / "course-meter.trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["name"] == "all_reduce" for event in events) == 2 * STEPS
+
+
+def test_plain_python_and_its_exit_code(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = course(tmp_path, "meter", "--json", "tables.json", "--", sys.executable, "train.py", "7", "group", **alone)
+    assert done.returncode == 7 and reduced(tmp_path)["calls"] == STEPS, done.stderr
+    assert json.loads((tmp_path / "tables.json").read_text())["ranks"][0]["ended"]
+
+
+@pytest.mark.long
+def test_accelerate_launch_under_the_meter(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    configuration = Path(ROOT) / "configs/accelerate/cpu2.yaml"
+    done = course(tmp_path, "meter", "--json", "tables.json", "--", str(BIN / "accelerate"), "launch", "--config_file",
+                  str(configuration), "train.py", "0", ACCELERATE_USE_CPU="true", TMPDIR=str(tmp_path))
+    assert done.returncode == 0 and reduced(tmp_path)["calls"] == STEPS, done.stderr
+
+
+def test_a_process_that_is_no_rank_says_so_and_imports_no_torch(tmp_path):
+    done = course(tmp_path, "meter", "--", sys.executable, "-c",
+                  "import sys; assert 'course_lib' in sys.modules and 'torch' not in sys.modules; sys.exit(3)")
+    assert done.returncode == 3 and "no process of the command made a process group" in done.stderr
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["meter"], "nothing to run: give the command line after `--`"),
+    (["meter", "--", "no-such-program"], "cannot start `no-such-program`: No such file or directory"),
+])
+def test_what_cannot_be_started(argv, said):
+    args = cli.parse(argv)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        args.run(args)
+
+
+def test_options_of_the_other_command_are_its_own():
+    args = cli.parse(["meter", "--trace", "t.json", "--", "torchrun", "--nproc-per-node", "2", "a.py", "--", "--x-y"])
+    assert args.command_line == ["torchrun", "--nproc-per-node", "2", "a.py", "--", "--x-y"]
+    assert str(args.trace) == "t.json"
+
+
+def test_tools_are_added_to_those_of_an_outer_command():
+    once = command.environment_of({"meter": "m"}, {"PYTHONPATH": "mine"})
+    twice = command.environment_of({"watch": {"seconds": 1}}, once)
+    assert json.loads(twice[inside.VARIABLE]) == {"meter": "m", "watch": {"seconds": 1}}
+    assert twice["PYTHONPATH"] == f"{command.SITE}{os.pathsep}mine"
