@@ -53,7 +53,7 @@ def run(code, folder, *arguments, python=sys.executable, **environment):
 
 def test_the_base_is_torch_and_what_is_small():
     assert {"torch", "numpy", "pyyaml", "rich", "annotated-types", "cloudpickle", "shtab"} == BASE
-    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "all", "dev"}
+    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "all", "dev", "book"}
 
 
 def test_each_package_that_is_named_is_in_the_extra_that_is_named():
@@ -61,7 +61,7 @@ def test_each_package_that_is_named_is_in_the_extra_that_is_named():
     wrong = {(extra, package) for extra, packages in BROUGHT_BY.items() for package in packages
              if package not in PACKED_WITH_OTHERS
              and not {canonicalize_name(each) for each in of_package[package]} & EXTRAS[extra]}
-    assert BROUGHT_BY.keys() == EXTRAS.keys() - {"all", "dev"} and not wrong
+    assert BROUGHT_BY.keys() == EXTRAS.keys() - {"all", "dev", "book"} and not wrong
 
 
 def test_each_package_that_is_imported_is_in_the_base_or_in_an_extra():
