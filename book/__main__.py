@@ -20,7 +20,7 @@ OUT = {"html": ROOT / "build" / "book", "epub": ROOT / "build" / "epub"}
 
 def build(form: str = "html") -> int:
     """Put the sources together and run Sphinx over them; returns its exit code."""
-    assemble(SOURCE, npm.folder("mathjax"))
+    assemble(SOURCE, npm.folder("mathjax"), npm.folder("@mathjax/mathjax-newcm-font"))
     return sphinx(["-W", "--keep-going", "-q", "-b", form, "-c", str(Path(__file__).parent), "-d", str(DOCTREES / form),
                    str(SOURCE), str(OUT[form])])
 

@@ -16,8 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = Path(__file__).parent / "pages"
 DOCUMENTS = ("CONTRIBUTING.md", "exercises/README.md", "tests/gpu_sim/README.md")
 """Pages that lie elsewhere than in docs/ and benchmarks/."""
-MATHJAX = ("tex-svg.js", "LICENSE")
-"""What a page needs of the package: one file, with its font in it."""
+MATHJAX = ("tex-svg.js", "a11y/assistive-mml.js", "LICENSE")
+"""What a page needs of the package: the program with its common letters, and what a screen reader reads instead."""
+LETTERS = ("accents", "arrows", "calligraphic", "double-struck", "fraktur", "marrows", "math", "monospace", "mshapes",
+           "script", "shapes", "symbols", "variants")
+"""What it loads of its font where a formula asks for it; other alphabets are left out."""
 
 
 def documents() -> list[Path]:
@@ -48,17 +51,20 @@ def sources() -> tuple[dict[str, str], dict[str, str], set[str]]:
     return texts, alternatives, links.files | set(textbook_pages.files())
 
 
-def assemble(source: Path, mathjax: Path) -> None:
+def assemble(source: Path, mathjax: Path, font: Path) -> None:
     """Write the sources; files that stay as they are keep their time, so that Sphinx reads what has changed.
 
     Args:
         source: the folder to write to.
         mathjax: the unpacked package.
+        font: that of its font.
     """
     texts, alternatives, files = sources()
     texts["about-files.json"] = json.dumps({"alternatives": alternatives, "files": sorted(files)}, indent=1)
     content = {name: text.encode() for name, text in texts.items()}
     content |= {f"_static/mathjax/{name}": (mathjax / name).read_bytes() for name in MATHJAX}
+    letters = [f"svg/dynamic/{name}.js" for name in LETTERS]
+    content |= {f"_static/mathjax/mathjax-newcm-font/{name}": (font / name).read_bytes() for name in letters}
     content |= {str(path.relative_to(ROOT)): path.read_bytes() for path in (ROOT / "docs" / "pictures").iterdir()}
     for name, data in content.items():
         path = source / name

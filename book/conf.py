@@ -15,7 +15,7 @@ project = "Distributed training of transformers"
 author = "the authors of the course"
 project_copyright = "Apache-2.0"
 version = release = course_lib.__version__
-language = "en"
+language, highlight_language = "en", "none"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode", "sphinx.ext.mathjax",
               "sphinx_design", "sphinx_copybutton", "book.extension"]
@@ -36,13 +36,18 @@ napoleon_use_ivar = True
 add_module_names = False
 
 mathjax_path = "mathjax/tex-svg.js"
-mathjax3_config = {"options": {"enableSpeech": False, "enableBraille": False, "enableExplorer": False,
-                               "menuOptions": {"settings": {"enrich": False, "assistiveMml": True}}}}
+mathjax4_config = {
+    "loader": {"paths": {"fonts": "[mathjax]"}},
+    "options": {"enableSpeech": False, "enableBraille": False, "enableExplorer": False,
+                "menuOptions": {"settings": {"enrich": False, "assistiveMml": True}}},
+}
 
 html_theme = "sphinx_book_theme"
 html_title = project
 html_static_path = [str(ROOT / "book" / "static")]  # and mathjax, which book/extension.py adds
 html_css_files, html_js_files = ["book.css"], ["book.js"]
+html_favicon = str(ROOT / "book" / "static" / "favicon.svg")
+html_context = {"default_mode": "auto"}
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "show_navbar_depth": 1,

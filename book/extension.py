@@ -71,15 +71,16 @@ def add_fetched_files(app: Sphinx, config: Config) -> None:
     config.html_static_path.append(str(Path(app.srcdir) / "_static"))
 
 
-def part_plurals(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Part a plural's s from the code before it, as reStructuredText wants it: ``DTensor``s."""
-    lines[:] = [re.sub(r"(?<=\w``)(?=s\b)", r"\\ ", line) for line in lines]
+def read_as_meant(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Write what a docstring says in plain text as reStructuredText: a plural after code (``DTensor``s), |a norm|."""
+    lines[:] = [re.sub(r"(?<=\w``)(?=s\b)", r"\\ ", re.sub(r"(``.*?``)|\|", lambda m: m[1] or r"\|", line))
+                for line in lines]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("config-inited", add_fetched_files)
-    app.connect("autodoc-process-docstring", part_plurals)
+    app.connect("autodoc-process-docstring", read_as_meant)
     app.connect("doctree-read", say_what_figures_show)
     app.connect("doctree-resolved", link_to_files)
     app.connect("html-collect-pages", pages_of_files)

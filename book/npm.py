@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = ROOT / ".venv" / "npm"
 PACKAGES = {
     "mathjax": ("4.1.3", "BN/8Pkgn7G1pIDYJqd9md+JHsE/jydSYbyOZnSdSA0WziuVO8mRxdYiWFumkVVly/8U+hm9DpIIoWuvySverzw=="),
+    "@mathjax/mathjax-newcm-font": (
+        "4.1.3", "gzAB3dFHilHX1l5x2xUqRL+1jDQt3Fyza1DkEMVXWC4E8SvsGdlgEza47HYi2WhVcgfkvf4zgUGzuhbq3Pjlew=="),
     "axe-core": ("4.14.1", "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="),
 }
 """Version, and the SHA-512 that npm publishes of its archive, by name."""
@@ -35,12 +37,13 @@ def folder(name: str) -> Path:
         NotFetched: no registry answers, or the archive is not the one that is pinned.
     """
     version, integrity = PACKAGES[name]
-    there = INSTALLED / f"{name}-{version}"
+    there = INSTALLED / f"{name.rpartition('/')[2]}-{version}"
     if not there.is_dir():
         archive = fetched(name, version)
         said = base64.b64encode(hashlib.sha512(archive).digest()).decode()
         if said != integrity:
             raise NotFetched(f"{name} {version} is not the archive that is pinned: do not use it; try another registry")
+        there.parent.mkdir(parents=True, exist_ok=True)
         beside = there.with_name(f".{there.name}.writing")
         shutil.rmtree(beside, ignore_errors=True)
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
@@ -57,7 +60,8 @@ def fetched(name: str, version: str) -> bytes:
         asked = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, timeout=60)
         registry = asked.stdout.strip() or registry
     try:
-        with urllib.request.urlopen(f"{registry.rstrip('/')}/{name}/-/{name}-{version}.tgz", timeout=60) as answer:
+        address = f"{registry.rstrip('/')}/{name}/-/{name.rpartition('/')[2]}-{version}.tgz"
+        with urllib.request.urlopen(address, timeout=60) as answer:
             return answer.read()
     except OSError as error:
         raise NotFetched(f"{name} {version} cannot be fetched from {registry} ({error}): check the network, or name a "

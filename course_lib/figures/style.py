@@ -42,6 +42,19 @@ _RC = {
 }
 
 
+class Titled(Figure):
+    """A figure whose title is its alternative text too, for readers who cannot see it."""
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """No picture of its own, which Jupyter draws, but what is said beside it in the notebook."""
+        return {}, {"image/png": {"alt": alternative(self)}}
+
+
+def alternative(figure: Figure) -> str:
+    """The alternative text of a figure: its title, in one line."""
+    return " ".join(figure.get_suptitle().split())
+
+
 @contextmanager
 def canvas(title: str, width: float = 7.0, height: float = 3.4, **subplots: Any) -> Iterator[tuple[Figure, Any]]:
     """A figure in the course's style, whose title says the finding; its layout is closed at the end.
@@ -53,7 +66,7 @@ def canvas(title: str, width: float = 7.0, height: float = 3.4, **subplots: Any)
         **subplots: passed to ``plt.subplots``.
     """
     with mpl.rc_context(_RC):
-        figure, axes = plt.subplots(figsize=(width, height), layout="constrained", **subplots)
+        figure, axes = plt.subplots(figsize=(width, height), FigureClass=Titled, layout="constrained", **subplots)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         yield figure, axes
         plt.close(figure)  # the notebook shows the returned figure; pyplot must not show it again

@@ -134,6 +134,12 @@ def test_a_page_has_neither_records_nor_widgets(sources, tmp_path):
     assert any(MIME in output.get("data", {}) for cell in stored["cells"] for output in cell.get("outputs", []))
 
 
+def test_each_figure_says_what_it_shows(sources):
+    _, alternatives, _ = sources
+    assert len(alternatives) >= 70 and all(alternatives.values())
+    assert any(re.match(r"\d+ of \d+ buckets leave while backward still runs", text) for text in alternatives.values())
+
+
 def test_an_output_that_only_a_test_reads_leaves_no_trace(tmp_path):
     cell = nbformat.v4.new_code_cell("record('a', 1)", outputs=[
         nbformat.v4.new_output("display_data", data={MIME: {"name": "a"}, "text/html": "", "text/plain": text})
