@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, validated as a whole.
 
-A run is ten sections of plain fields. Leaf names are unique over the sections, so that
+A run is eleven sections of plain fields. Leaf names are unique over the sections, so that
 ``learning_rate`` means one thing in a YAML file, flat or sectioned, and on the command line
 (``config_files`` reads both). This module imports no torch.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from course_lib.config_sections import schedules
+from course_lib.config_sections.communication import CommunicationConfig, check_communication
 from course_lib.config_sections.experts import check_experts
 from course_lib.config_sections.fields import Strict
 from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
@@ -35,6 +36,7 @@ class Config(Strict):
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     run: RunConfig = field(default_factory=RunConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
@@ -156,6 +158,8 @@ def _check_together(config: Config) -> Config:
     config = _check_tensor(config)
     config = dataclasses.replace(config, parallel=check_experts(config.parallel, config.run, config.model, config.optim,
                                                                 config.tracking))
+    config = dataclasses.replace(config, parallel=check_communication(config.communication, config.parallel,
+                                                                      config.run))
     run, data, out = config.run, config.data, config.output
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
@@ -225,9 +229,10 @@ def _check_parallel(config: Config) -> None:
     if run.training_type == "basic" and shards:
         raise ConfigError(f"training_type basic runs one process, and {strategy} shares state among several",
                           "use --training_type accelerated")
-    if shards and config.optim.optimizer == "adafactor":
-        raise ConfigError(f"{strategy} cannot shard adafactor: its update of an element needs whole rows and columns",
-                          "use --optimizer adamw or sgd, or --strategy ddp")
+    if shards and config.optim.optimizer in ("adafactor", "muon"):
+        whole = {"adafactor": "rows and columns", "muon": "matrices"}[config.optim.optimizer]
+        raise ConfigError(f"{strategy} cannot shard {config.optim.optimizer}: its update of an element needs whole "
+                          f"{whole}", "use --optimizer adamw or sgd, or --strategy ddp")
     if parallel.offload != "none" and engine not in ("deepspeed", "accelerate") and strategy != "fsdp":
         raise ConfigError(f"offload {parallel.offload} is not in engine {engine} with {strategy}",
                           "use --engine deepspeed, or --strategy fsdp --engine torch")
@@ -270,8 +275,8 @@ def _check_tensor(config: Config) -> Config:
         raise ConfigError("offload and shard_group_size are not for tensor_parallel_size", "leave them out")
     if config.model.torch_compile:
         raise ConfigError("torch_compile does not know the exchanges of tensor_parallel_size", "leave it out")
-    if config.optim.optimizer == "adafactor":
-        raise ConfigError("adafactor needs whole rows and columns, which tensor_parallel_size divides",
+    if config.optim.optimizer in ("adafactor", "muon"):
+        raise ConfigError(f"{config.optim.optimizer} needs whole rows and columns, which tensor_parallel_size divides",
                           "use --optimizer adamw or sgd")
     if run.mixed_precision == "fp16":
         raise ConfigError("fp16 needs a scaler that knows the ranks of tensor_parallel_size",
@@ -302,6 +307,9 @@ def _check_pipeline(config: Config) -> Config:
         raise ConfigError("torch_compile makes one backward of a stage, which schedules take apart", "leave it out")
     if config.optim.optimizer == "adafactor":
         raise ConfigError("pipelines cannot store adafactor's state, which is not of its parameters' shape",
+                          "use --optimizer adamw or sgd")
+    if config.optim.optimizer == "muon":
+        raise ConfigError("muon looks for the blocks of a whole model, and a pipeline's stage has some of them",
                           "use --optimizer adamw or sgd")
     if run.mixed_precision == "fp16":
         raise ConfigError("fp16 needs a scaler that knows all stages", "use --mixed_precision bf16 or no")

@@ -122,8 +122,8 @@ def test_what_circumstances_excuse_exists_and_is_not_refused_by_a_rule():
     ({"strategy": "fsdp", "bucket_mb": 5.0}, "bucket_mb 5.0 would not be read"),
     ({"strategy": "zero3", "engine": "scratch", "bucket_mb": 5.0}, "bucket_mb 5.0 would not be read"),
     ({"lean_buffers": True}, "it is for engine deepspeed"),
-    ({"momentum": 0.5}, "it is for --optimizer sgd"),
-    ({"optimizer": "sgd", "adam_beta2": 0.5}, "it is for --optimizer adamw"),
+    ({"momentum": 0.5}, "it is for --optimizer sgd and muon"),
+    ({"optimizer": "sgd", "adam_beta2": 0.5}, "it is for --optimizer adamw and muon"),
     ({"task": "causal_lm", "label_column": "stars"}, "it is for --task classification"),
     ({"watch_steps": 5}, "add --watch parameters"),
     ({"tracker": "none", "log_model": True}, "name a --tracker"),
@@ -142,7 +142,10 @@ def test_every_rule_refuses_and_lets_pass():
     others = {"training_type": "pipeline", "engine": "deepspeed", "strategy": "fsdp", "optimizer": "sgd",
               "task": "masked_lm", "split_spec": "h.1:end", "watch": "all", "tracker": "none", "memory_steps": 1,
               "profile_steps": 1, "desync_check": "off", "push_to_hub": "x", "eval_steps": 0}
+    streams = {"diloco_overlap": 1}  # of which diloco_keep is a part
     for reader in READERS:
-        answers = {reader.reads(defaults | {name: value}) for name, value in others.items()} | {reader.reads(defaults)}
+        given = [*others.items(), *(("communication", way) for way in option("communication").choices)]
+        answers = {reader.reads(defaults | streams | {name: value}) for name, value in given} | {
+            reader.reads(defaults)}
         assert answers == {True, False}, reader.fields
     assert first_unread(defaults, defaults) is None

@@ -87,8 +87,8 @@ one length (causal_lm, or dynamic_padding false), else for any."""
 class OptimConfig(Strict):
     """How a gradient becomes a step."""
 
-    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
-    """Rule that turns gradients into updates."""
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
+    """Rule that turns gradients into updates; muon is for the matrices of the blocks, and adamw for all else there."""
     learning_rate: Annotated[float, Gt(0)] = 5e-5
     """Peak learning rate."""
     weight_decay: Annotated[float, Ge(0)] = 0.01
@@ -100,7 +100,7 @@ class OptimConfig(Strict):
     adam_epsilon: Annotated[float, Gt(0)] = 1e-8
     """Added to the denominator of the update."""
     momentum: Fraction = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD and Muon."""
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Clip the gradient to this global L2 norm; 0 turns clipping off."""
     label_smoothing_factor: Annotated[float, Ge(0), Lt(1)] = 0.0

@@ -28,7 +28,7 @@ class ParallelConfig(Strict):
 parameters too (zero3, fsdp)."""
     engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
     """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
-deepspeed for zero, scratch for pipelines and tensor parallelism, else torch."""
+deepspeed for zero, scratch for pipelines, tensor parallelism and less communication, else torch."""
     bucket_mb: Annotated[float, Gt(0)] | None = None
     """Gradients that travel together, in MiB; default: 25, and for DeepSpeed its own 500 million elements, or an \
 eighth of a smaller model."""

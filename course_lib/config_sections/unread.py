@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from course_lib.config_sections.communication import LOCAL
+
 Leaves = Mapping[str, Any]
 """Every field of a config by name; ``engine`` is the one that will run."""
 
@@ -32,13 +34,19 @@ def _has_buckets(leaves: Leaves) -> bool:
     strategy, engine = leaves["strategy"], leaves["engine"]
     by_blocks = strategy == "fsdp" or (strategy == "zero3" and engine != "deepspeed") or (
         strategy, engine) == ("zero2", "torch")
-    return leaves["training_type"] != "basic" and not by_blocks
+    return leaves["training_type"] != "basic" and not by_blocks and leaves["communication"] not in LOCAL
 
 
 def _by_ddp(leaves: Leaves) -> bool:
     """Whether gradients are summed by DDP, torch's or the course's own."""
     strategies = ("ddp", "zero1") if leaves["engine"] == "torch" else ("ddp",)
-    return leaves["training_type"] == "accelerated" and leaves["strategy"] in strategies
+    return (leaves["training_type"] == "accelerated" and leaves["strategy"] in strategies
+            and leaves["communication"] not in LOCAL)
+
+
+def _communicates(*ways: str) -> Callable[[Leaves], bool]:
+    """Whether ranks communicate in one of some ways."""
+    return lambda leaves: leaves["communication"] in ways
 
 
 READERS = (
@@ -49,9 +57,18 @@ READERS = (
     Reader(("bucket_mb",), _has_buckets, "strategies that send gradients in buckets, not blocks"),
     Reader(("ddp_find_unused_parameters",), _by_ddp, "strategy ddp on several ranks, and zero1 with --engine torch"),
     Reader(("lean_buffers",), lambda leaves: leaves["engine"] == "deepspeed", "engine deepspeed"),
-    Reader(("momentum",), lambda leaves: leaves["optimizer"] == "sgd", "--optimizer sgd"),
-    Reader(("adam_beta1", "adam_beta2", "adam_epsilon"), lambda leaves: leaves["optimizer"] == "adamw",
-           "--optimizer adamw"),
+    Reader(("momentum",), lambda leaves: leaves["optimizer"] in ("sgd", "muon"), "--optimizer sgd and muon"),
+    Reader(("adam_beta1", "adam_beta2", "adam_epsilon"), lambda leaves: leaves["optimizer"] in ("adamw", "muon"),
+           "--optimizer adamw and muon"),
+    Reader(("sync_every",), _communicates(*LOCAL), "--communication local_sgd and diloco"),
+    Reader(("outer_lr", "outer_momentum", "diloco_fragments", "diloco_overlap"), _communicates("diloco"),
+           "--communication diloco"),
+    Reader(("diloco_keep",), lambda leaves: leaves["communication"] == "diloco" and leaves["diloco_overlap"] > 0,
+           "--communication diloco with diloco_overlap"),
+    Reader(("powersgd_rank",), _communicates("powersgd"), "--communication powersgd"),
+    Reader(("topk_density",), _communicates("topk"), "--communication topk"),
+    Reader(("quantization_block",), _communicates("int8", "int4"), "--communication int8 and int4"),
+    Reader(("error_feedback",), _communicates("powersgd", "topk"), "--communication powersgd and topk"),
     Reader(("label_column",), lambda leaves: leaves["task"] == "classification", "--task classification"),
     Reader(("mlm_probability",), lambda leaves: leaves["task"] == "masked_lm", "--task masked_lm"),
     Reader(("split_by",), lambda leaves: leaves["split_spec"] is None, "models that split_spec does not cut",

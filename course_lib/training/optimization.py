@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from course_lib.config import OptimConfig
 from course_lib.config_sections import schedules
+from course_lib.parallel.muon import Muon, muon_groups
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that don't decay, by what their names in lower case have in them."""
@@ -40,6 +41,9 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
                                  eps=config.adam_epsilon, fused=True)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    if config.optimizer == "muon":
+        return Muon(muon_groups(model, groups), lr=config.learning_rate, momentum=config.momentum,
+                    betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon)
     return torch.optim.Adafactor(groups, lr=config.learning_rate)
 
 

@@ -265,7 +265,7 @@ class Trainer:
 
     def evaluate(self, split: str, intervals: bool = False) -> dict[str, Any]:
         """Metrics over every row of a split, the same on every process; with their 95 % intervals if asked for."""
-        with evaluating(self.wrapped):
+        with self.engine.agreed(), evaluating(self.wrapped):
             return evaluate_split(self.wrapped, self.eval_loaders[split], self.task, self.num_labels,
                                   device=self.device, precision=self.engine.autocast(), gather=self.engine.gather,
                                   scores=self.engine.scores, with_intervals=intervals)

@@ -134,12 +134,21 @@ class DiLoCo(LocalTraining):
                                                      strict=True)}
         return [by_parameter[parameter] for parameter in self.trained]
 
+    def adopt(self) -> None:
+        """Take the parameters as they are for the shared weights; momentum is 0, what is under way is dropped."""
+        for outer in self.outers:
+            if outer.work is not None:
+                outer.work.wait()
+            outer.work = outer.change = None
+            outer.shared.copy_(flatten(outer.parameters))
+            outer.velocity.zero_()
+
     def state_dict_of_rank(self) -> dict[str, Tensor]:
         """What this rank has beside its parameters: shared weights, velocities, what is under way. A collective call.
 
         Ends what is under way, and keeps its result to be handed to the parameters at the step that is due.
         """
-        state = {"steps": torch.tensor(self.steps)}
+        state = super().state_dict_of_rank()
         for number, outer in enumerate(self.outers):
             state |= {f"{number}.shared": outer.shared, f"{number}.velocity": outer.velocity}
             if outer.change is not None and outer.work is not None:
@@ -150,7 +159,7 @@ class DiLoCo(LocalTraining):
 
     def load_state_dict_of_rank(self, state: Mapping[str, Tensor]) -> None:
         """Put it back; the parameters are loaded by themselves."""
-        self.steps = int(state["steps"])
+        super().load_state_dict_of_rank(state)
         for number, outer in enumerate(self.outers):
             outer.shared.copy_(state[f"{number}.shared"])
             outer.velocity.copy_(state[f"{number}.velocity"])

@@ -1,7 +1,7 @@
 """What compressing communication hooks share: a reduction that goes on when it is waited for, and error feedback."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.ddp import Bucket, ReductionHandle
 
 
+@runtime_checkable
 class StatefulHook(Protocol):
     """A communication hook of :class:`~course_lib.parallel.ddp.DataParallel` that remembers something between steps.
 

@@ -13,7 +13,7 @@ Use Large Mini-batches, Use Local SGD" (arXiv 1808.07217).
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,6 +73,17 @@ class LocalTraining(nn.Module):
         """What the ranks agree on at this moment, a new tensor per trained parameter. A collective call."""
         raise NotImplementedError
 
+    def adopt(self) -> None:
+        """Take the parameters as they are now, alike on all ranks, for what the ranks agree on."""
+
+    def state_dict_of_rank(self) -> dict[str, Tensor]:
+        """What this rank has beside its parameters: where in the period it is."""
+        return {"steps": torch.tensor(self.steps)}
+
+    def load_state_dict_of_rank(self, state: Mapping[str, Tensor]) -> None:
+        """Put :meth:`state_dict_of_rank` back; the parameters are loaded by themselves."""
+        self.steps = int(state["steps"])
+
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
         """Within it all ranks' parameters are the consensus, for an evaluation or a save; then again their own."""
@@ -101,14 +112,6 @@ class LocalSGD(LocalTraining):
         mean = flatten(self.trained)  # (E,): one message
         dist.all_reduce(mean, group=self.group)
         return unflatten(mean / dist.get_world_size(self.group), self.trained)
-
-    def state_dict_of_rank(self) -> dict[str, Tensor]:
-        """What this rank has beside its parameters: where in the period it is."""
-        return {"steps": torch.tensor(self.steps)}
-
-    def load_state_dict_of_rank(self, state: dict[str, Tensor]) -> None:
-        """Put it back."""
-        self.steps = int(state["steps"])
 
 
 @torch.no_grad()

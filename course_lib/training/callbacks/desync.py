@@ -98,8 +98,10 @@ def held_alike(trainer: "Trainer") -> list[tuple[int, dict[str, Tensor]]]:
 
     Data parallel, ZeRO-1 and ZeRO-2 keep every parameter on every rank, pipelines side by side each of their stages.
     FSDP and ZeRO-3 leave shards, which differ by design, but for the copies that a ``shard_group_size`` makes.
-    torch's ``zero2`` is FSDP2, whose units are shards between two steps.
+    torch's ``zero2`` is FSDP2, whose units are shards between two steps. Under LocalSGD and DiLoCo all differ.
     """
+    if trainer.engine.trains_apart:
+        return 0, {}
     parallel, parameters = trainer.config.parallel, trainer.engine.parameters()
     if parallel.strategy in ("zero3", "fsdp") or (parallel.strategy, parallel.chosen_engine) == ("zero2", "torch"):
         if not parallel.shard_group_size:

@@ -29,14 +29,19 @@ def write_files(trainer: Trainer, folder: Path) -> None:
     """Write this rank's share of a checkpoint but for sharded tensors: random streams everywhere, the rest once."""
     if trainer.engine.place.tp == 0:  # ranks that share layers draw alike
         safetensors_tree.save(rng_state(trainer.device), folder / f"random-{trainer.engine.random_stream}.safetensors")
+    if own := trainer.engine.rank_state():
+        safetensors_tree.save(own, folder / f"rank-{trainer.rank}.safetensors")
+    with trainer.engine.agreed():
+        if trainer.is_main:
+            formats.write_whole(trainer.engine, folder)
     if not trainer.is_main:
         return
-    formats.write_whole(trainer.engine, folder)
     if trainer.config.run.keep_best and trainer.state.best_step is not None:
         share(trainer.best_file, folder / trainer.best_file.name)
     safetensors_tree.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state()},
                           folder / "engine.safetensors")
-    progress = {"state": trainer.state.as_dict(), "run": identity(trainer), "engine": trainer.engine.name}
+    progress = {"state": trainer.state.as_dict(), "run": identity(trainer), "engine": trainer.engine.name,
+                "ranks": of_ranks(trainer)}
     write_text(folder / "state.json", json.dumps(progress, indent=1))
     write_text(folder / "config.yaml", to_yaml(trainer.config))
 
@@ -58,6 +63,13 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     return {"data": trainer.data.fingerprint, "global_batch_size": trainer.sampler.global_batch_size,
             "seed": trainer.config.run.seed, "group_by_length": trainer.config.data.group_by_length,
             "task": trainer.task}
+
+
+def of_ranks(trainer: Trainer) -> dict[str, Any]:
+    """What has to be the same for a rank to go on with what it alone had."""
+    communication = dataclasses.asdict(trainer.config.communication)
+    return {"num_processes": trainer.num_processes, "bucket_bytes": trainer.config.parallel.bucket_bytes,
+            **communication}
 
 
 def find(trainer: Trainer) -> Path | None:
@@ -147,6 +159,7 @@ def _go_on_from(trainer: Trainer, folder: Path) -> None:
                                   f"and this run has {value}",
                                   "make them equal, so that its data position means the same rows")
     formats.read(trainer.engine, folder)
+    read_own(trainer, folder, saved.get("ranks"))
     read_engine(trainer, folder, saved["engine"])
     planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
     known = {f.name for f in dataclasses.fields(TrainState)}
@@ -176,6 +189,17 @@ def read_engine(trainer: Trainer, folder: Path, saved_by: str) -> None:
         group["lr"] = rate
     if saved_by == trainer.engine.name:
         trainer.engine.load_state(engine["engine"])
+
+
+def read_own(trainer: Trainer, folder: Path, ranks: dict[str, Any] | None) -> None:
+    """Put back what this rank alone had, where as many ranks go on as saved it, with the same communication."""
+    kept = folder / f"rank-{trainer.rank}.safetensors"
+    if kept.exists() and ranks == of_ranks(trainer):
+        return trainer.engine.load_rank_state(safetensors_tree.load(kept))
+    if any(folder.glob("rank-*.safetensors")):
+        trainer.say(f"{folder} was saved by other ranks or with another communication: what each of them alone had is "
+                    "left out, and all begin with the weights that they agreed on")
+    trainer.engine.load_rank_state({})
 
 
 def read_best(trainer: Trainer, folder: Path) -> None:

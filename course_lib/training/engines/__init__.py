@@ -6,6 +6,7 @@ checkpoint can be written and read by any number of ranks.
 """
 
 from course_lib.config import Config
+from course_lib.config_sections.communication import LOCAL
 from course_lib.training.engines.base import Engine
 
 
@@ -35,9 +36,7 @@ def engine_class(config: Config) -> type[Engine]:
 
         return AccelerateFSDP
     if engine == "scratch":
-        from course_lib.training.engines.from_scratch import Scratch
-
-        return Scratch
+        return _from_scratch(config)
     if strategy == "zero1":
         from course_lib.training.engines.with_torch import TorchZero1
 
@@ -49,3 +48,13 @@ def engine_class(config: Config) -> type[Engine]:
     from course_lib.training.engines.accelerate_ddp import AccelerateDDP
 
     return AccelerateDDP
+
+
+def _from_scratch(config: Config) -> type[Engine]:
+    if config.communication.communication == "all_reduce":
+        from course_lib.training.engines.from_scratch import Scratch
+
+        return Scratch
+    from course_lib.training.engines.less_communication import Compressing, Local
+
+    return Local if config.communication.communication in LOCAL else Compressing

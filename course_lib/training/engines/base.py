@@ -57,6 +57,8 @@ class Engine:
     """Whether the last step found an overflow under fp16 and left the weights alone."""
     knows_at_once = True
     """Whether ``step_was_skipped`` answers without waiting for the GPU."""
+    trains_apart = False
+    """Whether weights are different on each rank between the steps at which the ranks agree."""
     by_ddp = False
     """Whether gradients are summed by DDP, torch's or the course's own."""
     finds_unused = False
@@ -292,6 +294,17 @@ class Engine:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Put :meth:`state` back."""
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Within it every rank has the weights that all agree on; where they train apart, a collective call."""
+        return contextlib.nullcontext()
+
+    def rank_state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of this rank alone; a collective call."""
+        return {}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Put :meth:`rank_state` back, after all else; empty where a checkpoint has none for these ranks."""
 
     def describe(self) -> Mapping[str, Any]:
         """What else belongs into the run's summary."""

@@ -1,7 +1,7 @@
 """The course's own data parallel, ZeRO and FSDP in the trainer."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from course_lib.errors import ConfigError
 from course_lib.modeling.experts import ExpertParallel
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
-from course_lib.parallel.ddp import DataParallel
+from course_lib.parallel.ddp import Bucket, DataParallel, ReductionHandle, sum_gradients
 from course_lib.parallel.experts import expert_groups
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard, names_of
@@ -28,6 +28,8 @@ class Scratch(ShardedEngine):
     wrapped: Any
     experts: ExpertParallel | None = None
     """Where the experts of a layer are spread over ranks: how."""
+    hook: Callable[[Bucket], ReductionHandle] = staticmethod(sum_gradients)
+    """What sums a bucket of gradients under ddp."""
 
     @property
     def shards_state(self) -> bool:  # type: ignore[override]
@@ -63,7 +65,7 @@ class Scratch(ShardedEngine):
         low = torch.bfloat16 if self.precision == "bf16" else None  # in which gathered parameters travel and compute
         if self.strategy == "ddp":
             self.wrapped = DataParallel(model, group=group, groups=groups, bucket_bytes=bucket,
-                                        find_unused_parameters=self.finds_unused)
+                                        find_unused_parameters=self.finds_unused, communication_hook=self.hook)
         elif self.strategy == "zero1":
             self.wrapped = OverlappedZero1(model, optimizer, group=group, groups=groups, bucket_bytes=bucket)
         elif self.strategy == "zero2":
