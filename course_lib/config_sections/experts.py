@@ -46,6 +46,9 @@ def check_experts(parallel: ParallelConfig, run: RunConfig, model: ModelConfig, 
     if optim.optimizer == "adafactor":
         raise ConfigError("adafactor's state is not stored in pieces, as that of expert_parallel_size is",
                           "use --optimizer adamw or sgd")
+    if optim.optimizer == "muon":
+        raise ConfigError("muon is for whole copies of a model, and expert_parallel_size leaves a rank some experts",
+                          "use --optimizer adamw or sgd")
     if run.mixed_precision == "fp16":
         raise ConfigError("fp16 needs a scaler that knows the ranks of expert_parallel_size",
                           "use --mixed_precision bf16 or no")

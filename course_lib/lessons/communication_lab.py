@@ -5,6 +5,7 @@ evaluated. What a link of some rate and latency adds is computed from the messag
 :func:`over_a_slow_network` lets the kernel slow the ranks' network down, as a check.
 """
 
+import contextlib
 import shutil
 import subprocess
 import time
@@ -185,10 +186,8 @@ def train(text: dict[str, Tensor], method: str, *, steps: int, sync_every: int, 
 @torch.no_grad()
 def validation_loss(engine: nn.Module, rows: Tensor) -> float:
     """Nats per byte of the model that the ranks agree on."""
-    if isinstance(engine, LocalTraining):
-        with engine.agreed():
-            return engine.module(input_ids=rows, labels=rows).loss.item()
-    return engine.module(input_ids=rows, labels=rows).loss.item()
+    with engine.agreed() if isinstance(engine, LocalTraining) else contextlib.nullcontext():
+        return engine(input_ids=rows, labels=rows).loss.item()
 
 
 def _trainings(text: dict[str, Tensor], methods: list[str], options: dict[str, Any]) -> dict[str, TrainingRun]:

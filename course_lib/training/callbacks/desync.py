@@ -101,7 +101,7 @@ def held_alike(trainer: "Trainer") -> list[tuple[int, dict[str, Tensor]]]:
     torch's ``zero2`` is FSDP2, whose units are shards between two steps. Under LocalSGD and DiLoCo all differ.
     """
     if trainer.engine.trains_apart:
-        return 0, {}
+        return [(0, {})]
     parallel, parameters = trainer.config.parallel, trainer.engine.parameters()
     if parallel.strategy in ("zero3", "fsdp") or (parallel.strategy, parallel.chosen_engine) == ("zero2", "torch"):
         if not parallel.shard_group_size:

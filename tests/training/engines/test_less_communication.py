@@ -246,6 +246,8 @@ def test_muon_trains_matrices_of_blocks_resumes_and_is_that_of_one_process(tmp_p
     ({"communication": "diloco", "diloco_keep": 0.1}, "it is for --communication diloco with diloco_overlap"),
     ({"optimizer": "muon", "strategy": "zero2"}, "zero2 cannot shard muon: .* needs whole matrices"),
     ({"optimizer": "muon", "tensor_parallel_size": 2}, "muon needs whole rows and columns"),
+    ({"optimizer": "muon", "expert_parallel_size": 2}, "expert_parallel_size leaves a rank some experts"),
+    ({"communication": "topk", "expert_parallel_size": 2}, "expert_parallel_size leaves a rank pieces"),
     ({"optimizer": "muon", "training_type": "pipeline"}, "muon looks for the blocks of a whole model"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(options, words):
