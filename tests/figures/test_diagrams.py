@@ -16,6 +16,7 @@ from course_lib.errors import ConfigError
 from course_lib.figures.diagrams import (
     collectives,
     data_parallel,
+    experts,
     meeting,
     memory,
     pipelines,
@@ -65,6 +66,7 @@ DRAWN = {
     "sequence_parallel": [lambda n=n: tensors.sequence_parallel(n) for n in (2, 3, 4)],
     "keys_on_the_ring": [lambda n=n: sequences.keys_on_the_ring(n) for n in (2, 3, 4)],
     "who_computes_which_scores": [lambda n=n: sequences.who_computes_which_scores(n) for n in (2, 3, 4)],
+    "two_all_to_alls": [lambda n=n: experts.two_all_to_alls(copies(n)) for n in (2, 3, 4)],
     "rank_grid": [lambda sizes=sizes: tensors.rank_grid(RankGrid(*sizes))
                   for sizes in ((2, 2, 2), (1, 4, 2), (3, 2, 4), (4, 1, 1), (1, 4, 4))],
     "unit_life": [states.unit_life],
@@ -73,6 +75,13 @@ DRAWN = {
     "hang": [lambda n=n: states.hang(n) for n in (2, 3, 4)],
     "store_keys": [lambda n=n, m=m: store_keys.written_keys(n, m) for n in (2, 3, 4) for m in (None, 1)],
 }
+
+
+def copies(ranks):
+    """(ranks, experts) copies of tokens, as a router might choose."""
+    return [[10 * (1 + (3 * expert + rank) % 7) for expert in range(12)] for rank in range(ranks)]
+
+
 EACH = [pytest.param(draw, id=f"{name}-{number}") for name, draws in DRAWN.items() for number, draw in enumerate(draws)]
 
 
@@ -356,6 +365,21 @@ def test_scores_are_drawn_with_the_rank_that_computes_them(ranks):
         layout = SequenceLayout(2 * ranks, ranks, zigzag)
         work = Counter(rank for of_zigzag, _, _, rank in drawn if of_zigzag == zigzag)
         assert [work[rank] for rank in range(ranks)] == [layout.pairs(rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_experts_are_drawn_on_their_ranks_and_lines_are_the_copies_that_travel(ranks):
+    counts, share = copies(ranks), 12 // ranks
+    diagram = experts.two_all_to_alls(counts)
+    boxes = {box.means[:2]: box for box in diagram.boxes if box.means}
+    for expert in range(12):
+        box, home = boxes["expert", expert], boxes["rank", expert // share]
+        assert home.x < box.x < box.right < home.right and home.y < box.y < box.bottom < home.bottom
+        assert box.means[2] == sum(row[expert] for row in counts)
+    lines = {arrow.means[:3]: arrow.means[3] for arrow in diagram.arrows}
+    assert lines == {(way, one, other): sum(counts[one if way == "there" else other][
+        (other if way == "there" else one) * share + place] for place in range(share))
+        for way in ("there", "back") for one in range(ranks) for other in range(ranks)}
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2), (3, 1, 2)])

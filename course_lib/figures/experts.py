@@ -1,0 +1,63 @@
+"""Figures of expert parallelism: what each rank works on, and how remedies even the load."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
+
+LAST = 10
+"""Steps at the end of a training whose mean is meant by the end."""
+
+
+def worked(copies: Mapping[str, Sequence[int]]) -> Figure:
+    """Copies that each rank's experts work on, and how many fewer than the busiest rank's: the rest is waiting.
+
+    Args:
+        copies: by rank, by what they were counted in.
+    """
+    idle = {name: 1 - sum(of) / (len(of) * max(of)) for name, of in copies.items()}
+    worst = max(idle, key=lambda name: idle[name])
+    with canvas(f"In the {worst} {idle[worst]:.0%} of the ranks' time with experts is waiting", height=2.9,
+                ncols=len(copies), sharex=True) as (figure, axes):
+        for side, (name, of) in zip(axes, copies.items(), strict=True):
+            for rank, number in enumerate(of):
+                side.barh(rank, number, color=COLOURS["forward"], height=0.6)
+                side.barh(rank, max(of) - number, left=number, color=COLOURS["idle"], height=0.6)
+                side.text(max(of), rank, f" {number}", va="center", fontsize=9, clip_on=False)
+            side.set_title(name, fontsize=10)
+            side.set_yticks(range(len(of)), [f"rank {rank}" for rank in range(len(of))])
+            side.invert_yaxis()
+            side.margins(x=0.22)
+            side.grid(axis="y", visible=False)
+            side.set_xlabel("copies (grey: waiting)")
+    return figure
+
+
+def imbalance(curves: Mapping[str, Sequence[float]]) -> Figure:
+    """Copies of the busiest expert by the mean, over the steps of a training.
+
+    Args:
+        curves: a number per step, by the name of the remedy; the first is without one.
+    """
+    ends = {name: float(np.mean(curve[-LAST:])) for name, curve in curves.items()}
+    first, best = next(iter(ends)), min(ends, key=ends.__getitem__)
+    with canvas(f"The busiest expert ends at {ends[first]:.1f} times its share, at {ends[best]:.1f} with the {best}",
+                height=3.2) as (figure, axes):
+        labels = _apart([curve[-1] for curve in curves.values()], 0.075 * max(map(max, curves.values())))
+        for (name, curve), at, colour in zip(curves.items(), labels, SERIES, strict=False):
+            axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6)
+            end_label(axes, len(curve), at, name, colour)
+        axes.axhline(1, color=COLOURS["neutral"], linewidth=1, linestyle="--")
+        axes.set(xlabel="step", ylabel="busiest expert, by the mean\n(broken line: even)")
+        axes.set_ylim(bottom=0)
+    return figure
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """The same heights in the same order, moved up where two would be closer than a gap."""
+    moved, below = list(heights), -np.inf
+    for place in sorted(range(len(heights)), key=heights.__getitem__):
+        below = moved[place] = max(heights[place], below + gap)
+    return moved
