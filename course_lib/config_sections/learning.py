@@ -105,6 +105,9 @@ class OptimConfig(Strict):
     """Clip the gradient to this global L2 norm; 0 turns clipping off."""
     label_smoothing_factor: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of each target that the training loss spreads over all classes or tokens; evaluations score without."""
+    router_aux_loss_coef: Annotated[float, Ge(0)] = 0.0
+    """Adds to the loss of a mixture of experts its routers' auxiliary loss times this, which evens the experts' load: \
+over the tokens of a micro-batch on all ranks, of the mean layer."""
     lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",
                           "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
                           "warmup_stable_decay"] = "linear"

@@ -63,7 +63,17 @@ def _own(block: Any, config: Any, group: Group, capacity_factor: float | None, s
     return MoELayer(ours, keep_own_experts(own, group), group, capacity_factor, shared=None).train(block.training)
 
 
-def _trains(module: nn.Module) -> bool:
+def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers of a model by name, transformers' own or the textbook's; none in a dense one."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, (*ROUTERS, TopKRouter))}
+
+
+def routed(output: Any) -> tuple[Tensor, Tensor]:
+    """Of what a router's forward gives: its logits (tokens, experts), and the chosen experts (tokens, k) int64."""
+    return (output[0], output[2]) if isinstance(output, tuple) else (output.logits, output.experts)
+
+
+def trains(module: nn.Module) -> bool:
     """Whether this is a training step's forward, and not what activation checkpointing computes again in backward."""
     return module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
@@ -79,8 +89,7 @@ class ExpertCounts:
     """
 
     def __init__(self, model: nn.Module):
-        routers = {name: module for name, module in model.named_modules()
-                   if isinstance(module, (*ROUTERS, TopKRouter))}
+        routers = routers_of(model)
         self.names = list(routers)
         self._chosen: dict[str, Tensor] = {}
         self._dropped = torch.zeros((), dtype=torch.long)
@@ -91,14 +100,13 @@ class ExpertCounts:
     def _watch(self, routers: dict[str, nn.Module]) -> Iterator[torch.utils.hooks.RemovableHandle]:
         for name, router in routers.items():
             def count(module: Any, _: Any, output: Any, name: str = name) -> None:
-                if _trains(module):
-                    chosen = output[2] if isinstance(output, tuple) else output.experts
-                    counts = torch.bincount(chosen.flatten(), minlength=len(module.weight))
+                if trains(module):
+                    counts = torch.bincount(routed(output)[1].flatten(), minlength=len(module.weight))
                     self._chosen[name] = self._chosen[name] + counts if name in self._chosen else counts
             yield router.register_forward_hook(count)
 
     def _drop(self, module: Any, *_: Any) -> None:
-        if _trains(module):
+        if trains(module):
             self._dropped += module.load.dropped
 
     def take(self) -> tuple[Tensor, int]:

@@ -119,10 +119,20 @@ def balance_loss(routing: Routing, group: Group = None) -> Tensor:
     Args:
         group: all ranks that have tokens.
     """
-    experts = routing.logits.shape[1]
     tokens = _summed(torch.tensor(len(routing.logits), device=routing.logits.device), group)
-    share = _summed(routing.counts, group).to(routing.logits.dtype) / tokens  # no gradient: a count has none
-    return experts * (share * routing.logits.softmax(-1).sum(0) / tokens).sum()
+    return balance_share(routing.logits, _summed(routing.counts, group), tokens)
+
+
+def balance_share(logits: Tensor, counts: Tensor, tokens: Tensor) -> Tensor:
+    """This rank's share of the auxiliary loss, where the numbers of all ranks are known already.
+
+    Args:
+        logits: (own tokens, experts), the router's.
+        counts: (experts,) int64, how often all ranks' tokens chose each expert.
+        tokens: of all ranks, a scalar.
+    """
+    share = counts.to(logits.dtype) / tokens  # no gradient: a count has none
+    return logits.shape[1] * (share * logits.softmax(-1).sum(0) / tokens).sum()
 
 
 def z_loss(routing: Routing, group: Group = None) -> Tensor:

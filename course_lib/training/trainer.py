@@ -38,6 +38,7 @@ from course_lib.training.evaluation import evaluate_split, evaluating
 from course_lib.training.loss import count_targets, summed_loss
 from course_lib.training.optimization import make_scheduler
 from course_lib.training.precision import use_tf32
+from course_lib.training.router_loss import RouterLoss
 from course_lib.training.state import TrainState
 from course_lib.training.throughput import Throughput
 
@@ -102,6 +103,8 @@ class Trainer:
                                           JsonLinesLog(self.output_dir / "metrics.jsonl")]
         self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
         compose(engine, loaded.model, self.before_wrapping)
+        coefficient = config.optim.router_aux_loss_coef
+        self.router_loss = RouterLoss(engine.model, coefficient) if coefficient else None
         process_group.have_patience(config.guard.watchdog)
         self.model, self.wrapped, self.optimizer = engine.model, engine.wrapped, engine.optimizer
         self.train_loader = engine.deal(self.train_loader)
@@ -212,9 +215,11 @@ class Trainer:
             last = number == len(micro_batches)
             with engine.accumulating(last):  # gradients add up; with the last micro-batch the ranks exchange them
                 with self.phases("forward"):
-                    loss = self.loss(batch, targets, len(micro_batches))
+                    loss = whole = self.loss(batch, targets, len(micro_batches))
+                    if self.router_loss is not None:  # not in the loss that is logged, which is the model's
+                        whole = loss + self.router_loss.share(batch, engine) / len(micro_batches)
                 with self.phases("backward"):
-                    engine.backward(loss, last)
+                    engine.backward(whole, last)
             total += loss.detach()
         with self.phases("optimizer"):
             self.settle()

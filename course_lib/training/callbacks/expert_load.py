@@ -22,6 +22,10 @@ class ExpertLoad(Callback):
       worst layer; 1 is even.
     - ``experts_unused``: experts of all layers that no token chose.
     - ``tokens_dropped``: copies of tokens for which their expert had no room.
+    - ``router_aux_loss``: with ``router_aux_loss_coef``, the routers' own loss, before it is multiplied by that; the
+      mean of the micro-batches.
+    - ``expert_rank_imbalance``: where ranks share the experts, copies that the busiest rank's experts were to work on,
+      by the mean of the ranks that share them with it; all layers together; 1 is even. The others wait for that rank.
 
     Padding counts: it is routed as well. Choices by layer, rank and expert are lines of ``monitor/experts.jsonl``.
     Other models, and blocks that torch.compile has compiled, are left alone.
@@ -47,13 +51,21 @@ class ExpertLoad(Callback):
         if self.counts is None or "loss" not in line:
             return
         chosen, dropped = self.counts.take()
-        by_rank = trainer.engine.gather_objects((dict(zip(self.counts.names, chosen.tolist(), strict=True)), dropped))
-        layers = {name: [rank_counts[name] for rank_counts, _ in by_rank if name in rank_counts]
-                  for name in dict.fromkeys(name for rank_counts, _ in by_rank for name in rank_counts)}
+        own_loss = trainer.router_loss.take() if trainer.router_loss else 0.0
+        by_rank = trainer.engine.gather_objects((dict(zip(self.counts.names, chosen.tolist(), strict=True)), dropped,
+                                                 own_loss))
+        layers = {name: [rank_counts[name] for rank_counts, *_ in by_rank if name in rank_counts]
+                  for name in dict.fromkeys(name for rank_counts, *_ in by_rank for name in rank_counts)}
         totals = [[sum(counts) for counts in zip(*ranks, strict=True)] for ranks in layers.values()]
         line |= {"expert_imbalance": round(max(max(total) * len(total) / sum(total) for total in totals), 4),
                  "experts_unused": sum(total.count(0) for total in totals),
-                 "tokens_dropped": sum(dropped for _, dropped in by_rank)}
+                 "tokens_dropped": sum(dropped for _, dropped, _ in by_rank)}
+        if trainer.router_loss:
+            line["router_aux_loss"] = round(sum(share for *_, share in by_rank), 6)
+        if (sharing := trainer.config.parallel.expert_parallel_size) > 1:
+            line["expert_rank_imbalance"] = round(max(
+                imbalance_of_ranks([ranks[first : first + sharing] for ranks in layers.values()])
+                for first in range(0, len(by_rank), sharing)), 4)
         if trainer.is_main:
             with checkpoint.saving(f"a line of {self.lines.path}"):
                 self.lines.append({"step": line["step"], "chosen": layers})
@@ -61,3 +73,19 @@ class ExpertLoad(Callback):
     def on_train_end(self, trainer: "Trainer") -> None:
         if self.counts is not None:
             self.counts.close()
+
+
+def imbalance_of_ranks(layers: list[list[list[int]]]) -> float:
+    """Copies of tokens for the experts of the busiest rank of a group, by the mean of the group.
+
+    Args:
+        layers: of each layer, how often the tokens of each rank chose each expert; rank r has the r-th part of these.
+    """
+    ranks = len(layers[0])
+    work = [0] * ranks
+    for chosen in layers:
+        total = [sum(counts) for counts in zip(*chosen, strict=True)]
+        own = len(total) // ranks
+        for rank in range(ranks):
+            work[rank] += sum(total[rank * own : (rank + 1) * own])
+    return max(work) * ranks / sum(work)

@@ -7,7 +7,9 @@ import torch
 
 from course_lib.config import build
 from course_lib.launching.launch import launch
+from course_lib.modeling import load_trained
 from course_lib.training import run as runs
+from course_lib.training.callbacks.expert_load import imbalance_of_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -47,6 +49,30 @@ def test_ddp_trains_a_mixture_as_one_process_and_counts_every_choice(tmp_path):
             totals.append(total)
         assert line["expert_imbalance"] == round(max(max(t) * EXPERTS / sum(t) for t in totals), 4) > 1
         assert line["experts_unused"] == sum(t.count(0) for t in totals) and line["tokens_dropped"] == 0
+
+
+def test_spread_experts_are_counted_and_so_is_the_work_of_each_rank_and_the_model_is_whole_at_the_end(tmp_path):
+    alone, _ = trained(tmp_path / "1", 1, batch_size=8, router_aux_loss_coef=0.01)
+    logged, path = trained(tmp_path / "2", 2, expert_parallel_size=2, router_aux_loss_coef=0.01)
+    for line, one, counted in zip(logged, alone, lines(path), strict=True):
+        # In float32 a token between two experts may choose otherwise; a thousandth is what few of them change.
+        assert line["loss"] == pytest.approx(one["loss"], abs=2e-3)
+        assert line["router_aux_loss"] == pytest.approx(one["router_aux_loss"], abs=1e-3)
+        assert line["router_aux_loss"] > K  # which is that of an even load
+        each = [of_rank for ranks in counted["chosen"].values() for of_rank in ranks]
+        work = [sum(sum(chosen[:4]) for chosen in each), sum(sum(chosen[4:]) for chosen in each)]
+        assert sum(work) == LAYERS * 2 * 8 * 16 * K
+        assert line["expert_rank_imbalance"] == round(max(work) * 2 / sum(work), 4) >= 1
+        assert "expert_rank_imbalance" not in one
+    whole = [load_trained(tmp_path / ranks / "model", "causal_lm").model.state_dict() for ranks in "12"]
+    assert whole[0].keys() == whole[1].keys()
+    for name, weight in whole[0].items():
+        # Four steps of Adam move a weight by 2e-4 at most; an expert in another's place would be 0.02 away.
+        torch.testing.assert_close(whole[1][name], weight, rtol=0, atol=4e-4)
+
+
+def test_imbalance_of_ranks_is_of_their_experts_and_not_of_their_tokens():
+    assert imbalance_of_ranks([[[3, 1, 0, 0], [3, 1, 0, 0]], [[0, 0, 2, 2], [2, 2, 0, 0]]]) == 12 * 2 / 16
 
 
 def test_stages_of_a_pipeline_count_their_own_layers_and_a_dense_one_has_none(tmp_path):

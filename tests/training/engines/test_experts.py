@@ -1,5 +1,6 @@
 """`--expert_parallel_size`: trained to the loss of one process, and checkpoints that go to any layout and come back."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from course_lib.lessons import parity
 from course_lib.modeling.experts import ExpertParallel
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines.from_scratch import Scratch
+from course_lib.training.router_loss import RouterLoss
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -118,6 +120,33 @@ def test_without_a_part_of_it_the_comparison_notices_and_the_first_loss_does_not
         assert found[name].losses[0] == pytest.approx(one.losses[0], abs=parity.LOSS_TOLERANCE)
 
 
+BALANCED = {"router_aux_loss_coef": 0.5, "max_steps": 2, "eval_steps": 0, "max_eval_samples": 2}
+
+
+def with_the_mean_of_own_losses(loss, batch, engine, share=RouterLoss.share):
+    """The mistake: each rank's auxiliary loss from its own choices, and the mean of the ranks' losses."""
+    alone = SimpleNamespace(sum=lambda numbers: numbers, counted_once=engine.counted_once, own_part=engine.own_part)
+    return share(loss, batch, alone) / engine.data_ranks
+
+
+def balanced(folder):
+    found = runs(folder, {"ours": SHARED, "dense": {"engine": "torch", "activation_checkpointing": True}}, **BALANCED,
+                 batch_size=parity.GLOBAL_ROWS // 4)
+    with mock.patch.object(RouterLoss, "share", with_the_mean_of_own_losses):
+        return found | runs(folder, {"own losses": SHARED}, **BALANCED, batch_size=parity.GLOBAL_ROWS // 4)
+
+
+def test_the_auxiliary_loss_is_that_of_all_ranks_tokens(tmp_path):
+    right = one_process(tmp_path / "one", **BALANCED)
+    without = one_process(tmp_path / "without", **BALANCED | {"router_aux_loss_coef": 0})
+    assert without.losses[0] == right.losses[0] and abs(without.norms[0] - right.norms[0]) > 1e-4 * right.norms[0]
+    found = launch(balanced, tmp_path, num_processes=2, timeout=200)[0]
+    for name in ("ours", "dense"):
+        cell = parity.compare(found[name], right, name, "", 2)
+        assert cell.agrees and cell.norm < NORM_TOLERANCE * max(right.norms), cell
+    assert abs(found["own losses"].norms[1] - right.norms[1]) > 100 * NORM_TOLERANCE * right.norms[1]
+
+
 @pytest.mark.parametrize(("given", "told"), [
     ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share the experts"),
     ({"training_type": "pipeline"}, "and the stages of a pipeline take turns"),
@@ -131,6 +160,8 @@ def test_without_a_part_of_it_the_comparison_notices_and_the_first_loss_does_not
     ({"offload": "optimizer"}, "offload and shard_group_size are not for expert_parallel_size"),
     ({"torch_compile": True}, "torch_compile does not know the exchanges"),
     ({"optimizer": "adafactor"}, "adafactor's state is not stored in pieces"),
+    ({"optimizer": "muon"}, "muon's state is not stored in pieces"),
+    ({"communication": "int8"}, "expert_parallel_size leaves a rank pieces"),
     ({"mixed_precision": "fp16"}, "fp16 needs a scaler"),
     ({"watch": "gradients"}, "watch gradients: expert_parallel_size leaves a rank some experts' gradients"),
 ])
