@@ -44,12 +44,13 @@ from course_lib.commands import (
     submit,
     sweep,
     train,
+    watch,
 )
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 
-COMMANDS = (train, evaluate, audit, meter, schedule, plan, simulate, select, bench, runs, dashboard, sweep, submit,
-            push, check, progress, grade, release, doctor)
+COMMANDS = (train, evaluate, audit, watch, meter, schedule, plan, simulate, select, bench, runs, dashboard, sweep,
+            submit, push, check, progress, grade, release, doctor)
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,16 @@ def environment_of(tools: Mapping[str, Any], before: Mapping[str, str] | None = 
     paths = [str(SITE), *(path for path in variables.get("PYTHONPATH", "").split(os.pathsep)
                           if path and path != str(SITE))]
     return variables | {VARIABLE: json.dumps(attached), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def exports(tools: Mapping[str, Any]) -> str:
+    """The lines of shell that bring tools into all that is started after them, by whatever launcher.
+
+    Args:
+        tools: as for :func:`environment_of`.
+    """
+    variables = environment_of(tools)
+    return "\n".join(f"export {name}={shlex.quote(variables[name])}" for name in (VARIABLE, "PYTHONPATH"))
 
 
 def run(words: Sequence[str], tools: Mapping[str, Any]) -> int:

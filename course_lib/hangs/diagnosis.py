@@ -265,11 +265,12 @@ def place(sighting: RankSnapshot) -> tuple[str | None, int | None]:
 
 
 def describe(call: Call) -> str:
-    """A call in words, such as ``all_reduce #8 of float32 (4, 2)``."""
+    """A call in words, such as ``all_reduce #8 over tp of float32 (4, 2)``; the world is no axis."""
     kind = f" of {call.tensors} x" if call.tensors > 1 else " of"
     size = f"{kind} {call.dtype} {call.shape}" if call.dtype else ""
     peer = "" if call.peer is None else f" {'to' if call.name == 'send' else 'from'} rank {call.peer}"
-    return f"{call.name} #{call.sequence}{peer}{size}"
+    axis = f" over {call.axis}" if call.axis not in ("", "world") else ""
+    return f"{call.name} #{call.sequence}{peer}{axis}{size}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -24,6 +24,7 @@ from course_lib.hangs.pending_calls import Pending
 from course_lib.hangs.rank_state import CALL_ROOM, CALLS, ENDED, WAITED_FOR, RankState, spans
 from course_lib.metering import collective_hooks
 from course_lib.metering.collective_hooks import ARGUMENTS, INPUTS, OPERATORS
+from course_lib.metering.collective_log import axis_of
 
 GLANCE = 4
 """Calls, the oldest, that each call looks at: on a GPU hundreds may be under way, and to ask for each takes time."""
@@ -45,26 +46,34 @@ _ASYNC = {operator: _at(operator, ["async_op"]) for operator in OPERATORS}
 
 _FOREIGN = {"torch", "accelerate", "deepspeed", "transformers", *sys.stdlib_module_names}
 """Packages whose code is not the user's."""
-_OURS = {__name__, collective_hooks.__name__, f"{__package__}.watchdog"}
+_OURS = {__name__, collective_hooks.__name__, f"{__package__}.watchdog", "course_lib.attach.inside"}
 """Modules of the course through which every call goes."""
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""Folders of packages that the user's code calls; a line of theirs is told only where none of the user's is there."""
 
 Place = tuple[str | None, int | None]
 
 
-class _Users(dict[str, bool]):
-    """Whether a module is the user's, found out once."""
+class _Nearness(dict[str, int]):
+    """How near to the user a module is, found out once: 0 torch's and ours, 1 of an installed package, 2 the user's."""
 
-    def __missing__(self, module: str) -> bool:
-        is_users = self[module] = module.partition(".")[0] not in _FOREIGN and module not in _OURS
-        return is_users
+    def __missing__(self, module: str) -> int:
+        package = module.partition(".")[0]
+        if package in _FOREIGN or module in _OURS:
+            nearness = 0
+        else:
+            file = getattr(sys.modules.get(module), "__file__", None) or ""
+            nearness = 1 if package != "course_lib" and any(folder in file for folder in _INSTALLED) else 2
+        self[module] = nearness
+        return nearness
 
 
-_users_modules = _Users()
+_nearness = _Nearness()
 
 
-def _is_users(frame: FrameType) -> bool:
-    """Whether a frame runs the user's code, and in a file that can be shown."""
-    return _users_modules[frame.f_globals.get("__name__", "")] and not frame.f_code.co_filename.startswith("<")
+def _near(frame: FrameType) -> int:
+    """How near to the user a frame's code is; 0 where it is in no file that can be shown."""
+    return 0 if frame.f_code.co_filename.startswith("<") else _nearness[frame.f_globals.get("__name__", "")]
 
 
 class FlightRecorder:
@@ -162,9 +171,10 @@ class FlightRecorder:
     def place_of(self, trace: TracebackType | None) -> Place:
         """File and line of the user's code that an exception went through last."""
         where: Place = (None, None)
+        nearest = 1
         while trace is not None:
-            if _is_users(trace.tb_frame):
-                where = self._shown(trace.tb_frame.f_code.co_filename), trace.tb_lineno
+            if (near := _near(trace.tb_frame)) >= nearest:
+                nearest, where = near, (self._shown(trace.tb_frame.f_code.co_filename), trace.tb_lineno)
             trace = trace.tb_next
         return where
 
@@ -202,8 +212,8 @@ class FlightRecorder:
             "stream": stream, "name": kind, "shape": shape[:8], "tensors": count,
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "peer": other, "root": None if root is None else ranks[root],
-            "on_gpu": on_gpu, "file": self._shown(code.co_filename) if code else None, "line": line,
-            "ranks": spans(ranks)}
+            "axis": axis_of(group)[:32], "on_gpu": on_gpu,
+            "file": self._shown(code.co_filename) if code else None, "line": line, "ranks": spans(ranks)}
         end = described["file"] and described["file"][-40:]
         for shorter in ({}, {"file": end}, {"file": end, "ranks": []}):  # long paths, odd groups of hundreds of ranks
             text = json.dumps(described | shorter).encode()
@@ -215,10 +225,13 @@ class FlightRecorder:
         return self._texts[key]
 
     def _user_frame(self, frame: FrameType | None) -> FrameType | None:
-        """The innermost frame of the user's."""
-        while frame is not None and not _is_users(frame):
+        """The innermost frame of the user's; where there is none, of an installed package that is not torch's."""
+        installed = None
+        while frame is not None and (near := _near(frame)) < 2:
+            if near and installed is None:
+                installed = frame
             frame = frame.f_back
-        return frame
+        return frame or installed
 
     def _main_frame(self) -> FrameType | None:
         """The main thread's; on a GPU the backward pass runs on a thread that has no user's frame."""

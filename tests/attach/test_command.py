@@ -48,14 +48,16 @@ def reduced(folder):
     return row
 
 
-def test_torchrun_under_the_meter(tmp_path):
+def test_torchrun_under_the_meter_and_the_watchdog(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "own").mkdir()
     (tmp_path / "own/sitecustomize.py").write_text("import os\nos.environ['OWN'] = 'ran'\n")
     (tmp_path / "train.py").write_text("import os\nassert os.environ['OWN'] == 'ran'\n" + SCRIPT)
-    done = course(tmp_path, "meter", "--json", "tables.json", "--", str(BIN / "torchrun"), "--standalone",
-                  "--nproc-per-node", "2", "train.py", "0", PYTHONPATH=f"{tmp_path}/own:{ROOT}")
-    assert done.returncode == 0, done.stderr
+    done = course(tmp_path, "watch", "--seconds", "100", "--", sys.executable, "-m", "course_lib", "meter", "--json",
+                  "tables.json", "--", str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "train.py", "0",
+                  PYTHONPATH=f"{tmp_path}/own:{ROOT}")
+    assert done.returncode == 0 and "course watch" not in done.stderr, done.stderr
+    assert not (tmp_path / "course-watch").exists()  # a report, of a job that does not hang
     assert done.stdout.count("trained by 2") == 2
     row = reduced(tmp_path)
     assert (row["axis"], row["groups"], row["calls"]) == ("world", [[0, 1]], STEPS)
@@ -105,6 +107,12 @@ def test_options_of_the_other_command_are_its_own():
     args = cli.parse(["meter", "--trace", "t.json", "--", "torchrun", "--nproc-per-node", "2", "a.py", "--", "--x-y"])
     assert args.command_line == ["torchrun", "--nproc-per-node", "2", "a.py", "--", "--x-y"]
     assert str(args.trace) == "t.json"
+
+
+def test_the_lines_of_shell_say_the_same(tmp_path):
+    lines = command.exports({"meter": "it's here"})
+    shown = subprocess.run(["sh", "-c", f'{lines}\nprintf "%s" "$COURSE_ATTACH"'], capture_output=True, text=True)
+    assert json.loads(shown.stdout) == {"meter": "it's here"} and str(command.SITE) in lines
 
 
 def test_tools_are_added_to_those_of_an_outer_command():

@@ -276,8 +276,9 @@ def test_what_was_cut_short_is_left_out():
 @pytest.mark.parametrize(("path", "ranks"), [
     ("train.py", (0, 1)), ("/home/проект/" * 60 + "train.py", (0, 1)), ("train.py", (*range(200), 999)),
     ("/home/проект/" * 60 + "train.py", (*range(200), 999))])
-def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_ranks(path, ranks):
-    page, group = RankState(), SimpleNamespace(rank=lambda: 0)
+def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_ranks(path, ranks, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1000)
+    page, group = RankState(), SimpleNamespace(rank=lambda: 0, size=lambda: len(ranks), group_desc="mesh_" + "x" * 100)
     recorder = FlightRecorder(page)
     recorder._groups["0"] = ranks
     key = "allreduce_", (2, 3), torch.float32, 1, "0", None, None, False, 0, 7
@@ -286,6 +287,7 @@ def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_
     page.write_call(2, 2, 1.0, 0, stream, text)
     for call in read(page).calls:
         assert (call.name, call.shape, call.line, call.file) == ("all_reduce", (2, 3), 7, path[-40:])
+        assert call.axis == "x" * 32
         assert call.ranks == (ranks if len(ranks) == 2 else ())
     assert len(read(page).calls) == 2
 

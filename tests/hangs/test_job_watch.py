@@ -1,0 +1,101 @@
+"""`course watch` over a stranger's script: who, which collective over which axis, file and line; exit codes."""
+
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from course_lib.errors import EXIT_HUNG
+from course_lib.hangs import job_watch
+from course_lib.hangs.diagnosis import describe
+from course_lib.hangs.rank_state import Call
+from course_lib.hangs.watchdog import read_reports
+from course_lib.launching.launch import launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+BIN, ROOT = Path(sys.executable).parent, Path(__file__).parents[2]
+SCRIPT = """
+import sys
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+for step in range(4):
+    if step == 2 and dist.get_rank() == 1:
+        if sys.argv[1] == "hang":
+            time.sleep(600)
+        raise ValueError("a bad batch")
+    dist.all_reduce(torch.ones(4))
+"""
+LINES = {text.strip(): number for number, text in enumerate(SCRIPT.splitlines(), start=1)}
+
+
+def watch(folder, fault, seconds):
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, "-m", "course_lib", "watch", "--seconds", str(seconds), "--", BIN / "torchrun", "--standalone",
+         "--nproc-per-node", "2", "train.py", fault], cwd=folder, capture_output=True, text=True, timeout=150,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+
+
+def last_word(done):
+    """Of the command itself."""
+    return done.stderr[done.stderr.rindex("course watch: "):]
+
+
+def test_a_hang_is_named_by_rank_collective_file_and_line(tmp_path):
+    done = watch(tmp_path, "hang", 2)
+    assert done.returncode == EXIT_HUNG, done.stderr
+    said = last_word(done)
+    sleeping, reducing = LINES["time.sleep(600)"], LINES["dist.all_reduce(torch.ones(4))"]
+    assert f"rank 1 is not in a collective; it is at train.py:{sleeping};" in said
+    assert f"rank 0 waits for it in all_reduce #3 of float32 (4,) at train.py:{reducing}" in said
+    with zipfile.ZipFile(tmp_path / "course-watch.zip") as bundle:
+        assert {"hang-rank0.txt", "hang-rank0.json", "hang-rank1.txt"} <= set(bundle.namelist())
+        assert "time.sleep(600)" in bundle.read("hang-rank0.txt").decode()  # the other rank's stack
+
+
+def test_a_rank_that_fails_is_named_and_the_exit_code_is_the_launchers(tmp_path):
+    done = watch(tmp_path, "raise", 100)
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 has left the training with ValueError: a bad batch at train.py:" in last_word(done)
+    assert "Traceback" in done.stderr and 'raise ValueError("a bad batch")' in done.stderr  # as ever
+
+
+def one_of_four_stays_away(folder):
+    """Rank 3 does not come to tp's second all-reduce before there is a report; steps are counted by the optimizer."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    tool = job_watch.begin({"seconds": 1.0, "folder": str(folder)})
+    tool.watchdog.ends = False
+    for step in range(2):
+        if step == 1 and dist.get_rank() == 3:
+            while not (folder / "hang-rank3.json").exists():
+                time.sleep(0.05)
+        dist.all_reduce(torch.ones(4), group=mesh["tp"].get_group())
+        weight.grad = torch.ones(4)
+        optimizer.step()
+    tool.end(None)
+
+
+def test_the_axis_of_a_mesh_is_named_and_the_steps_of_the_optimizer_are_counted(tmp_path):
+    launch(one_of_four_stays_away, tmp_path, num_processes=4, device="cpu", timeout=100)
+    (culprit,) = read_reports(tmp_path)[0].verdicts
+    assert culprit.rank == 3
+    assert "in step 1; rank 2 waits for it in all_reduce #2 over tp of float32 (4,) at " in culprit.sentence
+
+
+def test_the_world_is_no_axis():
+    call = Call(1, "0", 3, "all_reduce", (4,), "float32", 1, (0, 1), None, None, "a.py", 1, 0, 0.0, 0, axis="world")
+    assert describe(call) == "all_reduce #3 of float32 (4,)"
