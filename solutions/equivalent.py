@@ -28,4 +28,5 @@ EQUIVALENT = {
         "any finite number: the exponential of minus infinity less it is 0",
     ("context.loss", "ignore_index=-100 -> "): "-100 is what torch takes by itself",
     ("context.ring", "-2 -> -3"): "a mask for each head instead of one for all",
+    ("museum.buckets", "len(gradient) > limit -> len(gradient) >= limit"): "what fills a bucket is alone in it anyway",
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from course_lib.errors import DataError
-from course_lib.grading import masters
+from course_lib.grading import masters, task_bundle
 from course_lib.grading.check import CheckJob, observe
 from course_lib.grading.hidden import hidden_cases
 from course_lib.grading.selftest import function_of, planted
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
 LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
            "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
-           "10_faults_and_hangs", "11_wandb", "12_sagemaker", "14_long_contexts")
+           "10_faults_and_hangs", "11_wandb", "12_sagemaker", "14_long_contexts", "16_gradient_audit")
 JUNK = (None, True, 7, -1.5, float("nan"), 10**400, "", "all_reduce", "x" * 1000, [], [[]], [{}], [None], [["0F0"]],
         [["9" * 5000]], ["all_reduce " + "9" * 5000], ["all_reduce -1"], [" "], {}, {"a": []}, np.zeros(0),
         np.zeros((2, 3, 4)), np.full((3, 3), np.inf), np.array(["text"]), np.array(5), [[[0, 0, 10**9]]],
@@ -187,6 +187,16 @@ def test_a_planted_answer_wants_a_text_that_is_there_once():
         wrong[0].source("nothing of it")
     with pytest.raises(DataError, match="stands 2 times"):
         wrong[0].source(wrong[0].old * 2)
+
+
+def test_each_exhibit_shows_the_code_as_it_was_released_and_that_code_is_rejected():
+    """The code in the text is a planted wrong answer: the self-test shows that it does not pass."""
+    exhibits = {name for name in TASKS if name.startswith("museum.")}
+    released = {answer.task: answer for answer in planted(SOLUTIONS) if answer.name == "as it was released"}
+    assert set(released) == exhibits and len(exhibits) >= 4
+    for name, text in task_bundle.prompts(SOLUTIONS / "16_gradient_audit.ipynb").items():
+        assert f"```python\n{released[name].new.strip()}\n```" in text and re.match(r"After .*#\d+", text)
+        assert released[name].loses in TASKS[name].essential
 
 
 def test_learners_do_not_carry_hidden_cases(tmp_path):

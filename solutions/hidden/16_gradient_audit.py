@@ -1,0 +1,10 @@
+"""Hidden cases of lesson 16: other shapes and ranks, drawn anew at each grading."""
+
+from course_lib.grading.tasks import museum_means
+
+DRAW = {
+    "museum.mixture": lambda rng: museum_means.MIXTURE.draw(rng, (2, 4)),
+    "museum.experts": lambda rng: museum_means.EXPERTS.draw(rng, (2, 4)),
+    "museum.buckets": lambda rng: museum_means.BUCKETS.draw(rng, (2, 3, 2, 4)),
+    "museum.outer": lambda rng: museum_means.OUTER.draw(rng, (2, 4)),
+}
