@@ -10,7 +10,7 @@ import yaml
 
 from course_lib.config import Config, build
 from course_lib.errors import ConfigError
-from course_lib.planning import hardware, margins, to_launchers
+from course_lib.planning import hardware, margins, memory, to_launchers
 from course_lib.planning.strategy import Candidate, Search
 from course_lib.writing import write_text
 
@@ -67,7 +67,11 @@ def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Co
     if config.parallel.chosen_engine == "deepspeed":
         texts[DEEPSPEED] = json.dumps(deepspeed_config(config, precision), indent=1) + "\n"
     if plan.pipeline == plan.tensor == 1:
-        arguments = to_launchers.training_arguments(plan, DEEPSPEED, tokens)
+        # whose models take the loss of all logits in fp32; where there is no room for them, with the output layer
+        plain = replace(plan, loss="plain")
+        room = memory.estimate(result.model, plain).fits(cluster.accelerator.memory, cluster.host_memory)
+        theirs = plain if room else replace(plan, loss="linear")
+        arguments = to_launchers.training_arguments(theirs, DEEPSPEED, tokens)
         texts["training_arguments.json"] = json.dumps(arguments, indent=1) + "\n"
     for kind in ("torchrun", "slurm", "skypilot"):
         name, text = LAUNCHERS[kind]

@@ -136,13 +136,14 @@ def memory_view(model: Model, chip: Accelerator, strategy: str, ranks: int, micr
         accumulation: micro-batches of one step.
         sequence_length: tokens.
         recompute: every block's activations in the backward pass.
-        compiled: by torch.compile, as the search's layouts are.
+        compiled: by torch.compile, as the search's layouts of DDP and FSDP are.
     Raises:
         ConfigError: there is no such plan.
     """
     engine, stage = ENGINES[strategy]
     plan = Plan(sequence_length, engine=engine, stage=stage, data=ranks, micro_batch=micro_batch,
-                accumulation=accumulation, checkpointing="full" if recompute else "none", compiled=compiled)
+                accumulation=accumulation, checkpointing="full" if recompute else "none", compiled=compiled,
+                loss="chunked")
     held = estimate(model, plan)
     verdict = "fits" if held.fits(chip.memory) else "does not fit"
     how = "compiled" if compiled else "not compiled"

@@ -10,7 +10,7 @@ userbuffers); ring attention, arXiv 2310.01889 section 3; keys and values gather
 3.3.2; heads for sequence, DeepSpeed-Ulysses, arXiv 2309.14509 section 3.1.
 """
 
-from course_lib.planning import work
+from course_lib.planning import vocabulary, work
 from course_lib.planning.hardware import Cluster
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
@@ -45,11 +45,6 @@ def collective(name: str, size: float, members: int, stride: int, cluster: Clust
     return BUS_FACTOR[name](members) * size / cluster.bus(members, stride) + cluster.latency(members, stride)
 
 
-def width(plan: Plan) -> int:
-    """Bytes of an activation, and of a weight as the matmuls read it."""
-    return 4 if plan.precision in ("fp32", "tf32") else 2
-
-
 def calls(plan: Plan) -> tuple[int, int]:
     """Collectives that the host starts in the forward and the backward pass of a block."""
     each = 0 if plan.tensor == 1 else 4 if plan.sequence_parallel else 2
@@ -78,11 +73,18 @@ def exposed(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
     return sums + first, (1 + again) * sums + second + attends_again * first
 
 
+def gathered_logits(model: Model, plan: Plan, cluster: Cluster) -> float:
+    """Seconds in which tensor ranks gather a micro-batch's logits, where they do; its backward pass moves nothing."""
+    if plan.head != "gathered" or not model.has_head or vocabulary.ranks_of_vocabulary(model, plan) == 1:
+        return 0.0
+    return collective("all_gather", work.local_tokens(plan) * model.vocab * plan.width, plan.tensor, 1, cluster)
+
+
 def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds) -> float:
     """Of tensor ranks, in the forward pass; the backward pass has as many, and matmuls as large to hide them."""
     if plan.tensor == 1:
         return 0.0
-    size = work.local_tokens(plan) * model.hidden * width(plan)
+    size = work.local_tokens(plan) * model.hidden * plan.width
     gather, scatter = (collective(name, size, plan.tensor, 1, cluster) for name in ("all_gather", "reduce_scatter"))
     if not plan.overlap_tensor:
         return 2 * (gather + scatter if plan.sequence_parallel else collective(
@@ -113,10 +115,10 @@ def _context(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
     queries, keys = model.attention_width / plan.tensor, 2 * model.kv_heads * model.head_dim / plan.tensor
     if plan.context_by == "ulysses":
         there = max(model.kv_heads, ranks * plan.tensor) / model.kv_heads  # heads are copied where there are fewer
-        both = sum(collective("all_to_all", tokens * elements * width(plan), ranks, plan.tensor, cluster)
+        both = sum(collective("all_to_all", tokens * elements * plan.width, ranks, plan.tensor, cluster)
                    for elements in (queries + there * keys, queries))
         return both, both
-    moved = collective("all_gather", ranks * tokens * keys * width(plan), ranks, plan.tensor, cluster)
+    moved = collective("all_gather", ranks * tokens * keys * plan.width, ranks, plan.tensor, cluster)
     if plan.context_by == "gather":
         return moved, 2 * moved
     pieces, hop = (ranks - 1) / ranks, moved / (ranks - 1)

@@ -9,7 +9,7 @@ bytes, bytes per second.
 from dataclasses import dataclass
 
 from course_lib.planning import block_collectives, work
-from course_lib.planning.block_collectives import calls, collective, width
+from course_lib.planning.block_collectives import calls, collective
 from course_lib.planning.bubble import bubble_seconds
 from course_lib.planning.hardware import NETWORK_EFFICIENCY, NETWORK_LATENCY, Cluster
 from course_lib.planning.models import Model
@@ -110,16 +110,18 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
     late_forward = late * host[0] / sum(host)
     whole = busy + late
     # the slowest pipeline rank: one with the most blocks, or the one with the output layer
-    layers, extra = max(((rank.blocks, head * rank.predicts) for rank in distinct(pipeline_ranks(plan, model.layers))),
-                        key=lambda rank: rank[0] * whole + rank[1])
-    one = layers * whole + extra  # one micro-batch
-    first = layers * (forward.total + tensor_forward + data_forward + late_forward) + extra / 3  # its forward
+    gather = block_collectives.gathered_logits(model, plan, cluster)
+    layers, last = max(((rank.blocks, rank.predicts) for rank in distinct(pipeline_ranks(plan, model.layers))),
+                       key=lambda rank: rank[0] * whole + (head + gather) * rank[1])
+    extra, gather = head * last, gather * last
+    one = layers * whole + extra + gather  # one micro-batch
+    first = layers * (forward.total + tensor_forward + data_forward + late_forward) + extra / 3 + gather  # its forward
     message = _message(model, plan, cluster)
     return Cost(
         compute=plan.accumulation * (layers * (forward.total + backward.total) + extra),
         recompute=plan.accumulation * layers * again.total,
         launch=plan.accumulation * layers * late,
-        tensor=plan.accumulation * layers * (tensor_forward + tensor_backward),
+        tensor=plan.accumulation * (layers * (tensor_forward + tensor_backward) + gather),
         pipeline=2 * message * (plan.accumulation * plan.virtual + plan.pipeline - 1),
         bubble=bubble_seconds(plan, first, one - first - layers * forward.matmul, layers * forward.matmul),
         data=plan.accumulation * layers * (data_forward + data_backward) + _once(
@@ -148,7 +150,7 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
     if plan.stage < 3 or plan.pipeline > 1 or (plan.shards == 1 and not offloaded):
         return 0.0, 0.0
     weights = model.layer / plan.tensor
-    gather = collective("all_gather", weights * width(plan), plan.shards, plan.tensor, cluster)
+    gather = collective("all_gather", weights * plan.width, plan.shards, plan.tensor, cluster)
     scatter = collective("reduce_scatter", weights * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
     waits = 0.0
     if offloaded:
@@ -174,7 +176,7 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
         # the first gather of a step, which nothing comes before: embedding and output layer
         ends = (model.embedding + model.head) / plan.tensor
         moved = ends * plan.bytes.parameters / plan.shards if plan.offload == "parameters" else 0.0
-        return collective("all_gather", ends * width(plan), plan.shards, plan.tensor, cluster) + (
+        return collective("all_gather", ends * plan.width, plan.shards, plan.tensor, cluster) + (
             moved / cluster.accelerator.pcie)
     if plan.shards == 1:
         return 0.0
@@ -183,7 +185,7 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
         sync, update = collective("all_reduce", size, plan.shards, plan.tensor, cluster), 0.0
     else:
         sync = collective("reduce_scatter", size, plan.shards, plan.tensor, cluster)
-        update = collective("all_gather", weights * width(plan), plan.shards, plan.tensor, cluster)
+        update = collective("all_gather", weights * plan.width, plan.shards, plan.tensor, cluster)
     if plan.engine == "deepspeed" and plan.stage == 2:
         sync *= plan.accumulation  # a sharded gradient has no place to wait in for the next micro-batch's
         last_backward *= plan.accumulation
@@ -198,7 +200,7 @@ def _message(model: Model, plan: Plan, cluster: Cluster) -> float:
     """Seconds in which one micro-batch's activations reach the next pipeline rank, if nothing hides them."""
     if plan.pipeline == 1 or (plan.schedule == "interleaved" and plan.overlap):
         return 0.0
-    size = work.local_tokens(plan) * model.hidden * width(plan) / plan.tensor  # each tensor rank sends its part
+    size = work.local_tokens(plan) * model.hidden * plan.width / plan.tensor  # each tensor rank sends its part
     if plan.gpus // plan.pipeline >= cluster.gpus_per_node:
         return size * cluster.gpus_per_node / (cluster.network * NETWORK_EFFICIENCY) + NETWORK_LATENCY
     return size / cluster.accelerator.bus + cluster.accelerator.latency
@@ -214,7 +216,7 @@ def _optimizer(model: Model, plan: Plan, cluster: Cluster) -> float:
     if plan.offload == "none":
         return ADAM_TRAFFIC * kept / chip.memory_rate
     moved = 0.0 if plan.engine == "fsdp" else plan.bytes.gradients
-    moved += 0.0 if plan.offload == "parameters" else width(plan)
+    moved += 0.0 if plan.offload == "parameters" else plan.width
     return kept * (ADAM_TRAFFIC / _host_rate(cluster) + moved / chip.pcie)
 
 

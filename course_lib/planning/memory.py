@@ -1,12 +1,11 @@
 """Memory of training by formula, each term with its source. Bytes everywhere.
 
-Model states: ZeRO, arXiv 1910.02054 sections 3 and 5. Activations: Korthikanti et al., arXiv 2205.05198 section 4,
-counted the same way for gated MLPs, grouped queries and fused attention, which that paper does not have; for a GPT
-block they are its table 2 to the byte.
+Model states: ZeRO, arXiv 1910.02054 sections 3 and 5. Activations: activations.py. Logits: vocabulary.py.
 """
 
 from dataclasses import dataclass
 
+from course_lib.planning import activations, vocabulary
 from course_lib.planning.models import Model
 from course_lib.planning.pipeline_ranks import PipelineRank, distinct, in_flight, pipeline_ranks
 from course_lib.planning.plan import Checkpointing, Plan
@@ -61,142 +60,6 @@ class Memory:
         return self.total <= (capacity - RUNTIME) * USABLE and self.host <= host * USABLE
 
 
-def zero_model_states(parameters: float, shards: int, stage: int, optimizer_bytes: float = 12) -> float:
-    """Bytes per GPU of 16-bit weights and gradients and a mixed-precision optimizer.
-
-    Args:
-        parameters: of the model, Psi.
-        shards: degree of data parallelism, N_d.
-        stage: 0 to 3.
-        optimizer_bytes: K; 12 for Adam.
-
-    Source: arXiv 1910.02054 sections 5.1 to 5.3 and table 1.
-    """
-    return parameters * (2 / (shards if stage >= 3 else 1) + 2 / (shards if stage >= 2 else 1)
-                         + optimizer_bytes / (shards if stage >= 1 else 1))
-
-
-def deepspeed_zero2(parameters: int, gpus_per_node: int = 1, nodes: int = 1, offload: bool = True,
-                    whole_gradients: bool = False, factor: float = 1.5) -> tuple[int, int]:
-    """DeepSpeed's own estimate for ZeRO-2: bytes of host memory per node and of one GPU.
-
-    Args:
-        parameters: of the model.
-        gpus_per_node: GPUs in a node.
-        nodes: nodes.
-        offload: the optimizer is in host memory.
-        whole_gradients: as the documentation's table still counts: every GPU keeps all 16-bit gradients.
-        factor: DeepSpeed's additional buffer factor.
-
-    Source: ``estimate_zero2_model_states_mem_needs`` of deepspeed 0.19.
-    """
-    gpus = gpus_per_node * nodes
-    if offload:
-        return int(parameters * max(4 * gpus, 16) * factor), 2 * parameters
-    whole, split = (4, 16) if whole_gradients else (2, 18)
-    return int(parameters * 4 * gpus_per_node * factor), whole * parameters + int(split * parameters / gpus)
-
-
-def deepspeed_zero3(parameters: int, largest_layer: int, gpus_per_node: int = 1, nodes: int = 1,
-                    offload_optimizer: bool = True, offload_parameters: bool = True, zero_init: bool = True,
-                    factor: float = 1.5) -> tuple[int, int]:
-    """DeepSpeed's own estimate for ZeRO-3: bytes of host memory per node and of one GPU.
-
-    Args:
-        parameters: of the model.
-        largest_layer: parameters of its largest module, :attr:`Model.largest_matrix`.
-        gpus_per_node: GPUs in a node.
-        nodes: nodes.
-        offload_optimizer: the optimizer is in host memory.
-        offload_parameters: so are the parameters; needs ``offload_optimizer``.
-        zero_init: the model is built sharded (``deepspeed.zero.Init``).
-        factor: DeepSpeed's additional buffer factor.
-
-    Source: ``estimate_zero3_model_states_mem_needs`` of deepspeed 0.19.
-    """
-    gpus, largest = gpus_per_node * nodes, 4 * largest_layer
-    if not offload_optimizer:
-        host = largest_layer if zero_init else parameters
-        return int(host * 4 * gpus_per_node * factor), largest + int(18 * parameters / gpus)
-    kept = (18 if offload_parameters else 16) / nodes
-    host_bytes = parameters * (kept if zero_init else max(4 * gpus_per_node, kept)) * factor
-    return int(host_bytes), largest + (0 if offload_parameters else int(2 * parameters / gpus))
-
-
-def activations(model: Model, micro_batch: int, sequence_length: int, *, tensor: int = 1,
-                sequence_parallel: bool = False, checkpointing: Checkpointing = "none", flash: bool = False,
-                fused: bool = True) -> float:
-    """Bytes that one block keeps for its backward pass, of one micro-batch on one tensor rank, 16-bit activations.
-
-    Args:
-        model: its sizes; ``dropout`` adds the masks, one byte per element.
-        micro_batch: sequences, b.
-        sequence_length: tokens per sequence, s; a context rank's share where a sequence is split.
-        tensor: tensor-parallel ranks, t.
-        sequence_parallel: norms, residuals and masks are split over them too.
-        checkpointing: "selective" keeps no attention scores, "full" only the block's input, "operators" that, what
-            attention gave and the matmuls that :func:`course_lib.planning.work.second_matmuls` leaves; "alternate"
-            is the mean of nothing and "full".
-        flash: fused attention: the scores are never kept, but one sum per row and head.
-        fused: False: in plain PyTorch operations an RMS norm also keeps its input in fp32 and its result before the
-            weight, and a GELU that is written out keeps three steps on the way.
-
-    Source: arXiv 2205.05198 section 4 and table 2.
-    """
-    h, tokens = model.hidden, micro_batch * sequence_length
-    if checkpointing == "full":
-        return 2 * h * tokens / (tensor if sequence_parallel else 1)
-    if checkpointing == "alternate":
-        none, full = (activations(model, micro_batch, sequence_length, tensor=tensor, flash=flash, fused=fused,
-                                  sequence_parallel=sequence_parallel, checkpointing=kept) for kept in ("none", "full"))
-        return (none + full) / 2
-    if checkpointing == "operators":
-        inside = model.ffn * model.experts_per_token  # of gate and up the first
-        kept = 2 * (2 * model.attention_width + model.kv_heads * model.head_dim + inside) + 4 * model.heads
-        down = 2 * h if model.gated else 0  # a seventh matmul is kept, a sixth is not; each rank's part of the sum
-        ends = 2 * h + (4 * h if tensor > 1 else 0)  # the block's input, and what two reduce-scatters gave
-        return tokens * (down + ends / (tensor if sequence_parallel else 1) + kept / tensor)
-    masks = 1 if model.dropout else 0
-    norm = 6 if model.rms_norm and not fused else 2
-    whole = 2 * norm * h + 4 * h + 2 * h * masks  # two norms' inputs, what they feed, two masks
-    queries, keys = model.attention_width, model.kv_heads * model.head_dim
-    plain = {"relu": 2, "gelu_new": 4 if fused else 10}  # ReLU's backward needs its result alone
-    inside = 8 if model.gated else plain.get(model.activation, 4)
-    mlp = inside * model.ffn * model.experts_per_token
-    split = 2 * queries + 4 * keys + 2 * queries + mlp  # q, k and v, what attention gives, the MLP's inside
-    if flash:
-        split += 4 * model.heads
-    elif checkpointing == "none":
-        split += (2 + 3 * masks) * model.heads * sequence_length  # softmax; its mask and what is left of it
-    return tokens * (whole / (tensor if sequence_parallel else 1) + split / tensor)
-
-
-def outside_blocks(model: Model, micro_batch: int, sequence_length: int, tensor: int = 1, pipeline: int = 1) -> float:
-    """Bytes that the first rank of a full 1F1B pipeline keeps outside its blocks, split over the tensor ranks.
-
-    The mask of the embedding's dropout for each micro-batch in flight; without a pipeline also the last norm's and
-    the output layer's inputs and the logits in fp32. (:func:`estimate` counts the logits as PyTorch keeps them.)
-
-    Source: arXiv 2205.05198 section 4.3.
-    """
-    masks = pipeline * model.hidden if model.dropout else 0
-    outputs = 4 * (model.hidden + (model.vocab if model.has_head else 0)) if pipeline == 1 else 0
-    return micro_batch * sequence_length * (masks + outputs) / tensor
-
-
-def checkpointed(layers: int, checkpoints: float, inputs: float, inside: float) -> float:
-    """Bytes of ``layers`` blocks of which ``checkpoints`` groups keep only their input, while one is recomputed.
-
-    Source: arXiv 2104.04473 section 3.5.
-    """
-    return checkpoints * inputs + layers / checkpoints * inside
-
-
-def best_checkpoints(layers: int, inputs: float, inside: float) -> float:
-    """The number of groups for which :func:`checkpointed` is least."""
-    return (layers * inside / inputs) ** 0.5
-
-
 def estimate(model: Model, plan: Plan) -> Memory:
     """Peak memory of the GPU that needs most, of all pipeline ranks, and what it keeps in host memory.
 
@@ -215,13 +78,11 @@ def estimate(model: Model, plan: Plan) -> Memory:
 
 def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     """Peak memory of the GPUs of one pipeline rank."""
-    layers, embeds, predicts = rank.blocks, rank.embeds, rank.predicts
+    layers, predicts = rank.blocks, rank.predicts
     recipe, shards, t = plan.bytes, plan.shards, plan.tensor
     cross = model.extra * layers / model.layers
     block = (model.attention + model.mlp) / t + model.norms
-    ends = (model.embedding if embeds else 0) / t + (model.head if predicts else 0) / t
-    if predicts and not embeds and model.has_head and model.head < model.vocab * model.hidden:
-        ends += model.vocab * model.hidden / t  # a tied matrix is kept at both ends of a pipeline
+    ends = vocabulary.ends(model, plan, rank)
     local = layers * block + cross / t + ends
 
     own = local / shards
@@ -242,31 +103,33 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
             host += parameters
             parameters = 0.0
 
-    width = 2 if plan.precision not in ("fp32", "tf32") else 4  # bytes of an activation
+    width = plan.width
     sequence = plan.sequence_length // plan.context
-    one = activations(model, plan.micro_batch, sequence, tensor=t, sequence_parallel=plan.sequence_parallel,
-                      checkpointing=plan.checkpointing, flash=plan.flash, fused=plan.compiled) * width / 2
+
+    def of_block(checkpointing: Checkpointing) -> float:
+        return activations.of_block(model, plan.micro_batch, sequence, tensor=t, width=width, flash=plan.flash,
+                                    sequence_parallel=plan.sequence_parallel, checkpointing=checkpointing,
+                                    fused=plan.compiled, autocast=plan.autocasts)
+
     depth = 1.0
     if plan.pipeline > 1:
         depth = in_flight(plan.schedule, plan.pipeline, plan.accumulation, plan.virtual, rank.rank)
-    kept = layers * one * depth
+    kept = layers * of_block(plan.checkpointing) * depth
     tokens = plan.micro_batch * sequence
-    kept += tokens * model.hidden / t * ((depth if embeds and model.dropout else 0) + (2 * width if predicts else 0))
-    # Compiled: as they come, in fp32, their softmax. In plain operations the gradient takes the place of the first.
-    bytes_per_logit = width + 8 if plan.compiled else 12
-    logits = tokens * model.vocab / t * bytes_per_logit if predicts and model.has_head else 0
+    kept += _outside(model, plan, rank, tokens, depth)
+    logits = vocabulary.logits(model, plan, tokens, width) if predicts else 0.0
 
     buffers = 0.0
     if plan.checkpointing in ("operators", "alternate", "full"):  # the block that is being recomputed
-        buffers += activations(model, plan.micro_batch, sequence, tensor=t, flash=plan.flash, fused=plan.compiled,
-                               sequence_parallel=plan.sequence_parallel) * width / 2
+        buffers += of_block("none")
     if plan.engine == "fsdp" and plan.pipeline > 1:
         buffers += (width + recipe.gradients) * local  # gathered, and summed whole, from first micro-batch to last
     elif plan.engine == "fsdp" and (shards > 1 or plan.offload != "none"):
         # At the loss the root's ends are gathered, and the last block, prefetched. Where that block's backward pass
         # takes more than the logits that have gone by then: the block before it, its whole gradient, that gradient
         # in fp32 to be reduced, and the head's, which waits for the embedding's.
-        head = model.vocab * model.hidden / t if predicts and model.has_head else 0
+        shared = vocabulary.ranks_of_vocabulary(model, plan)
+        head = model.vocab * model.hidden / shared if predicts and model.has_head else 0
         buffers += width * (ends + block) + max(0.0, (2 * width + 4) * block + width * head - logits)
         if plan.offload != "none":
             buffers += recipe.parameters * block / shards  # a block's piece as it comes from the host, to be cast
@@ -274,8 +137,27 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         buffers += 2 * width * min(DEEPSPEED_BUCKET, local)
         if plan.stage >= 3:
             buffers += width * min(DEEPSPEED_LIVE, local)
-    elif plan.engine == "ddp" and width == 2:
-        buffers += width * local  # autocast keeps the 16-bit weights until the forward pass ends
+    elif plan.autocasts:
+        # autocast makes the 16-bit weights anew in each forward pass, in whose backward pass matmuls have to find them;
+        # recomputed blocks let go of them when the forward pass ends
+        copies = {"full": 1.0, "alternate": (1 + depth) / 2}.get(plan.checkpointing, depth)
+        cast = layers * block + (model.vocab * model.hidden / vocabulary.ranks_of_vocabulary(model, plan)
+                                 if predicts and model.has_head else 0)
+        buffers += width * cast * copies
     # FSDP makes a gradient when it is reduced, and zero_grad() gives it back; the other engines keep buckets for them.
     wait = plan.engine != "fsdp" or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
     return Memory(parameters, gradients, optimizer, kept, logits, buffers, host, wait)
+
+
+def _outside(model: Model, plan: Plan, rank: PipelineRank, tokens: int, depth: float) -> float:
+    """Bytes that are kept outside the blocks: masks of the embedding's dropout, inputs of last norm and output layer.
+
+    Where sequences are not split over the tensor ranks these are whole on each; where logits are gathered the output
+    layer has taken all tokens.
+    """
+    split = plan.tensor if plan.sequence_parallel else 1
+    kept = depth * model.hidden / split if rank.embeds and model.dropout else 0.0
+    if rank.predicts:
+        norm = 4 if plan.autocasts else plan.width
+        kept += model.hidden * (norm / split + plan.width / (split if plan.head == "parallel" else 1))
+    return tokens * kept

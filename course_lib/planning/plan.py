@@ -9,6 +9,8 @@ Engine = Literal["ddp", "deepspeed", "fsdp", "megatron"]
 Checkpointing = Literal["none", "selective", "operators", "alternate", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 Context = Literal["ring", "gather", "ulysses"]
+Loss = Literal["plain", "chunked", "linear"]
+Head = Literal["parallel", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,12 @@ class Plan:
     """Norms, activations and rotary positions run as one kernel each (torch.compile, Apex, Transformer Engine)."""
     sequence_parallel: bool = True
     """Split over the tensor ranks what tensor parallelism leaves whole (arXiv 2205.05198 section 4.2)."""
+    loss: Loss = "plain"
+    """Cross-entropy of the logits in plain PyTorch operations; in fp32 a chunk of rows at a time, as `course train` has
+    it (chunked); or together with the output layer, so that there are never all logits (linear: arXiv 2410.10989)."""
+    head: Head = "parallel"
+    """Each tensor rank's logits: those of its part of the vocabulary, from which the loss is taken (parallel:
+    Megatron-LM, PyTorch's ``loss_parallel``), or all, gathered, as `course train` has them (gathered)."""
     schedule: str = "1f1b"
     """gpipe, 1f1b, interleaved, zb_h1, zb_h2 or zbv."""
     virtual: int = 1
@@ -131,6 +139,18 @@ class Plan:
         if self.precision in ("fp32", "tf32"):
             return RECIPES["autocast"]
         return RECIPES[self.recipe or ENGINE_RECIPE[self.engine]]
+
+    @property
+    def autocasts(self) -> bool:
+        """Weights in fp32 that autocast casts as they are used, and with them fp32 between the blocks; FSDP2's
+        mixed-precision policy casts what goes into a block too."""
+        low = self.precision not in ("fp32", "tf32")
+        return low and self.engine != "fsdp" and self.bytes == RECIPES["autocast"]
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation, and of a weight as the matmuls read it."""
+        return 4 if self.precision in ("fp32", "tf32") else 2
 
     @property
     def strategy(self) -> str:

@@ -76,7 +76,8 @@ class Setting:
         if self.strategy == "ddp":
             return replace(common, data=self.world_size)
         if self.strategy == "tp":
-            return replace(common, engine="megatron", recipe="autocast", tensor=self.world_size)
+            return replace(common, engine="megatron", recipe="autocast", tensor=self.world_size,
+                           head="gathered")
         if self.strategy == "zero2":
             raise ConfigError("the memory model has no formula for FSDP2 that keeps blocks gathered",
                               "compare fsdp, hsdp, ddp or tp")

@@ -1,11 +1,11 @@
 """The search: every legal layout of a model over a cluster, pruned by memory, ranked by predicted throughput.
 
-Ranks are laid tensor first (arXiv 2104.04473 section 3.2: tensor parallelism stays inside a node), then data, then
-pipeline. For one layout memory grows with the micro-batch, so the first one that is too large ends that branch.
+For one layout memory grows with the micro-batch, so the first one that is too large ends that branch, but
+for pipelines under autocast.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import log
 
@@ -14,12 +14,11 @@ from course_lib.planning import cost, hardware, memory
 from course_lib.planning.cost import Cost
 from course_lib.planning.hardware import Cluster, accelerators
 from course_lib.planning.intervals import chance_that_it_fits, regime_of
+from course_lib.planning.layouts import default_batch, layouts, variants
 from course_lib.planning.memory import RUNTIME, USABLE, Memory
 from course_lib.planning.models import Model
-from course_lib.planning.plan import Offload, Plan
+from course_lib.planning.plan import Plan
 
-TOKENS_PER_STEP = 2**20
-"""Tokens of a step where no global batch is given: the order of GPT-3's (arXiv 2005.14165 table 2.1)."""
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
 LIKELY = 0.5
 """Chance to fit from which on a layout is proposed before all that are less likely to."""
@@ -82,63 +81,6 @@ def family(plan: Plan) -> str:
     return {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": f"ZeRO-{plan.stage}"}[plan.engine]
 
 
-def default_batch(gpus: int, sequence_length: int) -> int:
-    """Sequences of a step of about ``TOKENS_PER_STEP`` tokens, the same for every GPU."""
-    return gpus * max(1, round(TOKENS_PER_STEP / sequence_length / gpus))
-
-
-def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, global_batch: int,
-            precision: str, offload: bool = True) -> Iterator[Plan]:
-    """Every legal layout at micro-batch 1, nothing recomputed.
-
-    Args:
-        model: its heads and blocks limit tensor and pipeline ranks.
-        gpus: all are used.
-        gpus_per_node: tensor ranks stay inside.
-        sequence_length: tokens.
-        global_batch: sequences of a step; a whole number falls to each replica.
-        precision: of the matmuls.
-        offload: those too that keep state in host memory: FSDP all of it, ZeRO the optimizer, or at stage 3 all.
-    """
-    places: tuple[Offload, ...] = ("none", "optimizer", "parameters") if offload else ("none",)
-    base = Plan(sequence_length, precision=precision, compiled=True)
-    if global_batch % gpus == 0:
-        flat = replace(base, data=gpus, accumulation=global_batch // gpus)
-        yield flat
-        for place in (place for place in places if gpus > 1 or place != "none"):  # one GPU shares nothing
-            if place != "optimizer":
-                yield replace(flat, engine="fsdp", stage=3, offload=place)
-            for stage in (1, 2, 3) if place != "parameters" else (3,):
-                yield replace(flat, engine="deepspeed", stage=stage, offload=place)
-    for tensor in (size for size in range(1, gpus_per_node + 1) if gpus % size == 0):
-        if model.heads % tensor or model.kv_heads % tensor or model.ffn % tensor:
-            continue
-        for pipeline in (size for size in range(1, model.layers + 1) if gpus % (tensor * size) == 0):
-            data = gpus // (tensor * pipeline)
-            if tensor * pipeline == 1 or global_batch % data:
-                continue
-            grid = replace(base, data=data, tensor=tensor, pipeline=pipeline, accumulation=global_batch // data)
-            yield replace(grid, engine="megatron", stage=1 if data > 1 else 0)
-            if pipeline == 1 and data > 1:
-                yield replace(grid, engine="fsdp", stage=3)
-
-
-def variants(plan: Plan, model: Model) -> Iterator[Plan]:
-    """The layout's micro-batches, smallest first, for each schedule and with and without recomputation."""
-    schedules = [("1f1b", 1)]
-    if plan.pipeline > 1:
-        schedules += [("interleaved", virtual) for virtual in (2, 4) if model.layers % (virtual * plan.pipeline) == 0]
-    for checkpointing in ("none", "full"):
-        for schedule, virtual in schedules:
-            size = 1
-            while size <= 64 and plan.accumulation % size == 0:
-                accumulation = plan.accumulation // size
-                if schedule == "1f1b" or accumulation % plan.pipeline == 0:  # interleaving takes whole rounds
-                    yield replace(plan, checkpointing=checkpointing, schedule=schedule, virtual=virtual,
-                                  micro_batch=size, accumulation=accumulation)
-                size *= 2
-
-
 def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None = None,
            precision: str | None = None, families: Collection[str] = FAMILIES) -> Search:
     """Rank every layout that fits.
@@ -179,7 +121,8 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
                 chance = chance_that_it_fits(held.total, cluster.accelerator.memory, regime_of(model, plan))
                 candidates.append(Candidate(plan, held, cost.estimate(model, plan, cluster), chance))
                 continue
-            too_large = branch
+            if plan.pipeline == 1 or not plan.autocasts:  # whose copies of weights are fewer with fewer micro-batches
+                too_large = branch
             known = nearest_fit.get(family(plan))
             if known is None or held.total < known[1].total:
                 nearest_fit[family(plan)] = (plan, held)

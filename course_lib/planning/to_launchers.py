@@ -31,6 +31,8 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return "recomputes whole blocks or nothing"
     if plan.precision not in ("fp32", "tf32", "fp16", "bf16"):
         return f"does not compute in {plan.precision}"
+    if plan.loss == "linear":
+        return "computes all logits before the loss"
     if plan.precision == "fp16" and (plan.tensor * plan.pipeline > 1 or plan.engine == "fsdp"):
         return f"has no loss scaler for {plan.strategy} in fp16, which this GPU has in place of bf16"
     return None
@@ -129,6 +131,8 @@ def training_arguments(plan: Plan, deepspeed: str | None = None, tokens: float |
         "gradient_accumulation_steps": plan.accumulation, "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16", "activation_checkpointing": plan.checkpointing == "full",
         "torch_compile": plan.compiled and plan.engine != "deepspeed"}
+    if plan.loss == "linear":
+        arguments["use_liger_kernel"] = True
     if tokens:
         arguments["max_steps"] = steps(plan, tokens)
     if plan.engine == "deepspeed":

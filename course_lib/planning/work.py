@@ -10,6 +10,7 @@ recomputation, 5 matmuls to the forward's 2, arXiv 2307.08691 section 3.
 
 from dataclasses import dataclass
 
+from course_lib.planning import vocabulary
 from course_lib.planning.hardware import Accelerator
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
@@ -165,11 +166,13 @@ def output_layer(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, 
     """Forward and backward of the last norm, the logits and the loss of one micro-batch.
 
     The loss in plain PyTorch casts the logits to fp32 and takes their log-softmax: 14 bytes per logit each way; fused,
-    6 and 4. Matmuls in 16 bits, also where the blocks' are in 8.
+    6 and 4. In chunks the backward pass does the forward's again. Together with the output layer all is done in the
+    forward pass, by fused kernels. Matmuls in 16 bits, also where the blocks' are in 8.
     """
     tokens = local_tokens(plan)
     dtype = plan.precision if plan.precision != "fp8" else chip.half_precision()
-    matmul = 2 * model.head_matmul / plan.tensor * tokens / chip.matmul_rate(dtype)
-    logits = tokens * (model.vocab if model.has_head else 0) / plan.tensor / chip.memory_rate
-    moved = (6, 4) if plan.compiled else (14, 14)
-    return Seconds(matmul, 0, moved[0] * logits), Seconds(2 * matmul, 0, moved[1] * logits)
+    split = vocabulary.ranks_of_vocabulary(model, plan)
+    matmul = 2 * model.head_matmul / split * tokens / chip.matmul_rate(dtype)
+    logits = tokens * (vocabulary.columns(model, plan) if model.has_head else 0) / chip.memory_rate
+    there, back = {"plain": (6, 4) if plan.compiled else (14, 14), "chunked": (14, 28), "linear": (6, 4)}[plan.loss]
+    return Seconds(matmul, 0, there * logits), Seconds(2 * matmul, 0, back * logits)

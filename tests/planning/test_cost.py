@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import planner, planner_rows
-from course_lib.planning import cost, hardware, memory, models, work
+from course_lib.planning import activations, cost, hardware, memory, models, work
 from course_lib.planning.plan import Plan
 
 
@@ -98,7 +98,7 @@ def test_every_second_matmul_is_recomputed_as_torchtitan_counts_them():
     results = LLAMA_MATMULS | {"o": 4096, "down": 4096}
     kept = sum(results[name] for place, (name, _) in enumerate(counted, 1) if place % 2)
     tokens = 2 * 8192
-    assert memory.activations(model, 2, 8192, checkpointing="operators", flash=True) == tokens * (
+    assert activations.of_block(model, 2, 8192, checkpointing="operators", flash=True) == tokens * (
         2 * (kept + 4096 + 4096) + 4 * 32)
     plan = Plan(8192, "fsdp", 3, data=8, micro_batch=2, compiled=True)
     chip = hardware.accelerator("H100")

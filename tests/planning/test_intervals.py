@@ -47,9 +47,10 @@ def test_the_chance_falls_with_what_is_planned_and_is_never_certain():
 
 
 def test_a_plan_that_is_as_fast_and_likelier_to_fit_is_proposed():
-    """By the planner's own count FSDP with eight sequences fits, with 73 of 80 GiB; with four it takes 43."""
+    """By the planner's own count FSDP with eight sequences fits, with 69 of 80 GiB; with four it takes 41."""
     found = strategy.search(models.load("facebook/opt-6.7b"), hardware.cluster("A100-80", 8), 2048)
-    full = next(candidate for candidate in found.candidates if candidate.memory.total > 73 * 2**30)
-    assert full.chance < 0.2 and found.best.chance > 0.9
+    full = next(candidate for candidate in found.candidates
+                if candidate.plan.strategy == "FSDP" and candidate.plan.micro_batch == 8)
+    assert full.chance < 0.25 and found.best.chance > 0.9 and full.memory.total > 68 * 2**30
     assert found.best.cost.tokens_per_second == pytest.approx(full.cost.tokens_per_second, rel=1e-3)
     assert "with a chance of" in strategy.explain(found)[0]

@@ -8,8 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from course_lib.planning import memory, models
+from course_lib.planning import models
+from course_lib.planning.activations import best_checkpoints, checkpointed, of_block, outside_blocks
+from course_lib.planning.pipeline_ranks import in_flight
 from course_lib.planning.plan import RECIPES
+from course_lib.planning.state_estimates import deepspeed_zero2, deepspeed_zero3, zero_model_states
 
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
 
@@ -32,7 +35,7 @@ def test_every_cell_of_zeros_table_1():
         if "dp" not in row["config"]:
             continue
         config, value = row["config"], row["value"]
-        model_states = memory.zero_model_states(config["params"], config["dp"], config["zero_stage"], config["K"])
+        model_states = zero_model_states(config["params"], config["dp"], config["zero_stage"], config["K"])
         printed = value["printed"]
         assert as_printed(model_states / 1e9, printed) == printed, row["id"]
         seen += 1
@@ -47,7 +50,7 @@ def test_zeros_fused_buffer_and_largest_models():
     for row in rows("zero_max_model_size"):
         config = row["config"]
         for stage, name in enumerate(("baseline", "Pos", "Pos_g", "Pos_g_p")):
-            largest = config["mp"] * config["gpu_memory_GB"] / memory.zero_model_states(1, config["dp"], stage)
+            largest = config["mp"] * config["gpu_memory_GB"] / zero_model_states(1, config["dp"], stage)
             printed = row["value"]["theoretical_B"][name]
             assert math.floor(largest * 10) / 10 == pytest.approx(printed, rel=0.006 if printed < 1000 else 0.025)
             seen += 1
@@ -78,18 +81,18 @@ def test_every_deepspeed_estimate():
             cases = {"case1_no_offload_MiB": (False, False), "case2_full_offload_MiB": (True, True),
                      "case3_opt_offload_MiB": (True, False)}
             for key, (optimizer, offloaded) in cases.items():
-                _, gpu = memory.deepspeed_zero3(parameters, largest, c["total_gpus"], 1, optimizer, offloaded)
+                _, gpu = deepspeed_zero3(parameters, largest, c["total_gpus"], 1, optimizer, offloaded)
                 assert int(gpu / 2**20) == value[key], key
         elif row["id"].startswith("ds-z2"):
-            printed = printed_gib(memory.deepspeed_zero2(parameters, c["gpus_per_node"], c["nodes"],
+            printed = printed_gib(deepspeed_zero2(parameters, c["gpus_per_node"], c["nodes"],
                                                          c["offload_optimizer"] == "cpu", whole_gradients=True))
             assert printed == (value["cpu_GiB"], value["gpu_GiB"]), row["id"]
         else:
             how = (c["gpus_per_node"], c["nodes"], c["offload_optimizer"] == "cpu", c["offload_param"] == "cpu",
                    bool(c["zero_init"]))
-            printed = printed_gib(memory.deepspeed_zero3(parameters, largest, *how))
+            printed = printed_gib(deepspeed_zero3(parameters, largest, *how))
             if c["model"].startswith("custom"):  # its sizes are known to the million only: the row lies in between
-                most = printed_gib(memory.deepspeed_zero3(parameters + 10**6 - 1, largest + 10**6 - 1, *how))
+                most = printed_gib(deepspeed_zero3(parameters + 10**6 - 1, largest + 10**6 - 1, *how))
                 assert printed[0] <= value["cpu_GiB"] <= most[0], row["id"]
                 assert printed[1] <= value["gpu_GiB"] <= most[1], row["id"]
             else:
@@ -107,11 +110,11 @@ def test_deepspeeds_own_functions_give_the_same():
     for parameters, largest in ((354_823_168, 51_463_168), (6_738_415_616, 131_072_000)):
         for gpus, nodes in ((1, 1), (4, 1), (8, 3)):
             for optimizer in (True, False):
-                assert memory.deepspeed_zero2(parameters, gpus, nodes, optimizer) == stage2(
+                assert deepspeed_zero2(parameters, gpus, nodes, optimizer) == stage2(
                     parameters, gpus, nodes, cpu_offload=optimizer)
                 for offloaded in (True, False) if optimizer else (False,):
                     for init in (True, False):
-                        mine = memory.deepspeed_zero3(parameters, largest, gpus, nodes, optimizer, offloaded, init)
+                        mine = deepspeed_zero3(parameters, largest, gpus, nodes, optimizer, offloaded, init)
                         theirs = stage3(parameters, largest, gpus, nodes, cpu_offload=optimizer,
                                         cpu_offload_params=offloaded, zero_init=init)
                         assert mine == tuple(theirs)[:2]
@@ -145,21 +148,21 @@ def test_every_formula_of_korthikanti(h, a, s, b, t):
             tensor = t if options.pop("tensor", False) else 1
             formula = row["value"]["bytes_per_layer"].replace("sbh*", "s*b*h*")
             expected = eval(formula, {"s": s, "b": b, "h": h, "a": a, "t": t})
-            assert memory.activations(model, b, s, tensor=tensor, **options) == pytest.approx(expected, rel=1e-12)
+            assert of_block(model, b, s, tensor=tensor, **options) == pytest.approx(expected, rel=1e-12)
             seen.append(name)
-    one = memory.activations(model, b, s, tensor=t, sequence_parallel=True)
-    pieces = {"korthikanti-eq1-parts": memory.activations(model, b, s) == (11 + 19 + 4) * s * b * h + 5 * a * s * s * b,
+    one = of_block(model, b, s, tensor=t, sequence_parallel=True)
+    pieces = {"korthikanti-eq1-parts": of_block(model, b, s) == (11 + 19 + 4) * s * b * h + 5 * a * s * s * b,
               # p micro-batches in flight times L / p blocks: the pipeline's size cancels
-              "korthikanti-eq5": memory.in_flight("1f1b", p, 64) * layers / p * one == pytest.approx(
+              "korthikanti-eq5": in_flight("1f1b", p, 64) * layers / p * one == pytest.approx(
                   s * b * h * layers / t * (34 + 5 * a * s / h)),
-              "korthikanti-interleave": memory.in_flight("interleaved", p, 64, m) / p == pytest.approx(
+              "korthikanti-interleave": in_flight("interleaved", p, 64, m) / p == pytest.approx(
                   1 + (p - 1) / (p * m))}
     ends = {1: s * b * h * layers / t * (1 / layers + 4 / layers * (1 + 51200 / h)), p: s * b * h * p / t}
     pieces["korthikanti-extra"] = all(
-        memory.outside_blocks(model, b, s, t, ranks) == pytest.approx(expected) for ranks, expected in ends.items())
-    best = memory.best_checkpoints(layers, 2 * h, 34 * h)
+        outside_blocks(model, b, s, t, ranks) == pytest.approx(expected) for ranks, expected in ends.items())
+    best = best_checkpoints(layers, 2 * h, 34 * h)
     pieces["megatron21-ckpt-optimum"] = best == math.sqrt(layers * 34 / 2) and all(
-        memory.checkpointed(layers, best, 2 * h, 34 * h) < memory.checkpointed(layers, other * best, 2 * h, 34 * h)
+        checkpointed(layers, best, 2 * h, 34 * h) < checkpointed(layers, other * best, 2 * h, 34 * h)
         for other in (0.9, 1.1))
     for row in rows("activation_memory_formula"):
         if row["id"] in pieces:
@@ -173,8 +176,8 @@ def test_gpt3s_share_of_attention_scores():
     row = next(row for row in PUBLISHED if row["id"] == "korthikanti-ratio-GPT-3")
     c, value = row["config"], row["value"]
     model = gpt(c["h"], c["a"])
-    whole = memory.activations(model, 1, c["s"], tensor=8, sequence_parallel=True)
-    kept = memory.activations(model, 1, c["s"], tensor=8, sequence_parallel=True, checkpointing="selective")
+    whole = of_block(model, 1, c["s"], tensor=8, sequence_parallel=True)
+    kept = of_block(model, 1, c["s"], tensor=8, sequence_parallel=True, checkpointing="selective")
     assert 5 * c["a"] * c["s"] / c["h"] == value["5as/h"]
     assert round(100 * (1 - kept / whole)) == value["selective_saves_pct"]
 
@@ -219,12 +222,12 @@ def test_activations_are_those_that_autograd_saves(name):
     """By the difference of four blocks and two, in transformers' own code, unfused."""
     config, tokens, sequences = CPU_MODELS[name], 64, 2
     measured = (saved_bytes(config, 4, tokens, sequences) - saved_bytes(config, 2, tokens, sequences)) / 2
-    formula = memory.activations(models.from_config(config), sequences, tokens, flash=True, fused=False)
+    formula = of_block(models.from_config(config), sequences, tokens, flash=True, fused=False)
     assert formula == pytest.approx(measured, rel=0.15)
 
 
 def test_fused_kernels_keep_less():
     for name in ("gpt2", "llama"):
         model = models.from_config(CPU_MODELS[name])
-        fused, plain = (memory.activations(model, 1, 64, flash=True, fused=fused) for fused in (True, False))
+        fused, plain = (of_block(model, 1, 64, flash=True, fused=fused) for fused in (True, False))
         assert fused < plain
