@@ -1,14 +1,93 @@
-"""The fixture `audit`: passes over what is right, fails with what is wrong."""
+"""What pytest finds where the course is installed: `audit` and `ranks` pass what is right and fail what is wrong."""
+
+import re
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from course_lib.launching.launch import RankError
+from course_lib.metering.meter import Meter
+from course_lib.pytest_plugin import assert_moved, assert_order
 from tests.audit import subjects
 
 pytest_plugins = ["course_lib.pytest_plugin"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+WIDTH = 8
+BYTES = (WIDTH * WIDTH + WIDTH) * 4
 
 
 def test_a_right_loop_passes_and_a_wrong_one_fails_with_its_sentence(audit):
     assert [str(verdict.layout) for verdict in audit(subjects.right, ranks=3).verdicts] == ["dp2", "dp3"]
     with pytest.raises(pytest.fail.Exception, match="`head.bias`: 2 of the reference, the size of dp: summed over it"):
         audit(subjects.summed, ranks=2)
+
+
+def sharded():
+    """A layer under FSDP2: its set-up, which a test of a step is not about."""
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    dist.broadcast(layer.weight.data, 0)
+    return fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
+
+
+@pytest.fixture
+def seen(ranks):
+    """What a step of it does on two ranks."""
+    def step(layer):
+        layer(torch.ones(2, WIDTH)).sum().backward()
+        return dist.get_rank(), layer.weight.grad.to_local().numel()
+
+    return ranks(2)(step, sharded)
+
+
+def test_what_an_engine_moves_and_in_what_order(seen):
+    assert [rank.value for rank in seen] == [(0, WIDTH * WIDTH // 2), (1, WIDTH * WIDTH // 2)]
+    assert_moved(seen, "all_gather", calls=2, bytes=2 * BYTES, sent=BYTES, axis="world")
+    assert_moved(seen, "reduce_scatter", calls=1, bytes=BYTES, dtype=torch.float32)
+    assert_moved(seen, "all_gather")
+    assert_moved(seen, "broadcast", calls=0)  # of the set-up
+    assert_moved(seen, "reduce_scatter", calls=0, axis="dp")
+    assert_order(seen, "all_gather", "reduce_scatter")
+    assert_order(seen, "all_gather", "all_gather", "reduce_scatter", exactly=True)
+
+
+@pytest.mark.parametrize(("expectation", "said"), [
+    (lambda seen: assert_moved(seen, "all_gather", bytes=BYTES, calls=2),
+     f"rank 0: all_gather: bytes {2 * BYTES:,}, not {BYTES:,}. It issued: 2 x all_gather over world of float32, "
+     f"{2 * BYTES:,} bytes; 1 x reduce_scatter over world"),
+    (lambda seen: assert_moved(seen, "all_reduce"), "rank 0: all_reduce: none. It issued: 2 x all_gather"),
+    (lambda seen: assert_moved(seen[1:], "reduce_scatter", dtype=torch.bfloat16),
+     "rank 1: reduce_scatter of bfloat16: none"),
+    (lambda seen: assert_order(seen, "reduce_scatter", "all_gather"),
+     "rank 0: no all_gather at its place in the order reduce_scatter, all_gather. It issued, in this order: all_g"),
+    (lambda seen: assert_order(seen, "all_gather", "reduce_scatter", exactly=True), "rank 0: 3 calls, not 2"),
+])
+def test_what_differs_is_told(seen, expectation, said):
+    with pytest.raises(AssertionError, match="^" + re.escape(said)):
+        expectation(seen)
+
+
+def test_a_meter_of_ones_own_will_do():
+    with Meter() as meter:
+        pass
+    assert_moved(meter, "all_reduce", calls=0)
+    with pytest.raises(AssertionError, match="^no all_reduce at its place"):
+        assert_order(meter, "all_reduce")
+
+
+def test_a_rank_that_raises_fails_the_test(ranks):
+    def step():
+        raise ValueError("of the engine")
+
+    with pytest.raises(RankError, match="of the engine"):
+        ranks(1)(step)
+
+
+def test_the_plugin_has_no_other_names():
+    from course_lib import pytest_plugin
+
+    with pytest.raises(AttributeError, match="assert_nothing"):
+        pytest_plugin.assert_nothing  # noqa: B018
