@@ -8,7 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
-from book import command_pages, front_page, textbook_pages
+from book import command_pages, front_page, open_elsewhere, textbook_pages
 from book.links import Links
 from book.notebooks import page_of
 
@@ -63,6 +63,9 @@ def assemble(source: Path, mathjax: Path, font: Path) -> None:
     texts["about-files.json"] = json.dumps({"alternatives": alternatives, "files": sorted(files)}, indent=1)
     content = {name: text.encode() for name, text in texts.items()}
     content |= {f"_static/mathjax/{name}": (mathjax / name).read_bytes() for name in MATHJAX}
+    if repository := open_elsewhere.REPOSITORY:
+        content |= {f"_extra/open/{path.name}": open_elsewhere.notebook(ROOT / path, repository).encode()
+                    for path in notebooks() if path.parts[0] == "notebooks"}
     letters = [f"svg/dynamic/{name}.js" for name in LETTERS]
     content |= {f"_static/mathjax/mathjax-newcm-font/{name}": (font / name).read_bytes() for name in letters}
     content |= {str(path.relative_to(ROOT)): path.read_bytes() for path in (ROOT / "docs" / "pictures").iterdir()}

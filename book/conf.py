@@ -19,7 +19,7 @@ language, highlight_language = "en", "none"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode", "sphinx.ext.mathjax",
               "sphinx_design", "sphinx_copybutton", "book.extension"]
-exclude_patterns = ["about-files.json"]
+exclude_patterns = ["about-files.json", "_extra"]
 templates_path = [str(ROOT / "book" / "templates")]
 pygments_style = "a11y-high-contrast-light"
 

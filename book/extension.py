@@ -42,8 +42,9 @@ def link_to_files(app: Sphinx, tree: nodes.document, page: str) -> None:
         if app.builder.format != "html" or app.builder.name == "epub":
             reference.replace_self(nodes.inline("", "", *reference.children))
             continue
-        path, hash_, line = uri.removeprefix(SCHEME).partition("#")
-        reference["refuri"] = posixpath.relpath(f"{path}.html", posixpath.dirname(page) or ".") + hash_ + line
+        path, _, line = uri.removeprefix(SCHEME).partition("#")
+        shown = posixpath.relpath(f"{path}.html", posixpath.dirname(page) or ".")
+        reference["refuri"] = f"{shown}#{line}" if line else shown
 
 
 def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -69,6 +70,8 @@ def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 def add_fetched_files(app: Sphinx, config: Config) -> None:
     """Take what the assembly put beside the sources among the static files."""
     config.html_static_path.append(str(Path(app.srcdir) / "_static"))
+    if (extra := Path(app.srcdir) / "_extra").is_dir():
+        config.html_extra_path.append(str(extra))
 
 
 def read_as_meant(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 
+from book import open_elsewhere
 from book.links import Links
 
 UNSEEN = ("application/vnd.course.record+json", "application/vnd.jupyter.widget-view+json")
@@ -31,6 +32,9 @@ def page_of(path: Path, page: Path, links: Links) -> tuple[str, dict[str, str]]:
             cell.outputs = [output for output in cell.outputs if _seen(output, page, links)]
             for output in cell.outputs:
                 alternatives |= _alternatives(output)
+    if page.parts[0] == "notebooks":
+        said = open_elsewhere.buttons(path.stem, open_elsewhere.REPOSITORY)
+        notebook.cells.insert(1, nbformat.v4.new_markdown_cell(said, id="run-it"))
     return nbformat.writes(notebook) + "\n", alternatives
 
 

@@ -30,8 +30,9 @@ def modules() -> dict[str, list[Path]]:
 
 
 def files() -> list[str]:
-    """Paths of the modules, relative to the repository's root."""
-    return [str(path.relative_to(ROOT)) for paths in modules().values() for path in paths]
+    """Paths of the modules and of what says what they are for, relative to the repository's root."""
+    listed = [TEXTBOOK / "__init__.py", *(path for paths in modules().values() for path in paths)]
+    return [str(path.relative_to(ROOT)) for path in listed]
 
 
 def pages() -> dict[str, str]:

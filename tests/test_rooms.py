@@ -27,6 +27,8 @@ OF_ALL = {
     "test_packaging.py": "pins, layers, commands and configurations",
     "test_rooms.py": "this one",
     "test_shown_commands.py": "what README and lessons tell users to type",
+    "book/test_every_page.py": "the book that was built",
+    "book/test_in_a_browser.py": "the same in a browser",
     "notebooks/test_all_lessons.py": "what holds for every lesson",
     "notebooks/test_in_a_browser.py": "lessons in JupyterLab, in a real browser",
     "notebooks/test_lab.py": "what `make lab` opens",

@@ -3,12 +3,14 @@
 import argparse
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
 
-from book import assemble, command_pages, front_page, notebooks
+from book import assemble, command_pages, front_page, notebooks, open_elsewhere
 from book.links import Links
 from course_lib.cli import COMMANDS
 from course_lib.lessons.notebook import MIME
@@ -145,6 +147,35 @@ def test_an_output_that_only_a_test_reads_leaves_no_trace(tmp_path):
         nbformat.v4.new_output("display_data", data={MIME: {"name": "a"}, "text/html": "", "text/plain": text})
         for text in ("", "a: 1")])
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "one.ipynb")
-    text, _ = notebooks.page_of(tmp_path / "one.ipynb", Path("notebooks/one.ipynb"), links(tmp_path))
+    text, _ = notebooks.page_of(tmp_path / "one.ipynb", Path("exercises/one.ipynb"), links(tmp_path))
     (kept,) = nbformat.reads(text, as_version=4).cells[0].outputs
     assert kept.data == {"text/plain": "a: 1", "text/html": ""}
+
+
+# --- places to run it
+
+
+def test_the_notebook_for_elsewhere_begins_with_the_cell_that_fetches_the_course():
+    stored = nbformat.read(ROOT / "notebooks/02_data_parallel.ipynb", as_version=4).cells
+    first, *rest = nbformat.reads(open_elsewhere.notebook(ROOT / "notebooks/02_data_parallel.ipynb", "a/b"), 4).cells
+    assert "git clone --quiet --depth 1 https://github.com/a/b course" in first.source
+    assert [cell.source for cell in rest] == [cell.source for cell in stored]
+    assert not any(cell.get("outputs") for cell in rest)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(open_elsewhere.EXTRAS.split(",")) == extras.keys() - {"all", "dev", "book"}
+
+
+def test_there_are_buttons_where_the_repository_is_known():
+    said = open_elsewhere.buttons("02_data_parallel", "a/b")
+    assert re.findall(r"\[([^]]+)\]", said) == ["JupyterLab on your machine", "Colab", "Kaggle", "Codespaces"]
+    assert said.count("a/b/blob/gh-pages/open/02_data_parallel.ipynb") == 2
+    assert "http" not in open_elsewhere.buttons("02_data_parallel", "")
+
+
+def test_the_workflow_builds_every_change_and_publishes_a_release():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/book.yml").read_text())
+    assert set(workflow[True]) == {"push", "pull_request", "release"}  # YAML reads `on` as true
+    steps = workflow["jobs"]["book"]["steps"]
+    assert [step["run"] for step in steps if "run" in step][:2] == ["make book-test", "make book ARGS=epub"]
+    (published,) = (step for step in steps if "git push" in step.get("run", ""))
+    assert published["if"] == "github.event_name == 'release'" and open_elsewhere.BRANCH in published["run"]

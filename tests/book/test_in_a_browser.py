@@ -1,0 +1,170 @@
+"""Every page of the built book in Chromium: nothing from elsewhere, no error, axe, a narrow page, search, keyboard.
+
+`make book-test` runs this file and fails where Chromium and its driver are missing. Debian and Ubuntu have both as
+packages: chromium and chromium-driver.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+import urllib.parse
+
+import nbformat
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from book import npm
+from book.__main__ import ROOT
+
+CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.long, pytest.mark.timeout(3600),
+    pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
+
+WIDE, NARROW = (1400, 1000), (360, 800)
+FIRST_PAGE = 600_000
+"""Bytes that the front page and all that it loads have at most."""
+FILES_LOOKED_AT = 3
+"""Pages that show a file are all of one template."""
+IN_DARK = ("color-contrast", "link-in-text-block")
+"""Rules whose answer the colours change."""
+AXE = """const [rules, done] = arguments;
+axe.run(document, {resultTypes: ["violations"], ...(rules && {runOnly: rules})}).then(found => done(
+  found.violations.filter(one => ["serious", "critical"].includes(one.impact)).map(one =>
+    `${one.id}: ${one.nodes.length}, first ${one.nodes[0].target.join(" ")} ${one.nodes[0].html.slice(0, 200)}`)))"""
+TYPESET = "const done = arguments[0]; (window.MathJax?.startup?.promise ?? Promise.resolve()).then(() => done())"
+REACHABLE = """return [...document.querySelectorAll("a[href], button, input, summary")].filter(
+  one => one.checkVisibility({checkOpacity: true, checkVisibilityCSS: true}) && one.getClientRects().length)"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    assert CHROMIUM and DRIVER, "install chromium and chromium-driver"
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--force-prefers-reduced-motion"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_page_load_timeout(120)
+    driver.set_script_timeout(300)
+    yield driver
+    driver.quit()
+
+
+def resize(browser, size):
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+        "width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False})
+
+
+def open_(browser, address):
+    browser.get(address)
+    browser.execute_async_script(TYPESET)
+
+
+def asked_for(browser):
+    """Addresses that the browser has asked for since the last call."""
+    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    return {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
+
+
+def pages_of(site):
+    """The pages to look at: all of the book's own, and some that show a file."""
+    files = set(json.loads((ROOT / "build/book-source/about-files.json").read_text(encoding="utf-8"))["files"])
+    found = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))
+             if path.relative_to(site).parts[0] not in ("_static", "_sources")]
+    shown = [name for name in found if name.removesuffix(".html") in files]
+    return [name for name in found if name not in shown] + shown[:FILES_LOOKED_AT]
+
+
+def test_every_page(site, address, browser):
+    axe = (npm.folder("axe-core") / "axe.min.js").read_text(encoding="utf-8")
+    pages, problems = pages_of(site), []
+    assert len(pages) > 120
+    for name in pages:
+        resize(browser, WIDE)
+        open_(browser, address + name)
+        browser.execute_script("document.documentElement.dataset.theme = 'light'")
+        browser.execute_script(axe)
+        said = browser.execute_async_script(AXE, None)
+        browser.execute_script("document.documentElement.dataset.theme = 'dark'")
+        said += [f"dark: {one}" for one in browser.execute_async_script(AXE, list(IN_DARK))]
+        resize(browser, NARROW)
+        width = browser.execute_script("return document.documentElement.scrollWidth")
+        said += [f"{width} px wide on a page of {NARROW[0]}"] if width > NARROW[0] else []
+        said += [f"asks for {url}" for url in asked_for(browser) if not url.startswith((address, "data:", "blob:"))]
+        said += [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+        problems += [f"{name}: {one}" for one in said]
+    assert not problems, f"{len(problems)} on {len(pages)} pages:\n" + "\n".join(problems)
+
+
+def test_what_a_page_must_not_do_is_seen(site, address, browser):
+    """The checks above, on a page with one of each mistake."""
+    resize(browser, NARROW)
+    open_(browser, address + "index.html")
+    browser.execute_script("""document.querySelector("article").innerHTML = "<p style='width:900px;color:#aaa;" +
+      "background:#fff'>grey</p><img src='https://elsewhere.example/a.png'>"; console.error("wrong")""")
+    browser.execute_script((npm.folder("axe-core") / "axe.min.js").read_text(encoding="utf-8"))
+    said = browser.execute_async_script(AXE, None)
+    assert {one.partition(":")[0] for one in said} >= {"color-contrast", "image-alt"}
+    assert browser.execute_script("return document.documentElement.scrollWidth") > NARROW[0]
+    assert "https://elsewhere.example/a.png" in asked_for(browser)
+    assert any("wrong" in entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE")
+
+
+def terms():
+    """For each lesson the word of its headings that the fewest lessons have."""
+    texts = {path.stem: "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells
+                                  if cell.cell_type == "markdown") for path in ROOT.glob("notebooks/[0-9]*.ipynb")}
+    words = {name: set(re.findall(r"[a-z]{5,}", text.lower())) for name, text in texts.items()}
+    return {name: min(sorted(set(re.findall(r"[a-z]{5,}", " ".join(re.findall(r"^#+ (.*)", text, re.M)).lower()))),
+                      key=lambda word: sum(word in each for each in words.values())) for name, text in texts.items()}
+
+
+def test_search_finds_a_term_of_each_lesson(address, browser):
+    resize(browser, WIDE)
+    missed = {}
+    for name, term in terms().items():
+        open_(browser, f"{address}search.html?q={urllib.parse.quote(term)}")
+        end = time.monotonic() + 60
+        while not (found := browser.find_elements(By.CSS_SELECTOR, "#search-results .search-summary")) \
+                or "Searching" in found[0].text or not found[0].text:
+            assert time.monotonic() < end, f"no answer to {term}"
+            time.sleep(0.1)
+        links = [each.get_attribute("href") for each in
+                 browser.find_elements(By.CSS_SELECTOR, "#search-results li a")]
+        if not any(f"notebooks/{name}.html" in link for link in links):
+            missed[name] = term
+    assert not missed and len(terms()) >= 15
+
+
+@pytest.mark.parametrize("name", ["index.html", "notebooks/00_start_here.html", "command-line/index.html"])
+def test_the_keyboard_reaches_everything(address, browser, name):
+    resize(browser, WIDE)
+    open_(browser, address + name)
+    browser.execute_script("""window.reached = new Set();
+      addEventListener("focusin", event => window.reached.add(event.target))""")
+    wanted = len(browser.execute_script(REACHABLE))
+    for _ in range(wanted // 20 + 10):
+        ActionChains(browser, duration=0).send_keys(Keys.TAB * 20).perform()
+    left = browser.execute_script(REACHABLE.replace("return ", "const all = ") + """;
+      return all.filter(one => !window.reached.has(one)).map(one => one.outerHTML.slice(0, 200))""")
+    assert wanted > 40 and left == []
+
+
+def test_the_front_page_is_light_and_its_picture_runs_again(address, browser):
+    resize(browser, WIDE)
+    open_(browser, address + "index.html")
+    loaded = browser.execute_script("""return performance.getEntries().filter(one => one.decodedBodySize !== undefined)
+      .reduce((sum, one) => sum + one.decodedBodySize, 0)""")
+    assert 50_000 < loaded < FIRST_PAGE
+    begun = browser.execute_script("""window.begun = 0;
+      document.getElementById("run").addEventListener("animationstart", () => window.begun++)""")
+    browser.find_element(By.ID, "run-again").click()
+    assert begun is None and "run" in browser.find_element(By.ID, "run").get_attribute("class")
