@@ -7,7 +7,9 @@ A system is one forward and one backward of a layer; all have the same weights. 
 and DeepSpeed's spread the experts over the ranks; Transformers' block has all of them on every rank and is trained with
 data parallelism, so that it sends all experts' gradients instead of tokens. Each dropless system gives the outputs,
 the tokens' gradients and the experts' gradients of one process before it is timed. All live in the same ranks and take
-turns, forward and back through the list; a ratio is the median of the rounds' ratios. Writes benchmarks/experts.md.
+turns, forward and back through the list; a ratio is the median of the rounds' ratios. Beside the time of the clock
+stands that of the processor, which others on the machine do not lengthen, nor does waiting for another rank. Writes
+benchmarks/experts.md.
 """
 
 import argparse
@@ -163,7 +165,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             raise RuntimeError(f"{name}: {off:.1e} off one process")
         with Meter() as meter:
             step(name)
-        found[name] = {"off": off, "bytes": meter.bytes_sent, "seconds": []}
+        found[name] = {"off": off, "bytes": meter.bytes_sent, "seconds": [], "cpu": []}
         if isinstance(layer, MoELayer):
             router = 2 * (ranks - 1) * layer.gate.weight.nbytes // ranks  # its all-reduce
             away, shape = layer.load.away, (ranks, args.experts, args.width, 4)
@@ -173,9 +175,10 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for turn in range(args.rounds):
         for name in list(systems)[:: 1 if turn % 2 else -1]:
             dist.barrier()
-            begin = time.perf_counter()
+            begin, begin_cpu = time.perf_counter(), time.process_time()
             for _ in range(args.steps):
                 step(name)
+            found[name]["cpu"].append((time.process_time() - begin_cpu) / args.steps)
             dist.barrier()
             found[name]["seconds"].append((time.perf_counter() - begin) / args.steps)
     found["balance"] = balance(args, mine.detach())
@@ -206,10 +209,13 @@ def balance(args: argparse.Namespace, tokens: Tensor) -> dict[str, list[float]]:
 
 
 def table(found: list[dict[str, dict]]) -> str:
-    """Markdown rows: step time, ratio to the peer, bytes, formula, dropped, and the busiest rank."""
-    lines = ["| layer | step, median (ms) | speed against the peer (range) | sent by the rank that sends most, counted "
+    """Markdown rows: step time, processor's time, ratios to the peer, bytes, formula, dropped, and the busiest rank."""
+    lines = ["| layer | step, median (ms) | speed against the peer (range) | processor's time per step, median of the "
+             "ranks' sum (ms) | its peer's by it | sent by the rank that sends most, counted "
              "(MiB) | by formula (MiB) | copies dropped | copies that the busiest rank works on, by the mean |",
-             "|---|---|---|---|---|---|---|"]
+             "|---|---|---|---|---|---|---|---|---|"]
+    cpu = {name: statistics.median(map(sum, zip(*(one[name]["cpu"] for one in found), strict=True)))
+           for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE)}
     for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE):
         seconds, peer = found[0][name]["seconds"], AGAINST.get(name)
         ratios = sorted(p / s for p, s in zip(found[0][peer]["seconds"], seconds, strict=True)) if peer else []
@@ -222,7 +228,8 @@ def table(found: list[dict[str, dict]]) -> str:
             dropped = str(sum(one[name]["dropped"] for one in found))
             worked = [one[name]["worked"] for one in found]
             busiest = f"{max(worked) * len(worked) / sum(worked):.2f}"
-        lines.append(f"| {name} | {1000 * statistics.median(seconds):.1f} | {against} | {sent:.2f} | {formula} | "
+        lines.append(f"| {name} | {1000 * statistics.median(seconds):.1f} | {against} | {1000 * cpu[name]:.1f} | "
+                     f"{f'{cpu[peer] / cpu[name]:.2f}' if peer else 1} | {sent:.2f} | {formula} | "
                      f"{dropped} | {busiest} |")
     return "\n".join(lines)
 
@@ -242,13 +249,17 @@ def main() -> None:
     found = launch(measure, args, num_processes=args.num_processes, timeout=900, device="cpu")
     off = max(one[name]["off"] for one in found for name in (OURS, PEER, WHOLE))
     curves = found[0]["balance"]
+    waited = statistics.median(found[0][name]["seconds"][turn] / max(1e-9, found[0][name]["cpu"][turn])
+                               for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE) for turn in range(args.rounds))
     rows = "\n".join(f"| {way} | {curve[0]:.2f} | {curve[-1]:.2f} |" for way, curve in curves.items())
     text = (f"# Experts: cpu\n\n{machine.measured_on('torch', 'deepspeed', 'transformers')}\n\n"
             f"{args.num_processes} ranks, one thread each; {args.tokens:,} tokens per rank × {args.width}, "
             f"{args.experts} experts with {args.inner} inner numbers, {K} per token, float32, forward and backward, "
             f"gradients summed where ranks share a parameter; {args.rounds} rounds of {args.steps} steps, in turn; "
             f"no round is left out. The dropless layers' outputs and gradients are those of one process (largest "
-            f"difference, by the largest number, {off:.1e}).\n\n{table(found)}\n\n"
+            f"difference, by the largest number, {off:.1e}). A step takes {waited:.1f} times its own processor's time "
+            f"by the clock (the median of all): what is above 1 was spent waiting, for other ranks and for others on "
+            f"the machine, and makes the clock's ratios uncertain where it is much.\n\n{table(found)}\n\n"
             f"Choices of the busiest expert by the mean, where a router alone is trained for balance, in "
             f"{args.balance_steps} steps:\n\n| with | before | after |\n|---|---|---|\n{rows}\n")
     write_text(HERE / "experts.md", text)
