@@ -16,6 +16,8 @@ NAME = "plan"
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
+OPTIMIZERS = ("adamw", "adamw-8bit", "adafactor", "muon", "sgd-momentum", "sgd")
+LOSSES = ("plain", "chunked", "linear")
 COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "GiB per\nGPU", "chance\nto fit", "tokens/s", "MFU")
 COLOURS = {"parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "yellow",
            "logits": "red", "buffers": "green", "runtime": "white"}
@@ -51,6 +53,12 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", default=STAND_IN, metavar="NAME",
                         help=f"what the printed command and the files train on, as for `course train` [{STAND_IN}]")
     parser.add_argument("--families", nargs="+", metavar="NAME", help=f"plan only with these: {', '.join(FAMILIES)}")
+    parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS, help="whose states are planned for [adamw]")
+    parser.add_argument("--lora_rank", type=int, default=0, metavar="R", help="train adapters of this rank alone")
+    parser.add_argument("--base_bits", type=int, default=16, choices=(4, 16),
+                        help="what the weights beside adapters are kept in; 4 is QLoRA [16]")
+    parser.add_argument("--loss", default="chunked", choices=LOSSES,
+                        help="of all logits in fp32, in chunks of rows, or joined with the output layer [chunked]")
     parser.add_argument("--what_if", metavar="OPTION=A,B,C", help="vary one thing: gpus, gpu, max_memory_gb, "
                         "global_batch or sequence_length; a line for each value")
     parser.add_argument("--emit", type=Path, metavar="DIR",
@@ -99,9 +107,12 @@ def find(args: argparse.Namespace) -> "Search":
     if args.calibration:
         cluster = benchmark.calibrated(cluster, args.calibration)
     length = min(2048, model.context or 2048) if args.sequence_length is None else args.sequence_length
-    return strategy.search(model, cluster, length, args.global_batch, families=args.families or FAMILIES)
+    return strategy.search(model, cluster, length, args.global_batch, families=args.families or FAMILIES,
+                           settings={name: getattr(args, name) for name in SETTINGS})
 
 
+SETTINGS = ("optimizer", "lora_rank", "base_bits", "loss")
+"""Options that are fields of every plan."""
 VARIED = {"gpus": int, "gpu": str, "max_memory_gb": float, "global_batch": int, "sequence_length": int}
 """What --what-if can vary, and how a value is read."""
 

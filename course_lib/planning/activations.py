@@ -5,10 +5,8 @@ and autocast, which that paper does not have; for a GPT block they are its table
 """
 
 from course_lib.planning.models import Model
+from course_lib.planning.optimizers import JOINT
 from course_lib.planning.plan import Checkpointing
-
-JOINT = ("gpt2", "bloom", "gpt_neox", "falcon", "phi3")
-"""Architectures whose queries, keys and values come from one matrix."""
 
 
 def of_block(model: Model, micro_batch: int, sequence_length: int, *, tensor: int = 1, sequence_parallel: bool = False,

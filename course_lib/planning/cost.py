@@ -8,7 +8,7 @@ bytes, bytes per second.
 
 from dataclasses import dataclass
 
-from course_lib.planning import block_collectives, work
+from course_lib.planning import adapters, block_collectives, optimizers, work
 from course_lib.planning.block_collectives import calls, collective
 from course_lib.planning.bubble import bubble_seconds
 from course_lib.planning.hardware import NETWORK_EFFICIENCY, NETWORK_LATENCY, Cluster
@@ -16,9 +16,6 @@ from course_lib.planning.models import Model
 from course_lib.planning.pipeline_ranks import distinct, pipeline_ranks
 from course_lib.planning.plan import Plan
 
-ADAM_TRAFFIC = 30
-"""Bytes per parameter that a fused Adam moves: fp32 weight and two moments read and written, the gradient read, the
-16-bit weight written."""
 GRADIENT_SUM = 12
 """Bytes per parameter that the host moves to add an fp32 gradient to the one that it keeps: two read, one written."""
 
@@ -149,9 +146,11 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
     offloaded = plan.offload == "parameters"
     if plan.stage < 3 or plan.pipeline > 1 or (plan.shards == 1 and not offloaded):
         return 0.0, 0.0
-    weights = model.layer / plan.tensor
-    gather = collective("all_gather", weights * plan.width, plan.shards, plan.tensor, cluster)
-    scatter = collective("reduce_scatter", weights * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
+    weights, trained, size = model.layer / plan.tensor, _trained(model, plan, model.layer), float(plan.width)
+    if plan.lora_rank:
+        size = adapters.frozen_bytes(model, plan.base_bits == 4, plan.width) / model.layer
+    gather = collective("all_gather", weights * size, plan.shards, plan.tensor, cluster)
+    scatter = collective("reduce_scatter", trained * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
     waits = 0.0
     if offloaded:
         gather += weights * plan.bytes.parameters / plan.shards / cluster.accelerator.pcie
@@ -171,7 +170,7 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
     FSDP in a pipeline is among them: gathered before the first micro-batch, scattered after the last (arXiv
     2407.21783 section 3.3.2; torchtitan's parallelize_llama.py and PyTorch's pipeline stages do the same).
     """
-    weights = model.parameters / (plan.tensor * plan.pipeline)
+    weights = _trained(model, plan, model.parameters) / plan.pipeline
     if plan.stage == 3 and plan.pipeline == 1:
         # the first gather of a step, which nothing comes before: embedding and output layer
         ends = (model.embedding + model.head) / plan.tensor
@@ -207,17 +206,27 @@ def _message(model: Model, plan: Plan, cluster: Cluster) -> float:
 
 
 def _optimizer(model: Model, plan: Plan, cluster: Cluster) -> float:
-    """Seconds of Adam on what a rank keeps of it; with DeepSpeed's offload its way to the host and back too.
+    """Seconds of the update of what a rank keeps; with DeepSpeed's offload its way to the host and back too.
 
     FSDP's gradients are there already, and offloaded parameters stay there.
     """
     chip = cluster.accelerator
-    kept = model.parameters / (plan.tensor * plan.pipeline) / (plan.shards if plan.stage >= 1 else 1)
+    kept = _trained(model, plan, model.parameters) / plan.pipeline / (plan.shards if plan.stage >= 1 else 1)
+    moved_here = optimizers.traffic(plan.optimizer, model)
     if plan.offload == "none":
-        return ADAM_TRAFFIC * kept / chip.memory_rate
+        products = optimizers.flops(plan.optimizer, model) / plan.pipeline
+        return moved_here * kept / chip.memory_rate + products / chip.matmul_rate(chip.half_precision())
     moved = 0.0 if plan.engine == "fsdp" else plan.bytes.gradients
     moved += 0.0 if plan.offload == "parameters" else plan.width
-    return kept * (ADAM_TRAFFIC / _host_rate(cluster) + moved / chip.pcie)
+    return kept * (moved_here / _host_rate(cluster) + moved / chip.pcie)
+
+
+def _trained(model: Model, plan: Plan, parameters: int) -> float:
+    """Of a block's parameters, or of all, those that a tensor rank trains."""
+    if plan.lora_rank:
+        blocks = 1 if parameters == model.layer else model.layers
+        return blocks * adapters.of_a_block(model, plan.lora_rank) / plan.tensor
+    return parameters / plan.tensor
 
 
 def _host_rate(cluster: Cluster) -> float:

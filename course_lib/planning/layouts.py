@@ -4,12 +4,16 @@ Ranks are laid tensor first (arXiv 2104.04473 section 3.2: tensor parallelism st
 pipeline.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from course_lib.planning import to_launchers
 from course_lib.planning.models import Model
-from course_lib.planning.plan import Offload, Plan
+from course_lib.planning.plan import WHOLE, Loss, Offload, Plan
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 TOKENS_PER_STEP = 2**20
 """Tokens of a step where no global batch is given: the order of GPT-3's (arXiv 2005.14165 table 2.1)."""
@@ -21,7 +25,8 @@ def default_batch(gpus: int, sequence_length: int) -> int:
 
 
 def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, global_batch: int,
-            precision: str, offload: bool = True) -> Iterator[Plan]:
+            precision: str, offload: bool = True,
+            settings: Mapping[str, Any] = NOTHING) -> Iterator[Plan]:
     """Every legal layout at micro-batch 1, nothing recomputed; as it is really run.
 
     Args:
@@ -31,29 +36,33 @@ def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, g
         sequence_length: tokens.
         global_batch: sequences of a step; a whole number falls to each replica.
         precision: of the matmuls.
+        settings: fields of :class:`Plan` that all have: an optimizer, adapters, a loss.
         offload: those too that keep state in host memory: FSDP all of it, ZeRO the optimizer, or at stage 3 all.
     """
     places: tuple[Offload, ...] = ("none", "optimizer", "parameters") if offload else ("none",)
-    base = Plan(sequence_length, precision=precision, compiled=True, loss="chunked", head="gathered")
+    base = Plan(sequence_length, precision=precision, compiled=True, head="gathered",
+                **({"loss": "chunked"} | dict(settings)))
+    whole = base.optimizer in WHOLE
     if global_batch % gpus == 0:
         flat = replace(base, data=gpus, accumulation=global_batch // gpus)
         yield _as_run(flat, model)
         for place in (place for place in places if gpus > 1 or place != "none"):  # one GPU shares nothing
-            if place != "optimizer":
+            if place != "optimizer" and not whole:
                 yield _as_run(replace(flat, engine="fsdp", stage=3, offload=place), model)
-            for stage in (1, 2, 3) if place != "parameters" else (3,):
+            for stage in () if whole else (1, 2, 3) if place != "parameters" else (3,):
                 yield _as_run(replace(flat, engine="deepspeed", stage=stage, offload=place, compiled=False), model)
     for tensor in (size for size in range(1, gpus_per_node + 1) if gpus % size == 0):
         if model.heads % tensor or model.kv_heads % tensor or model.ffn % tensor:
             continue
         for pipeline in (size for size in range(1, model.layers + 1) if gpus % (tensor * size) == 0):
             data = gpus // (tensor * pipeline)
-            if tensor * pipeline == 1 or global_batch % data:
-                continue
+            if tensor * pipeline == 1 or global_batch % data or (whole and tensor > 1) or base.lora_rank:
+                continue  # PEFT's adapters are for models that are not split
             grid = replace(base, data=data, tensor=tensor, pipeline=pipeline, accumulation=global_batch // data,
                            compiled=False)
-            yield _as_run(replace(grid, engine="megatron", stage=1 if data > 1 else 0, recipe="autocast"), model)
-            if pipeline == 1 and data > 1:
+            stage = 1 if data > 1 and not whole else 0
+            yield _as_run(replace(grid, engine="megatron", stage=stage, recipe="autocast"), model)
+            if pipeline == 1 and data > 1 and not whole:
                 yield _as_run(replace(grid, engine="fsdp", stage=3), model)
 
 
@@ -62,9 +71,10 @@ def _as_run(plan: Plan, model: Model) -> Plan:
     Trainer with the model's own loss, Megatron-LM with a loss of each rank's logits."""
     if to_launchers.runs_here(plan, model):
         return plan
+    loss: Loss = "plain" if plan.loss == "chunked" else plan.loss
     if plan.tensor * plan.pipeline == 1:
-        return replace(plan, loss="plain")
-    return replace(plan, loss="plain", head="parallel", compiled=True, recipe="")
+        return replace(plan, loss=loss)
+    return replace(plan, loss=loss, head="parallel", compiled=True, recipe="")
 
 
 def variants(plan: Plan, model: Model) -> Iterator[Plan]:

@@ -5,7 +5,7 @@ Model states: ZeRO, arXiv 1910.02054 sections 3 and 5. Activations: activations.
 
 from dataclasses import dataclass
 
-from course_lib.planning import activations, vocabulary
+from course_lib.planning import activations, adapters, optimizers, vocabulary
 from course_lib.planning.models import Model
 from course_lib.planning.pipeline_ranks import PipelineRank, distinct, in_flight, pipeline_ranks
 from course_lib.planning.plan import Checkpointing, Plan
@@ -85,15 +85,25 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     ends = vocabulary.ends(model, plan, rank)
     local = layers * block + cross / t + ends
 
-    own = local / shards
-    if plan.engine == "fsdp" and model.experts > 1:
+    trained, frozen, moments = local, 0.0, recipe.moments
+    if plan.lora_rank:
+        trained = layers * adapters.of_a_block(model, plan.lora_rank) / t
+        frozen = layers * adapters.frozen_bytes(model, plan.base_bits == 4, plan.width) / t + plan.width * (
+            cross / t + ends)
+    if plan.optimizer != "adamw":
+        of_block_state, outside = optimizers.bytes_per_parameter(plan.optimizer, model)
+        moments = of_block_state if plan.lora_rank else (of_block_state * (local - ends) + outside * ends) / local
+
+    own = trained / shards
+    if plan.engine == "fsdp" and model.experts > 1 and not plan.lora_rank:
         # FSDP2 cuts along the first dimension, which of the experts' weights is their number: 8 experts lie whole on
         # 8 of 64 ranks (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param).
         of_experts = layers * model.experts * model.expert / t
         own += of_experts * (-(-model.experts // shards) / model.experts - 1 / shards)
-    parameters = recipe.parameters * (own if plan.stage >= 3 else local)
-    gradients = (recipe.gradients + recipe.accumulated) * (own if plan.stage >= 2 else local)
-    optimizer = (recipe.master + recipe.moments) * (own if plan.stage >= 1 else local)
+    parameters = recipe.parameters * (own if plan.stage >= 3 else trained) + frozen / (
+        shards if plan.stage >= 3 else 1)
+    gradients = (recipe.gradients + recipe.accumulated) * (own if plan.stage >= 2 else trained)
+    optimizer = (recipe.master + moments) * (own if plan.stage >= 1 else trained)
     host = 0.0
     if plan.offload != "none":
         host += optimizer + gradients
@@ -114,8 +124,10 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     depth = 1.0
     if plan.pipeline > 1:
         depth = in_flight(plan.schedule, plan.pipeline, plan.accumulation, plan.virtual, rank.rank)
-    kept = layers * of_block(plan.checkpointing) * depth
     tokens = plan.micro_batch * sequence
+    kept = layers * of_block(plan.checkpointing) * depth
+    if plan.lora_rank and plan.checkpointing != "full":
+        kept += layers * depth * adapters.kept(model, plan.lora_rank, tokens, width)
     kept += _outside(model, plan, rank, tokens, depth)
     logits = vocabulary.logits(model, plan, tokens, width) if predicts else 0.0
 
@@ -130,7 +142,10 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         # in fp32 to be reduced, and the head's, which waits for the embedding's.
         shared = vocabulary.ranks_of_vocabulary(model, plan)
         head = model.vocab * model.hidden / shared if predicts and model.has_head else 0
-        buffers += width * (ends + block) + max(0.0, (2 * width + 4) * block + width * head - logits)
+        gathered, whole = width * block, (2 * width + 4) * block + width * head
+        if plan.lora_rank:
+            gathered = whole = adapters.frozen_bytes(model, plan.base_bits == 4, width) / t  # and no gradients of it
+        buffers += width * ends + gathered + max(0.0, whole - logits)
         if plan.offload != "none":
             buffers += recipe.parameters * block / shards  # a block's piece as it comes from the host, to be cast
     elif plan.engine == "deepspeed" and (shards > 1 or plan.offload != "none"):
@@ -144,6 +159,8 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         cast = layers * block + (model.vocab * model.hidden / vocabulary.ranks_of_vocabulary(model, plan)
                                  if predicts and model.has_head else 0)
         buffers += width * cast * copies
+    if plan.base_bits == 4:
+        buffers += width * adapters.dequantized(model) / t
     # FSDP makes a gradient when it is reduced, and zero_grad() gives it back; the other engines keep buckets for them.
     wait = plan.engine != "fsdp" or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
     return Memory(parameters, gradients, optimizer, kept, logits, buffers, host, wait)

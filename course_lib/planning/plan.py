@@ -8,6 +8,10 @@ from course_lib.errors import ConfigError
 Engine = Literal["ddp", "deepspeed", "fsdp", "megatron"]
 Checkpointing = Literal["none", "selective", "operators", "alternate", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
+OPTIMIZERS = ("adamw", "adamw-8bit", "adafactor", "muon", "sgd-momentum", "sgd")
+"""What optimizers.py counts the states of."""
+WHOLE = ("adafactor", "muon")
+"""Optimizers whose update of an element needs its whole matrix."""
 Context = Literal["ring", "gather", "ulysses"]
 Loss = Literal["plain", "chunked", "linear"]
 Head = Literal["parallel", "gathered"]
@@ -95,6 +99,12 @@ class Plan:
     head: Head = "parallel"
     """Each tensor rank's logits: those of its part of the vocabulary, from which the loss is taken (parallel:
     Megatron-LM, PyTorch's ``loss_parallel``), or all, gathered, as `course train` has them (gathered)."""
+    optimizer: str = "adamw"
+    """One of :data:`course_lib.planning.optimizers.OPTIMIZERS`."""
+    lora_rank: int = 0
+    """Only adapters of this rank beside the blocks' matrices are trained (arXiv 2106.09685); 0: all parameters are."""
+    base_bits: int = 16
+    """In which the matrices beside adapters are kept: 16, or 4 (QLoRA, arXiv 2305.14314)."""
     schedule: str = "1f1b"
     """gpipe, 1f1b, interleaved, zb_h1, zb_h2 or zbv."""
     virtual: int = 1
@@ -111,6 +121,14 @@ class Plan:
                 raise ConfigError(f"a plan with {name} {getattr(self, name)}", "give at least 1")
         if self.recipe and self.recipe not in RECIPES:
             raise ConfigError(f"recipe `{self.recipe}` is unknown", "choose from " + ", ".join(RECIPES))
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer `{self.optimizer}` is unknown", "choose from " + ", ".join(OPTIMIZERS))
+        if self.lora_rank < 0 or self.base_bits not in (4, 16) or (self.base_bits == 4 and not self.lora_rank):
+            raise ConfigError(f"adapters of rank {self.lora_rank} beside {self.base_bits} bits",
+                              "give a rank from 1 on, and 16 or 4 bits; without adapters nothing is kept in 4")
+        if self.optimizer in WHOLE and (self.tensor > 1 or self.stage > 0 or self.lora_rank):
+            raise ConfigError(f"{self.optimizer} with sharding, tensor ranks or adapters: it needs whole matrices",
+                              "plan it with DDP, or another optimizer")
         if not 0 <= self.stage <= 3 or (self.engine == "fsdp") != (self.stage == 3 and self.engine != "deepspeed"):
             raise ConfigError(f"{self.engine} at ZeRO stage {self.stage}",
                               "FSDP is stage 3; DDP is 0, Megatron 0 or 1, DeepSpeed 1 to 3")
@@ -136,7 +154,7 @@ class Plan:
     @property
     def bytes(self) -> Recipe:
         """Bytes per parameter by kind, for the plan's precision."""
-        if self.precision in ("fp32", "tf32"):
+        if self.precision in ("fp32", "tf32") or self.lora_rank:  # of adapters, which PEFT keeps in fp32
             return RECIPES["autocast"]
         return RECIPES[self.recipe or ENGINE_RECIPE[self.engine]]
 
@@ -145,7 +163,7 @@ class Plan:
         """Weights in fp32 that autocast casts as they are used, and with them fp32 between the blocks; FSDP2's
         mixed-precision policy casts what goes into a block too."""
         low = self.precision not in ("fp32", "tf32")
-        return low and self.engine != "fsdp" and self.bytes == RECIPES["autocast"]
+        return low and not self.lora_rank and self.engine != "fsdp" and self.bytes == RECIPES["autocast"]
 
     @property
     def width(self) -> int:
@@ -162,6 +180,8 @@ class Plan:
         if self.offload != "none":
             everything = self.engine == "deepspeed" and self.offload == "parameters"
             extra.append("parameters offloaded" if everything else "CPU offload")
+        if self.lora_rank:
+            extra.append(f"{'QLoRA' if self.base_bits == 4 else 'LoRA'} {self.lora_rank}")
         if self.checkpointing != "none":
             extra.append(f"{self.checkpointing} checkpointing")
         return " + ".join([base, *extra])

@@ -5,16 +5,17 @@ for pipelines under autocast.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import log
+from typing import Any
 
 from course_lib.errors import ConfigError
 from course_lib.planning import cost, hardware, memory
 from course_lib.planning.cost import Cost
 from course_lib.planning.hardware import Cluster, accelerators
 from course_lib.planning.intervals import chance_that_it_fits, regime_of
-from course_lib.planning.layouts import default_batch, layouts, variants
+from course_lib.planning.layouts import NOTHING, default_batch, layouts, variants
 from course_lib.planning.memory import RUNTIME, USABLE, Memory
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
@@ -82,7 +83,8 @@ def family(plan: Plan) -> str:
 
 
 def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None = None,
-           precision: str | None = None, families: Collection[str] = FAMILIES) -> Search:
+           precision: str | None = None, families: Collection[str] = FAMILIES,
+           settings: Mapping[str, Any] = NOTHING) -> Search:
     """Rank every layout that fits.
 
     Args:
@@ -92,6 +94,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
         global_batch: sequences of one step; default: :func:`default_batch`.
         precision: of the matmuls; default: the accelerator's 16-bit type.
         families: of ``FAMILIES``, those to look at.
+        settings: fields of :class:`Plan` that every layout has: an optimizer, adapters, a loss.
 
     Raises:
         ConfigError: a sequence that is too long.
@@ -107,7 +110,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
     nearest_fit: dict[str, tuple[Plan, Memory]] = {}
     considered = 0
     for layout in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length, batch, precision,
-                          cluster.accelerator.has_host):
+                          cluster.accelerator.has_host, settings):
         if family(layout) not in families:
             continue
         too_large: tuple[str, str, int] | None = None
@@ -136,7 +139,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
             f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the smallest layout "
             f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB per GPU of "
             f"{cluster.accelerator.memory / 2**30:.1f}{host if held.host else ''}",
-            smallest_change(model, cluster, closest, global_batch, families))
+            smallest_change(model, cluster, closest, global_batch, families, settings))
     # What differs by less than a thousandth is equal; fewer, larger micro-batches have fewer kernels to launch.
     candidates.sort(key=lambda c: (c.chance < LIKELY, -round(1000 * log(c.cost.tokens_per_second)),
                                    c.plan.accumulation))
@@ -170,25 +173,25 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
 
 
 def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: int | None,
-                    families: Collection[str] = FAMILIES) -> str:
+                    families: Collection[str] = FAMILIES, settings: Mapping[str, Any] = NOTHING) -> str:
     """For a search that found nothing: what would let one layout in, as an option to give."""
     hints = []
     for factor in range(2, 65):
         larger = hardware.cluster(cluster.instance or cluster.accelerator.name, cluster.gpus * factor,
                                   memory_gb=cluster.accelerator.memory / 2**30)
-        if _anything_fits(model, larger, plan.sequence_length, global_batch, plan.precision, families):
+        if _anything_fits(model, larger, plan.sequence_length, global_batch, plan.precision, families, settings):
             hints.append(f"--gpus {larger.gpus}")
             break
     capacities = sorted((chip for chip in accelerators().values() if chip.memory > cluster.accelerator.memory),
                         key=lambda chip: chip.memory)
     for chip in capacities:
         if _anything_fits(model, hardware.cluster(chip.name, cluster.gpus), plan.sequence_length, global_batch,
-                          chip.half_precision(), families):
+                          chip.half_precision(), families, settings):
             hints.append(f"--gpu {chip.name}")
             break
     shorter = plan.sequence_length // 2
     while shorter >= 128:
-        if _anything_fits(model, cluster, shorter, global_batch, plan.precision, families):
+        if _anything_fits(model, cluster, shorter, global_batch, plan.precision, families, settings):
             hints.append(f"--sequence-length {shorter}")
             break
         shorter //= 2
@@ -196,13 +199,14 @@ def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: in
 
 
 def _anything_fits(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None,
-                   precision: str, families: Collection[str]) -> bool:
+                   precision: str, families: Collection[str],
+                   settings: Mapping[str, Any]) -> bool:
     """Whether some layout fits at micro-batch 1 with recomputation."""
     return any(memory.estimate(model, replace(plan, checkpointing="full")).fits(cluster.accelerator.memory,
                                                                               cluster.host_memory)
                for plan in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length,
                                    global_batch or default_batch(cluster.gpus, sequence_length), precision,
-                                   cluster.accelerator.has_host)
+                                   cluster.accelerator.has_host, settings)
                if family(plan) in families)
 
 

@@ -19,6 +19,12 @@ SPLITTABLE = ("gpt2", "bert", "roberta", "xlm-roberta", "camembert", "llama", "m
 """Architectures whose layers ``course train`` splits: those of ``course_lib.parallel.tensor_plans.PLANS``."""
 
 
+COURSE_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {}, "sgd-momentum": {"optimizer": "sgd"}, "sgd": {"optimizer": "sgd", "momentum": 0.0},
+    "adafactor": {"optimizer": "adafactor"}, "muon": {"optimizer": "muon"}}
+"""Options of ``course train`` by a plan's optimizer."""
+
+
 def why_not(plan: Plan, model: Model) -> str | None:
     """Why ``course train`` does not run such a plan, as what it lacks; None where it runs it."""
     if model.family == "t5":
@@ -33,6 +39,12 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return f"does not compute in {plan.precision}"
     if plan.loss == "linear":
         return "computes all logits before the loss"
+    if plan.lora_rank:
+        return "trains all parameters, and no adapters"
+    if plan.optimizer not in COURSE_OPTIMIZERS:
+        return f"has no optimizer {plan.optimizer}"
+    if plan.optimizer != "adamw" and plan.engine == "deepspeed" and plan.offload != "none":
+        return "steps on the host by AdamW alone under DeepSpeed"
     if plan.precision == "fp16" and (plan.tensor * plan.pipeline > 1 or plan.engine == "fsdp"):
         return f"has no loss scaler for {plan.strategy} in fp16, which this GPU has in place of bf16"
     return None
@@ -87,6 +99,7 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         asked["activation_checkpointing"] = True
     if plan.offload != "none":
         asked["offload"] = plan.offload
+    asked |= COURSE_OPTIMIZERS[plan.optimizer]
     if dataset:
         asked["dataset"] = dataset
     if tokens:
@@ -97,7 +110,8 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
 def elsewhere(plan: Plan, model: Model) -> str:
     """Whose trainer to carry a plan out with that ours does not run."""
     splits = plan.pipeline * plan.tensor * plan.context > 1
-    return "Megatron-LM or torchtitan" if splits else "the Hugging Face Trainer, with these settings"
+    adapters = f", PEFT's {'QLoRA' if plan.base_bits == 4 else 'LoRA'}" if plan.lora_rank else ""
+    return "Megatron-LM or torchtitan" if splits else f"the Hugging Face Trainer{adapters}, with these settings"
 
 
 def launch_line(plan: Plan, gpus_per_node: int, model: Model, *, dataset: str | None = None,
@@ -133,6 +147,12 @@ def training_arguments(plan: Plan, deepspeed: str | None = None, tokens: float |
         "torch_compile": plan.compiled and plan.engine != "deepspeed"}
     if plan.loss == "linear":
         arguments["use_liger_kernel"] = True
+    theirs = {"adamw-8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd", "muon": "muon",
+              "sgd-momentum": "sgd"}
+    if plan.optimizer in theirs:
+        arguments["optim"] = theirs[plan.optimizer]
+    if plan.optimizer == "sgd-momentum":
+        arguments["optim_args"] = "momentum=0.9"
     if tokens:
         arguments["max_steps"] = steps(plan, tokens)
     if plan.engine == "deepspeed":

@@ -10,7 +10,7 @@ recomputation, 5 matmuls to the forward's 2, arXiv 2307.08691 section 3.
 
 from dataclasses import dataclass
 
-from course_lib.planning import vocabulary
+from course_lib.planning import adapters, vocabulary
 from course_lib.planning.hardware import Accelerator
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
@@ -92,8 +92,14 @@ def block(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, Seconds
         # written by the first matmul, softmax and dropout each read and written, a byte of mask, read by the second
         moved = (2 + 4 + (5 if model.dropout else 0) + 2) * scores / chip.memory_rate
         forward, backward = flops / rate + moved, 2 * flops / rate + BACKWARD_TRAFFIC * moved
-    return (Seconds(matmul, forward, elementwise),
-            Seconds(2 * matmul, backward, BACKWARD_TRAFFIC * elementwise))
+    if not plan.lora_rank:
+        return (Seconds(matmul, forward, elementwise),
+                Seconds(2 * matmul, backward, BACKWARD_TRAFFIC * elementwise))
+    # Frozen matrices have no gradient of their own; in 4 bits they are made 16 bits for each of their products.
+    beside = 2 * adapters.of_a_block(model, plan.lora_rank) / t * tokens / rate
+    again = (adapters.NF4 + 4) * weights / chip.memory_rate if plan.base_bits == 4 else 0.0
+    return (Seconds(matmul + beside, forward, elementwise + again),
+            Seconds(matmul + 2 * beside, backward, BACKWARD_TRAFFIC * elementwise + again))
 
 
 def operations(model: Model, plan: Plan) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from course_lib.errors import ConfigError
-from course_lib.planning import cost, hardware, memory, models, strategy, strategy_map
+from course_lib.planning import cost, hardware, memory, models, optimizers, strategy, strategy_map
 from course_lib.planning.plan import Plan
 
 FSDP = Plan(1024, "fsdp", 3, data=8, offload="parameters", checkpointing="full", compiled=True)
@@ -81,7 +81,7 @@ def test_later_micro_batches_wait_for_the_sum_in_host_memory():
 
 def test_the_update_runs_at_the_hosts_bandwidth():
     model, cluster = models.load("facebook/opt-6.7b"), hardware.cluster("A100-80", 8)
-    update = cost.ADAM_TRAFFIC * model.parameters / 8 / (cluster.host_bandwidth / 8)
+    update = optimizers.traffic("adamw", model) * model.parameters / 8 / (cluster.host_bandwidth / 8)
     assert cost.estimate(model, FSDP, cluster).optimizer == pytest.approx(update)
     zero = cost.estimate(model, replace(FSDP, engine="deepspeed"), cluster).optimizer
     assert zero == pytest.approx(update + 2 * model.parameters / 8 / cluster.accelerator.pcie), "gradients leave"
