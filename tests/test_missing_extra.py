@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from course_lib import missing_extra
-from course_lib.errors import EXIT_USAGE
+from course_lib.errors import EXIT_HUNG, EXIT_USAGE
 from course_lib.missing_extra import BROUGHT_BY, COURSE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +101,7 @@ COMMANDS = (
     "--help", "--version", "audit subject.py:make --ranks 2", "schedule --schedule 1f1b --ranks 2 --microbatches 4",
     "schedule --compare --ranks 2 --microbatches 4", "plan --model facebook/opt-6.7b --gpu H100 --gpus 8",
     "select --model_name facebook/opt-6.7b", "bench --list_models", "check",
+    "watch --export", "meter --help",
 )
 NEEDS = {
     "train --model tiny-gpt2": "train", "evaluate --model tiny-gpt2": "train", "audit --model gpt2": "train",
@@ -174,6 +175,15 @@ def built(tmp_path_factory):
     return folder / "dist"
 
 
+TRAIN = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+time.sleep(float(sys.argv[1]))
+sys.exit(3)
+"""
+
+
 def requirements(names):
     """The distributions that a list of them needs, themselves among them, as they are installed here."""
     waiting, found = list(names), set()
@@ -210,5 +220,13 @@ def test_what_is_built_installs_and_works_in_an_empty_environment(built, base, t
     assert done.returncode == 0, done.stderr
     (tmp_path / "elsewhere").mkdir()
     check(run_all([*COMMANDS, *NEEDS], tmp_path / "elsewhere", before="", python=base, PYTHONPATH=""))
-    script = subprocess.run([base.parent / "course", "--version"], capture_output=True, text=True, timeout=60)
-    assert script.returncode == 0 and script.stdout.strip() == PROJECT["version"]
+    course, environment = base.parent / "course", os.environ | {"PYTHONPATH": "", "RANK": "0", "WORLD_SIZE": "1",
+                                                                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    version = subprocess.run([course, "--version"], capture_output=True, text=True, timeout=60)
+    assert version.returncode == 0 and version.stdout.strip() == PROJECT["version"]
+    for tool, fault, code in (("meter", 0, 3), ("watch --seconds 1", 60, EXIT_HUNG)):
+        done = subprocess.run([course, *tool.split(), "--", base, "-c", TRAIN, str(fault)], env=environment,
+                              cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == code, done.stderr
+        assert ("all_reduce  float32      1" in done.stdout) if code == 3 else "its last call was all_reduce #1" in \
+            done.stderr

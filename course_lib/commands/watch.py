@@ -48,4 +48,4 @@ def run(args: argparse.Namespace) -> int:
     print(f"course watch: {reports[0].summary}\n  stacks and last calls of all ranks: {folder}/hang-rank*.txt; "
           f"to attach to a report: {bundle}", file=sys.stderr)
     died = bool(reports[0].verdicts) and all(culprit.what == "dead" for culprit in reports[0].verdicts)
-    return code if died and code else EXIT_HUNG  # a rank that failed has an exit code of its own
+    return code if died or code == 0 else EXIT_HUNG  # a rank's own exit code; 0: a launcher's next attempt went well

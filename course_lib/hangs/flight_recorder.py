@@ -48,6 +48,7 @@ _FOREIGN = {"torch", "accelerate", "deepspeed", "transformers", *sys.stdlib_modu
 """Packages whose code is not the user's."""
 _OURS = {__name__, collective_hooks.__name__, f"{__package__}.watchdog", "course_lib.attach.inside"}
 """Modules of the course through which every call goes."""
+_DEBUGGERS = ("pdb", "bdb", "ipdb", "pudb", "debugpy", "pydevd")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 """Folders of packages that the user's code calls; a line of theirs is told only where none of the user's is there."""
 
@@ -184,6 +185,13 @@ class FlightRecorder:
         while frame is not None:
             position, frame = hash((position, id(frame.f_code), frame.f_lasti)), frame.f_back
         return position
+
+    def is_debugged(self) -> bool:
+        """Whether the main thread stands in a debugger's prompt."""
+        frame = _frame_of(threading.main_thread())
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in _DEBUGGERS:
+            frame = frame.f_back
+        return frame is not None
 
     def stacks(self) -> str:
         """The Python stack of every thread but the caller's, the main thread's first."""

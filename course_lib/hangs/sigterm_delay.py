@@ -15,7 +15,10 @@ _active: "Reprieve | None" = None
 
 
 class Reprieve:
-    """Holds SIGTERM back while it is in force; where something else handles the signal already, it leaves it alone."""
+    """Holds SIGTERM back while it is in force; where something else handles the signal, it leaves it alone.
+
+    That may also begin to handle it later: a script that saves a checkpoint then.
+    """
 
     def __init__(self) -> None:
         self._came_at: float | None = None
@@ -40,7 +43,8 @@ class Reprieve:
         if self._reader < 0:
             return
         self.seconds()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is _wait:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(self._before)
         os.close(self._reader)
         os.close(self._writer)
@@ -49,7 +53,9 @@ class Reprieve:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def seconds(self) -> float:
-        """Since SIGTERM came; 0 where it has not."""
+        """Since SIGTERM came; 0 where it has not, or is for another handler."""
+        if signal.getsignal(signal.SIGTERM) is not _wait:
+            return 0.0
         with contextlib.suppress(BlockingIOError):
             if self._reader >= 0 and signal.SIGTERM in os.read(self._reader, 4096) and self._came_at is None:
                 self._came_at = time.monotonic()

@@ -16,7 +16,7 @@ from course_lib.errors import EXIT_HUNG
 from course_lib.hangs import job_watch
 from course_lib.hangs.diagnosis import describe
 from course_lib.hangs.rank_state import Call
-from course_lib.hangs.watchdog import read_reports
+from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.launching.launch import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -99,3 +99,15 @@ def test_the_axis_of_a_mesh_is_named_and_the_steps_of_the_optimizer_are_counted(
 def test_the_world_is_no_axis():
     call = Call(1, "0", 3, "all_reduce", (4,), "float32", 1, (0, 1), None, None, "a.py", 1, 0, 0.0, 0, axis="world")
     assert describe(call) == "all_reduce #3 of float32 (4,)"
+
+
+@pytest.mark.parametrize(("module", "reports"), [("__main__", 1), ("pdb", 0)])
+def test_who_looks_at_a_rank_in_a_debugger_may_take_their_time(tmp_path, module, reports):
+    stand = {"__name__": module}
+    exec(compile("import time\ndef stand(seconds): time.sleep(seconds)", "stand.py", "exec"), stand)
+    with Watchdog(0.5, tmp_path, ends=False) as dog:
+        for _ in range(100):  # the rank that hangs until it is reported; the other one for ten times the seconds
+            stand["stand"](0.05)
+            if dog._reported.is_set():
+                break
+    assert len(read_reports(tmp_path)) == reports
