@@ -10,8 +10,9 @@ from typing import Any
 
 from course_lib.grading.task import Finding
 
-# Of its payload, what one of two ranks has to send: the fewest ranks that a group can have, so the least for any.
-SHARE = {"all_reduce": 1.0, "send": 1.0, "reduce_scatter": 0.5, "all_gather": 0.5, "all_to_all": 0.5}
+# Of its payload, what one of two ranks has to send: the fewest ranks that a group can have, so the least for any. Of an
+# all-to-all, which may be uneven, a rank may keep all.
+SHARE = {"all_reduce": 1.0, "send": 1.0, "reduce_scatter": 0.5, "all_gather": 0.5, "all_to_all": 0.0}
 HEADERS = 66  # bytes of Ethernet, IPv4 and TCP around one message: a collective sends one at least
 _NOTED = re.compile(rf"({'|'.join(SHARE)}) (\d{{1,15}})(?: |$)")
 

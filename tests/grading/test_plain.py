@@ -68,6 +68,7 @@ def test_hostile_bytes_are_refused_without_taking_memory(data):
 
 @pytest.mark.parametrize(("events", "least"), [
     ([], 0), (["wait", "backward"], 0), (["all_reduce 100"], 166), (["all_gather 100", "send 10 to 1"], 50 + 66 + 76),
+    (["all_to_all 100"], 66),
     (["all_reduce -5", "all_reduce x", "all_reduced 9", 3, None], 0), ("all_reduce 9", 0), (None, 0),
 ])
 def test_least_bytes_of_what_was_noted(events, least):
