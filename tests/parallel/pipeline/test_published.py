@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from course_lib.parallel.pipeline.actions import COMMUNICATION, F, Schedule
-from course_lib.parallel.pipeline.fitted import zero_bubble
+from course_lib.parallel.pipeline.fitted import building_blocks, zero_bubble
 from course_lib.parallel.pipeline.fitted.search import stage_costs
 from course_lib.parallel.pipeline.passes import lower
 from course_lib.parallel.pipeline.schedules import make
@@ -162,7 +162,7 @@ def check_readme_1f1b(row):
 def check_readme_v_half(row):
     assert row["value"] == {"bubble_rate": "B/2", "activation": "1/2x", "pipeline_comm": "2x"}
     for ranks in (2, 4, 6, 8, 16):  # with odd numbers the block is shorter, and the wait less
-        table = zero_bubble.repeat("v_half", ranks, 4 * ranks, stage_costs(Costs(), 2))
+        table = building_blocks.repeat("v_half", ranks, 4 * ranks, stage_costs(Costs(), 2))
         timeline = simulate(table, stage_costs(Costs(), 2))
         plain = simulate(make("1f1b", ranks, 4 * ranks))
         assert wait(timeline) == wait(plain) / 2
@@ -173,7 +173,7 @@ def check_readme_v_half(row):
 def check_readme_v_min(row):
     assert row["value"] == {"bubble_rate": "2B/3 + O(n) overhead", "activation": "1/3x", "pipeline_comm": "2x"}
     for ranks in (3, 6, 9, 12, 15):
-        table = zero_bubble.repeat("v_min", ranks, 4 * ranks, stage_costs(Costs(), 2))
+        table = building_blocks.repeat("v_min", ranks, 4 * ranks, stage_costs(Costs(), 2))
         timeline = simulate(table, stage_costs(Costs(), 2))
         plain = simulate(make("1f1b", ranks, 4 * ranks))
         assert wait(timeline) == wait(plain) * 2 / 3 + Fraction(1, 2)

@@ -41,13 +41,24 @@ class ScheduleBuilder:
         """Whether a stage has micro-batches of a kind still to take."""
         return self.done[stage, kind] < self.microbatches
 
+    def ready(self, stage: int, kind: str) -> int | None:
+        """When what a stage's next action of a kind needs is there; None: it is not made yet."""
+        microbatch = self.done[stage, kind]
+        source = stage - 1 if kind == F else stage + 1
+        if source < 0:
+            return 0
+        if source == self.stages:  # the loss
+            return self.end.get((stage, F, microbatch))
+        made = self.end.get((source, kind, microbatch))
+        apart = self.stage_ranks[source] != self.stage_ranks[stage]
+        return None if made is None else made + self.latency * apart
+
     def arrival(self, stage: int, kind: str) -> int | None:
         """When the input of a stage's next action of a kind comes from another rank; None: not made yet, or none."""
         source = stage - 1 if kind == F else stage + 1
         if not 0 <= source < self.stages or self.stage_ranks[source] == self.stage_ranks[stage]:
             return None
-        made = self.end.get((source, kind, self.done[stage, kind]))
-        return None if made is None else made + self.latency
+        return self.ready(stage, kind)
 
     def put(self, stage: int, kind: str) -> None:
         """A stage's next F or I, as soon as the rank is free and the input is there.

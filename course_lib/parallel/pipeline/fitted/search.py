@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from course_lib.errors import ConfigError, nearest
 from course_lib.parallel.pipeline.actions import Schedule
-from course_lib.parallel.pipeline.fitted import zero_bubble
+from course_lib.parallel.pipeline.fitted import building_blocks, zero_bubble
 from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.simulation import Costs, Number, Timeline, exact, simulate
 
@@ -98,7 +98,7 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs:
         return zero_bubble.fit(ranks, microbatches, costs, plenty if limit is None else limit)
     if name == "zbv_auto":
         return zero_bubble.fit_v(ranks, microbatches, costs, limit)
-    return zero_bubble.repeat(name, ranks, microbatches, costs)
+    return building_blocks.repeat(name, ranks, microbatches, costs)
 
 
 def uniform(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
