@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.parallel.pipeline.actions import F, v_shape
-from course_lib.parallel.pipeline.fitted.building_blocks import BLOCKS, WHERE, Squeeze, repeat
-from course_lib.parallel.pipeline.fitted.schedule_builder import ScheduleBuilder
+from course_lib.parallel.pipeline.actions import F
+from course_lib.parallel.pipeline.fitted.building_blocks import BLOCKS, WHERE, repeat, squeeze
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check, in_flight
 
@@ -34,9 +33,7 @@ def test_no_table_is_longer_than_the_published_one_or_holds_more(name):
 @pytest.mark.parametrize("name, ranks", [("v_half", 4), ("v_min", 6)])
 def test_squeezing_closes_the_gap_that_keeps_copies_apart(name, ranks):
     def ends(where):
-        board = ScheduleBuilder(v_shape(ranks, 2), 4 * ranks, Costs(), 2 * BLOCKS[name].activations(ranks))
-        assert Squeeze(board, BLOCKS[name], where).run()
-        table = board.schedule(name)
+        table = squeeze(name, ranks, 4 * ranks, Costs(), where)
         assert max(in_flight(table)) <= 2 * BLOCKS[name].activations(ranks)
         return simulate(table, Costs()).makespan
 

@@ -162,7 +162,7 @@ def check_readme_1f1b(row):
 def check_readme_v_half(row):
     assert row["value"] == {"bubble_rate": "B/2", "activation": "1/2x", "pipeline_comm": "2x"}
     for ranks in (2, 4, 6, 8, 16):  # with odd numbers the block is shorter, and the wait less
-        table = building_blocks.repeat("v_half", ranks, 4 * ranks, stage_costs(Costs(), 2))
+        table = building_blocks.squeeze("v_half", ranks, 4 * ranks, stage_costs(Costs(), 2), "nowhere")
         timeline = simulate(table, stage_costs(Costs(), 2))
         plain = simulate(make("1f1b", ranks, 4 * ranks))
         assert wait(timeline) == wait(plain) / 2
@@ -173,7 +173,7 @@ def check_readme_v_half(row):
 def check_readme_v_min(row):
     assert row["value"] == {"bubble_rate": "2B/3 + O(n) overhead", "activation": "1/3x", "pipeline_comm": "2x"}
     for ranks in (3, 6, 9, 12, 15):
-        table = building_blocks.repeat("v_min", ranks, 4 * ranks, stage_costs(Costs(), 2))
+        table = building_blocks.squeeze("v_min", ranks, 4 * ranks, stage_costs(Costs(), 2), "nowhere")
         timeline = simulate(table, stage_costs(Costs(), 2))
         plain = simulate(make("1f1b", ranks, 4 * ranks))
         assert wait(timeline) == wait(plain) * 2 / 3 + Fraction(1, 2)

@@ -150,16 +150,21 @@ def repeat(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
         microbatches: micro-batches of one step.
         costs: of one micro-batch in one stage, the same for all stages.
     """
-    block, tables = BLOCKS[name], []
     # Costs that are known let a rank look ahead, for one step: now and then the even pattern's order is better for it.
     even = replace(costs, forward=1, backward_input=1, backward_weight=1, latency=0)
-    for timed in [costs] if costs == even else [costs, even]:
-        limit = 2 * block.activations(ranks) * costs.of("activation", 2 * ranks)[0]
-        for where in WHERE:
-            board = ScheduleBuilder(v_shape(ranks, 2), microbatches, timed, limit)
-            if Squeeze(board, block, where).run():
-                tables.append(board.schedule(name))
-    return min(tables, key=lambda table: simulate(table, costs).makespan)
+    tables = [squeeze(name, ranks, microbatches, timed, where)
+              for timed in ([costs] if costs == even else [costs, even]) for where in WHERE]
+    return min((table for table in tables if table), key=lambda table: simulate(table, costs).makespan)
+
+
+def squeeze(name: str, ranks: int, microbatches: int, costs: Costs, where: str) -> Schedule | None:
+    """The repeated block with actions that overtake others in one way, of :data:`WHERE`; ``nowhere`` is the pattern.
+
+    Other arguments are those of :func:`repeat`. None where the ranks would come to wait for each other.
+    """
+    limit = 2 * BLOCKS[name].activations(ranks) * costs.of("activation", 2 * ranks)[0]
+    board = ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, limit)
+    return board.schedule(name) if Squeeze(board, BLOCKS[name], where).run() else None
 
 
 def _pattern(block: BuildingBlock, rank: int, ranks: int, microbatches: int) -> list[Turn]:
