@@ -54,6 +54,62 @@ def outer_step(weights, before, momentum, rate, beta):
     momentum.mul_(beta).add_(pseudo_gradient)
     weights.copy_(before - rate * momentum)
 '''
+ENTRY = '''import torch
+import torch.distributed as dist
+
+
+class Entry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient.contiguous())
+        return gradient
+
+
+def enter_split_layer(x):
+    return Entry.apply(x)
+'''
+EXIT = '''import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def leave_split_layer(x, weight, bias):
+    return Sum.apply(F.linear(x, weight, bias / dist.get_world_size()))
+'''
+NORM = '''import torch
+import torch.distributed as dist
+
+
+def clip_by_norm(whole, split, most):
+    square = sum(gradient.square().sum() for gradient in whole + split)
+    dist.all_reduce(square)
+    norm = square.sqrt()
+    for gradient in whole + split:
+        gradient *= torch.clamp(most / norm, max=1.0)
+    return norm
+'''
+TIED = '''def sum_tied(gradients):
+    if "embedding.weight" in gradients and "head.weight" in gradients:
+        total = gradients["embedding.weight"] + gradients["head.weight"]
+        gradients["embedding.weight"].copy_(total)
+        gradients["head.weight"].copy_(total)
+'''
 
 AS_RELEASED = "as it was released"
 PLANTED = (
@@ -96,4 +152,57 @@ PLANTED = (
             "    dist.all_reduce(weights)\n    weights /= dist.get_world_size()\n"
             "    pseudo_gradient = before - weights\n"),
     Planted("museum.outer", "no momentum", "momentum", ".mul_(beta)", ".mul_(0)"),
+    Planted("museum.entry", AS_RELEASED, "transposed gradient", "", ENTRY),
+    Planted("museum.entry", "sums in place what others may still read", "arriving gradient left alone",
+            "        total = gradient.clone(memory_format=torch.contiguous_format)\n",
+            "        total = gradient.contiguous()\n"),
+    Planted("museum.entry", "does not sum", "gradient", "        dist.all_reduce(total)\n", ""),
+    Planted("museum.entry", "the mean", "gradient", "        return total\n",
+            "        return total / dist.get_world_size()\n"),
+    Planted("museum.entry", "sums forward too", "output", "        return x.view_as(x)\n",
+            "        total = x.clone()\n        dist.all_reduce(total)\n        return total\n"),
+    Planted("museum.exit", AS_RELEASED, "gradient of the bias", "", EXIT),
+    Planted("museum.exit", "each rank adds the bias", "output", "F.linear(x, weight)) + bias",
+            "F.linear(x, weight, bias))"),
+    Planted("museum.exit", "one rank adds the bias, and it alone has its gradient", "gradient of the bias",
+            "F.linear(x, weight)) + bias", "F.linear(x, weight, bias if dist.get_rank() == 0 else 0 * bias))"),
+    Planted("museum.exit", "backward sums over the ranks, too", "gradients of input and weight",
+            "        return gradient\n", "        total = gradient.clone()\n        dist.all_reduce(total)\n"
+            "        return total\n"),
+    Planted("museum.exit", "no bias", "gradient of the bias", " + bias", " + 0 * bias"),
+    Planted("museum.norm", AS_RELEASED, "norm", "", NORM),
+    Planted("museum.norm", "each rank its own norm", "norm", "    dist.all_reduce(square)\n", ""),
+    Planted("museum.norm", "each kind by a norm of its own", "what is clipped",
+            "    for gradient in whole + split:\n        gradient *= torch.clamp(most / norm, max=1.0)\n",
+            "    own = sum(gradient.square().sum() for gradient in whole).sqrt()\n"
+            "    for gradient in whole:\n        gradient *= torch.clamp(most / own, max=1.0)\n"
+            "    for gradient in split:\n        gradient *= torch.clamp(most / norm, max=1.0)\n"),
+    Planted("museum.norm", "small gradients are made larger", "what is small enough", ", max=1.0", ""),
+    Planted("museum.norm", "the sum of norms", "norm", "norm = (square + of_whole).sqrt()",
+            "norm = square.sqrt() + of_whole.sqrt()"),
+    Planted("museum.norm", "the split ones are not scaled", "what is clipped", "    for gradient in whole + split:\n",
+            "    for gradient in whole:\n"),
+    Planted("museum.tied", AS_RELEASED, "tied gradients", "", TIED),
+    Planted("museum.tied", "all stages take part", "who talks to whom", "", '''import torch
+import torch.distributed as dist
+
+
+def sum_tied(gradients):
+    names = [name for name in ("embedding.weight", "head.weight") if name in gradients]
+    block = next(gradient for name, gradient in gradients.items() if name.startswith("blocks"))
+    total = sum((gradients[name] for name in names), torch.zeros_like(block))
+    dist.all_reduce(total)
+    for name in names:
+        gradients[name].copy_(total)
+'''),
+    Planted("museum.tied", "the mean of the two", "tied gradients", "        mine += other\n",
+            "        mine += other\n        mine /= 2\n"),
+    Planted("museum.tied", "each has the other's", "tied gradients", "        mine += other\n",
+            "        mine.copy_(other)\n"),
+    Planted("museum.tied", "two stages alone", "tied gradients", "elif rank in (0, last):", "elif last == 1:"),
+    Planted("museum.tied", "one process is forgotten", "tied gradients", "    if last == 0:\n",
+            "    if last == 0:\n        return\n    if last == 0:\n"),
+    Planted("museum.tied", "the blocks are divided, too", "who talks to whom", "        mine += other\n",
+            "        mine += other\n    for name, gradient in gradients.items():\n"
+            "        gradient /= 1 + name.startswith(\"blocks\")\n"),
 )
