@@ -17,6 +17,7 @@ from course_lib.parallel.ddp import Bucket, DataParallel, ReductionHandle, sum_g
 from course_lib.parallel.experts import expert_groups
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard, names_of
+from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.training.engines.sharded import ShardedEngine, gradients_of, without_weights
@@ -48,6 +49,13 @@ class Scratch(ShardedEngine):
             raise ConfigError("engine scratch does not scale losses, which fp16 needs",
                               "use --mixed_precision bf16, or --engine torch")
         super().refuse(device, precision)
+
+    def make_grid(self) -> RankGrid:
+        grid, size = super().make_grid(), self.config.parallel.expert_parallel_size
+        if size > 1 and grid.dp < self.num_processes:
+            raise ConfigError(f"expert_parallel_size shares experts among {grid.dp} data parallel ranks, and there are "
+                              f"{self.num_processes}: others have the same rows", "leave the other sizes out")
+        return grid
 
     def split_layers(self, model: nn.Module) -> None:
         super().split_layers(model)

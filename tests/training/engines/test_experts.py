@@ -1,5 +1,6 @@
 """`--expert_parallel_size`: trained to the loss of one process, and checkpoints that go to any layout and come back."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -169,6 +170,21 @@ def test_what_it_cannot_do_is_refused_in_one_line(given, told):
     with pytest.raises(ConfigError) as error:
         build(SHARED | given)
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_any_axis_beside_the_data_axis_is_refused_where_the_ranks_are_laid_out():
+    config = build(SHARED)
+    engine = Scratch(replace(config, parallel=replace(config.parallel, tensor_parallel_size=2)))
+    engine.num_processes = 4
+    with pytest.raises(ConfigError, match="among 2 data parallel ranks, and there are 4"):
+        engine.make_grid()
+
+
+def test_experts_are_compared_with_the_ranks_that_hold_the_same_and_all_else_with_all():
+    engine = Scratch(build(SHARED))
+    engine.model = torch.nn.Linear(2, 2)
+    engine.experts = SimpleNamespace(shapes={"weight": torch.Size([4, 2])}, place=1)
+    assert [(part, list(alike)) for part, alike in engine.parameters_by_part()] == [(0, ["bias"]), (1, ["weight"])]
 
 
 def test_the_engine_is_ours_by_default():
