@@ -31,8 +31,9 @@ def table(cells: Iterable[parity.Cell]) -> str:
 def main() -> None:
     """Measure all cells and rewrite the README's table."""
     with tempfile.TemporaryDirectory() as folder:
-        cells = parity.matrix(Path(folder) / "whole") + parity.tensor_matrix(Path(folder) / "split")
-    order = [*parity.PAIRS, *parity.TENSOR]
+        cells = (parity.matrix(Path(folder) / "whole") + parity.tensor_matrix(Path(folder) / "split")
+                 + parity.experts_matrix(Path(folder) / "experts"))
+    order = [*parity.PAIRS, *parity.TENSOR, *parity.EXPERTS]
     cells.sort(key=lambda cell: (order.index((cell.strategy, cell.engine)), cell.world_size))
     agreeing = sum(cell.agrees for cell in cells)
     text = README.read_text(encoding="utf-8")

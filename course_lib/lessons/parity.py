@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,16 @@ TENSOR: dict[tuple[str, str], dict[str, Any]] = {
     ("pipeline 2 × tensor 2", "scratch"): _STAGES,
 }
 """What splits single layers too, by name and engine, and its options; torch's ddp has no such layout here."""
+
+MIXTURE: dict[str, Any] = {"model": "tiny-olmoe"}
+EXPERTS: dict[tuple[str, str], dict[str, Any]] = {
+    (f"{strategy}, mixture of experts", engine): MIXTURE | {"strategy": strategy, "engine": engine}
+    for strategy, engine in PAIRS if (strategy, engine) != ("zero3", "deepspeed")} | {
+    (f"{strategy} × experts {size}", "scratch"): MIXTURE | {"strategy": strategy, "expert_parallel_size": size}
+    for strategy in ("ddp", "zero1", "zero2") for size in (2, 4)}
+"""A mixture of experts in every way, and its experts spread over ranks, by name and engine, and their options. Without
+DeepSpeed's stage 3: it wants every rank to call the same modules, and transformers' experts for float64 are called only
+where they have tokens."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,33 @@ def tensor_matrix(folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps:
                       timeout=timeout, device="cpu")[0]
         cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, rows, strict=True)]
     return cells
+
+
+def experts_matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, *,
+                   rows: Mapping[tuple[str, str], dict[str, Any]] = EXPERTS, steps: int = STEPS,
+                   timeout: float = 600.0) -> list[Cell]:
+    """A mixture of experts against the plain loop on one process; spread ones on as many ranks, or more."""
+    wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps, **MIXTURE))
+    cells = []
+    for world_size in world_sizes:
+        for deepspeed in (False, True):  # it takes the whole process to itself
+            chosen = {row: options | {"max_steps": steps} for row, options in rows.items()
+                      if (row[1] == "deepspeed") == deepspeed and world_size >= options.get("expert_parallel_size", 1)}
+            if chosen:
+                runs = launch(_traces_of, folder / f"{world_size}-{deepspeed}", world_size, chosen,
+                              num_processes=world_size, timeout=timeout, device="cpu")[0]
+                cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, chosen, strict=True)]
+    return cells
+
+
+def _traces_of(folder: Path, world_size: int, rows: dict[tuple[str, str], dict[str, Any]]) -> list[Trace]:
+    recorded = []
+    for number, options in enumerate(rows.values()):
+        AcceleratorState._reset_state()  # the process group stays
+        GradientState._reset_state()
+        recorded.append(trace(task(folder / str(number), world_size, **options)))
+        gc.collect()
+    return recorded
 
 
 def _tensor_traces(folder: Path, world_size: int, rows: dict[tuple[str, str], dict[str, Any]]) -> list[Trace]:
