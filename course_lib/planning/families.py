@@ -52,6 +52,9 @@ class Parts:
     """By transformers' name; ``gelu_new`` is written out there in plain PyTorch operations."""
     dropout: bool = False
     """Blocks drop activations while they train, so that a mask is kept."""
+    encoder_decoder: bool = False
+    multiplied: int = 0
+    """Weights of an average block that one token is multiplied with, where the model was built and counted; else 0."""
 
 
 def _linear(rows: int, columns: int, bias: bool) -> int:
@@ -105,6 +108,7 @@ def _t5(c: Config, head: bool) -> Parts:
     attention = _attention(h, heads, heads, head_dim, False, False)
     relative = c["relative_attention_num_buckets"] * heads
     return Parts(h, encoder + decoder, heads, heads, head_dim, c["d_ff"], c["vocab_size"], 0, causal=False,
+                 encoder_decoder=True,
                  embedding=c["vocab_size"] * h, attention=attention, mlp=_mlp(h, c["d_ff"], gated, False),
                  norms=2 * h, head=2 * h,  # transformers 5 always ties T5's logits
                  extra=decoder * (attention + h) + 2 * relative, gated=gated,

@@ -56,6 +56,8 @@ class Model(Parts):
     @property
     def layer_matmul(self) -> int:
         """Weights that one token is multiplied with in an average block."""
+        if self.multiplied:
+            return self.multiplied
         width = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.ffn * self.experts_per_token
         router = self.experts * self.hidden if self.experts > 1 else 0
@@ -82,7 +84,7 @@ class Model(Parts):
 
 
 def from_config(config: Mapping[str, Any], name: str = "model", head: bool = True) -> Model:
-    """A model from the fields of a Hugging Face config.json.
+    """A model from the fields of a Hugging Face config.json: by arithmetic, or built on the meta device and counted.
 
     Args:
         config: the JSON's fields; ``model_type`` names the architecture, what is missing takes its default.
@@ -95,9 +97,14 @@ def from_config(config: Mapping[str, Any], name: str = "model", head: bool = Tru
     """
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ModelError(f"{name}: config has no `model_type`" if family is None else
-                         f"{name}: architecture `{family}` is not in the planner's list",
-                         nearest(str(family), FAMILIES) or "it knows " + ", ".join(sorted(FAMILIES)))
+        from course_lib.planning import built  # here: it takes torch and transformers, seconds
+
+        if family is None or not built.known(family):
+            raise ModelError(f"{name}: config has no `model_type`" if family is None else
+                             f"{name}: transformers has no architecture `{family}`",
+                             nearest(str(family), FAMILIES) or "by arithmetic the planner knows "
+                             + ", ".join(sorted(FAMILIES)))
+        return _model(built.parts(config, name, head), name, family)
     read, defaults = FAMILIES[family]
     given = {RENAMED.get(family, {}).get(key, key): value for key, value in config.items()}
     for key, value in UNSUPPORTED.get(family, {}).items():
@@ -115,6 +122,10 @@ def from_config(config: Mapping[str, Any], name: str = "model", head: bool = Tru
     if "head_dim" not in full and family != "t5" and parts.hidden % parts.heads:
         raise ModelError(f"{name}: width {parts.hidden} does not divide into {parts.heads} heads",
                          "give a number of heads that divides it")
+    return _model(parts, name, family)
+
+
+def _model(parts: Parts, name: str, family: str) -> Model:
     return Model(**{field.name: getattr(parts, field.name) for field in fields(Parts)}, name=name, family=family)
 
 

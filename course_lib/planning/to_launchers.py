@@ -27,10 +27,12 @@ COURSE_OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def why_not(plan: Plan, model: Model) -> str | None:
     """Why ``course train`` does not run such a plan, as what it lacks; None where it runs it."""
-    if model.family == "t5":
+    if model.encoder_decoder:
         return "has no task for an encoder with a decoder"
     if plan.context > 1:
         return "does not split sequences among ranks"
+    if model.multiplied and plan.pipeline > 1:
+        return f"may not know where to cut {model.family} into stages, which the planner has not tried"
     if plan.tensor > 1 and model.family not in SPLITTABLE:
         return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
     if plan.checkpointing not in ("none", "full"):
@@ -75,7 +77,8 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
     if reason := why_not(plan, model):
         raise ConfigError(f"{plan.strategy} of {model.name}: `course train` {reason}", f"use {elsewhere(plan, model)}, "
                           "or take a plan of another family")
-    asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if model.family in MASKED else "causal_lm"}
+    masked = model.family in MASKED or (model.multiplied and not model.causal)
+    asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if masked else "causal_lm"}
     if plan.pipeline > 1:
         asked |= {"training_type": "pipeline", "strategy": "zero1" if plan.stage else "ddp",
                   "schedule": plan.schedule, "pipeline_parallel_size": plan.pipeline, "data_parallel_size": plan.data,
