@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from course_lib.config_sections import schedules
 from course_lib.config_sections.communication import CommunicationConfig, check_communication
+from course_lib.config_sections.context import lengths_to_cut
 from course_lib.config_sections.experts import check_experts
 from course_lib.config_sections.fields import Strict
 from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
@@ -160,6 +161,7 @@ def _check_together(config: Config) -> Config:
                                                                 config.tracking))
     config = dataclasses.replace(config, parallel=check_communication(config.communication, config.parallel,
                                                                       config.run))
+    config = dataclasses.replace(config, data=lengths_to_cut(config.parallel, config.run, config.data, config.model))
     run, data, out = config.run, config.data, config.output
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",

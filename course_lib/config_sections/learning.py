@@ -81,6 +81,9 @@ folder."""
 one length (causal_lm, or dynamic_padding false), else for any."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation; auto is sdpa where the model has it."""
+    attention_dropout: Annotated[float, Ge(0), Lt(1)] | None = None
+    """Share of the weights of attention to drop in training; default: what the model's config says, 0.1 in BERT and \
+GPT-2."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,11 @@ every rank, nothing kept for its next use. By default it takes memory for speed.
     """Ranks that share the matrices of each layer, neighbours in the order of ranks; the others are data parallel."""
     sequence_parallel: bool = False
     """Let those ranks share the tokens between the matrices, too, where they otherwise all do the same."""
+    context_parallel_size: Positive = 1
+    """Ranks that share the tokens of each row, and exchange keys and values in attention: for long texts."""
+    context_parallel: Literal["zigzag", "ring", "ulysses", "allgather"] = "zigzag"
+    """How they do: keys and values travel round (ring; zigzag deals the tokens so that causal attention is as much \
+work for each), are gathered (allgather), or heads are exchanged for tokens (ulysses)."""
     expert_parallel_size: Positive = 1
     """Data parallel ranks that share the experts of a mixture of experts, neighbours in the order of ranks: each \
 keeps a part of them, and tokens travel to theirs."""

@@ -56,6 +56,8 @@ READERS = (
            "add --training_type pipeline, or leave it out", {"training_type": "pipeline"}),
     Reader(("bucket_mb",), _has_buckets, "strategies that send gradients in buckets, not blocks"),
     Reader(("ddp_find_unused_parameters",), _by_ddp, "strategy ddp on several ranks, and zero1 with --engine torch"),
+    Reader(("context_parallel",), lambda leaves: leaves["context_parallel_size"] > 1, "rows that ranks share",
+           "give --context_parallel_size too", {"context_parallel_size": "2"}),
     Reader(("lean_buffers",), lambda leaves: leaves["engine"] == "deepspeed", "engine deepspeed"),
     Reader(("momentum",), lambda leaves: leaves["optimizer"] in ("sgd", "muon"), "--optimizer sgd and muon"),
     Reader(("adam_beta1", "adam_beta2", "adam_epsilon"), lambda leaves: leaves["optimizer"] in ("adamw", "muon"),

@@ -109,8 +109,8 @@ class Hybrid:
 
 def axis_of(grid: RankGrid, ranks: Iterable[int]) -> str:
     """The axis that some ranks, more than one, lie along."""
-    places = zip(*(grid.coordinates(rank) for rank in ranks), strict=True)
-    (axis,) = [axis for axis, along in zip(AXES, places, strict=True) if len(set(along)) > 1]
+    places = [grid.coordinates(rank) for rank in ranks]
+    (axis,) = [axis for axis in grid.axes if len({getattr(place, axis) for place in places}) > 1]
     return axis
 
 

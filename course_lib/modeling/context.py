@@ -40,6 +40,23 @@ _SAYS_NOTHING = frozenset({"position_ids", "use_cache", "logits_to_keep", "outpu
 """Arguments that models hand on to their attention, and that are in the queries and keys already."""
 
 
+class WholeSequences:
+    """What :class:`ContextParallel` is where each rank has all tokens of its rows.
+
+    Args:
+        task: ``classification``, ``causal_lm`` or ``masked_lm``.
+    Attributes:
+        scored_as: the task by whose rules the logits are scored against the labels of :meth:`cut`.
+    """
+
+    def __init__(self, task: str):
+        self.scored_as = task
+
+    def cut(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """``input_ids`` and ``attention_mask`` as the model takes them, and the labels."""
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}, batch["labels"]
+
+
 class ContextParallel:
     """Replaces a model's attention, and cuts batches; all ranks of the group have the same batch.
 
@@ -48,23 +65,26 @@ class ContextParallel:
         task: ``causal_lm`` or ``masked_lm``.
         group: the ranks that share the tokens of a row.
         way: one of METHODS.
+        tensor_ranks: that share the heads of each layer already.
     Attributes:
         layout: of the batch that was cut last.
+        scored_as: see :class:`WholeSequences`; labels are shifted already, each is of its own logit.
         documents: its padding as :func:`context_attention` takes it; None where there is none.
     Raises:
         ConfigError: heads that the method cannot share, a task that reads one token of a row, or dropout in attention.
         ModelError: attention, or rotary embeddings, that are not known here.
     """
 
+    scored_as = "masked_lm"
     layout: SequenceLayout
     documents: torch.Tensor | None = None
 
-    def __init__(self, model: nn.Module, task: str, group: dist.ProcessGroup, way: str):
+    def __init__(self, model: nn.Module, task: str, group: dist.ProcessGroup, way: str, tensor_ranks: int = 1):
         self.task, self.group, (self.method, zigzag) = task, group, METHODS[way]
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.zigzag = zigzag and task == "causal_lm"  # without a causal mask all tokens cost the same
         config: Any = model.config
-        check(config, task, self.ranks, way)
+        check(config, task, self.ranks, way, tensor_ranks)
         held = [module for module in model.modules() if "Attention" in type(module).__name__]
         own = [module for module in held if type(module).__name__ == ATTENTION[config.model_type]]
         if not own or any(module not in own and type(module).__name__ not in WRAPPERS for module in held):
@@ -73,7 +93,7 @@ class ContextParallel:
         drops = next((each for module in own if (each := dropout_of(module))), 0.0)
         if drops:
             raise ConfigError(f"context parallelism has no dropout in attention, and this model's is {drops}",
-                              "set it to 0 in the model's config")
+                              "give --attention_dropout 0")
         for module in own:
             module.context_parallel = self  # type: ignore[assignment]
         AttentionInterface.register(NAME, attention)
@@ -135,7 +155,7 @@ def dropout_of(module: nn.Module) -> float:
     return max(each.p if isinstance(each, nn.Dropout) else float(each) for each in held)
 
 
-def check(config: Any, task: str, ranks: int, way: str) -> None:
+def check(config: Any, task: str, ranks: int, way: str, tensor_ranks: int = 1) -> None:
     """Refuse what context parallelism cannot do with a model, by its config; see :class:`ContextParallel`."""
     if task == "classification":
         raise ConfigError("context parallelism is for losses of every token, and classification reads one of a row",
@@ -149,6 +169,7 @@ def check(config: Any, task: str, ranks: int, way: str) -> None:
                          "leave out --context_parallel_size")
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads, key_heads = heads // tensor_ranks, key_heads // tensor_ranks
     if way == "ulysses" and (heads % ranks or (key_heads % ranks and ranks % key_heads)):
         raise ConfigError(f"ulysses deals heads to ranks, and {heads} heads with {key_heads} key heads do not divide "
                           f"among context_parallel_size {ranks}", "use --context_parallel ring, zigzag or allgather")

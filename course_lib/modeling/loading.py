@@ -36,6 +36,10 @@ HEADS: dict[str, tuple[Any, Any]] = {
 """For each task, what makes a model with its head, and the model classes by config class."""
 
 
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""What configs of transformers call the dropout of attention."""
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model and its tokenizer, fitted to each other; weights in fp32, on the CPU."""
@@ -71,6 +75,7 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
         if config.model in presets.TINY:
             model_sources.refuse_revision(config, "a preset")
             architecture, tokenizer = presets.build(config.model, texts, max_length)
+            _set_dropout(architecture, config)
             auto = _prepare_head(architecture, task, label_names, config.model)
             model = auto.from_config(architecture, dtype=torch.float32,
                                      attn_implementation=_implementation(config.attention))
@@ -78,6 +83,7 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
         else:
             origin = model_sources.locate(config)
             architecture = _read_config(origin)
+            _set_dropout(architecture, config)
             auto = _prepare_head(architecture, task, label_names, config.model)
             model, new = _read_model(origin, auto, architecture, config.attention)
             tokenizer = _read_tokenizer(origin)
@@ -146,6 +152,18 @@ def _prepare_head(architecture: PreTrainedConfig, task: str, label_names: Sequen
     if task == "causal_lm" and hasattr(architecture, "is_decoder"):
         architecture.is_decoder = True  # an encoder must not see the tokens that it is asked to predict
     return auto
+
+
+def _set_dropout(architecture: PreTrainedConfig, config: ModelConfig) -> None:
+    """Write the dropout of attention that the run asks for into the model's config."""
+    if config.attention_dropout is None:
+        return
+    held = [name for name in ATTENTION_DROPOUT if hasattr(architecture, name)]
+    if not held:
+        raise ModelError(f"model `{config.model}` ({architecture.model_type}) has no dropout in its attention",
+                         "leave --attention_dropout out")
+    for name in held:
+        setattr(architecture, name, config.attention_dropout)
 
 
 def _read_config(origin: model_sources.Origin) -> PreTrainedConfig:

@@ -55,11 +55,12 @@ class RouterLoss:
         """
         seen, self._seen = self._seen, []
         in_use = (batch["labels"] != IGNORE).view(len(batch["labels"]), -1).any(1)
-        real = (batch["attention_mask"].bool() & in_use[:, None]).flatten()
+        inputs, _ = engine.sequences.cut(batch)  # the tokens that this rank's routers have seen
+        real = (inputs["attention_mask"].bool() & in_use[:, None]).flatten()
         logits = [of_layer[real] for of_layer, _ in seen]
         counts = [torch.bincount(experts[real].flatten(), minlength=of_layer.shape[1]) for of_layer, experts in seen]
         numbers = torch.cat([real.sum()[None], *counts])
-        tokens, *summed = engine.sum(engine.counted_once(numbers)).split([1, *map(len, counts)])
+        tokens, *summed = engine.sum(engine.own_part(numbers)).split([1, *map(len, counts)])
         tokens = tokens[0].clamp(min=1)  # where all rows of a micro-batch are such
         own = torch.stack([balance_share(of_layer if of_layer.dtype == torch.float64 else of_layer.float(), all_counts,
                                          tokens) for of_layer, all_counts in zip(logits, summed, strict=True)])

@@ -235,8 +235,9 @@ class Trainer:
     def loss(self, batch: Batch, targets: torch.Tensor, micro_batches: int) -> torch.Tensor:
         """A micro-batch's share of the loss of the global batch: summed over its targets, divided by those of all."""
         with self.engine.autocast(), padding_known(unpadded_rows(batch)):
-            logits = self.wrapped(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        loss = summed_loss(logits, batch["labels"], self.task, self.config.optim.label_smoothing_factor)
+            inputs, labels = self.engine.sequences.cut(batch)
+            logits = self.wrapped(**inputs).logits
+        loss = summed_loss(logits, labels, self.engine.sequences.scored_as, self.config.optim.label_smoothing_factor)
         return loss / self.divisor(batch, targets, micro_batches)
 
     def divisor(self, batch: Batch, targets: torch.Tensor, micro_batches: int) -> torch.Tensor:

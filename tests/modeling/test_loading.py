@@ -17,6 +17,7 @@ import transformers
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
 from course_lib.modeling import load_trained, loading, minilm, presets
+from course_lib.modeling.context import dropout_of
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the green hill", "Cats and dogs, again and again!",
          "naïve café, 100 % good", "it rained all day and we read"] * 4
@@ -287,6 +288,15 @@ def test_what_an_architecture_cannot_do_is_said(old_gpt):
     assert load(old_gpt, attention="eager").model.config.num_labels == 3
     with pytest.raises(ModelError, match="has no activation checkpointing"):
         load(old_gpt, attention="eager", activation_checkpointing=True)
+
+
+@pytest.mark.parametrize(("name", "field"), [("tiny-bert", "attention_probs_dropout_prob"), ("tiny-gpt2", "attn_pdrop"),
+                                             ("tiny-llama", "attention_dropout")])
+def test_attention_drops_as_much_as_the_run_asks_for(name, field):
+    theirs, ours = load(name).model, load(name, attention_dropout=0.25).model
+    assert getattr(theirs.config, field) == (0.0 if name == "tiny-llama" else 0.1)
+    assert getattr(ours.config, field) == 0.25
+    assert any(dropout_of(module) == 0.25 for module in ours.modules() if "Attention" in type(module).__name__)
 
 
 def test_training_keeps_no_keys_and_values_and_generation_does(tmp_path):

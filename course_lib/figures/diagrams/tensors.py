@@ -134,7 +134,7 @@ def rank_grid(grid: RankGrid) -> Diagram:
         inset = min(9.0, 0.16 * pitch)
         where[rank] = diagram.box(x + 8 + part * pitch + inset, y + 12, pitch - 2 * inset, 36,
                                   f"rank {rank}" if pitch > 74 else f"{rank}", fill=tint(COLOURS["parameters"], 0.3),
-                                  radius=4, means=tuple(grid.coordinates(rank)))
+                                  radius=4, means=(copy, stage, part))
     for copy in range(grid.dp):
         diagram.text(left - 12, top + copy * height + 30, f"copy {copy}", anchor="end", bold=True)
     colours = {"tp": SENT, "pp": COLOURS["activations"], "dp": COLOURS["gradients"]}

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.launching import launch_environment
+from course_lib.modeling.context import ContextParallel, WholeSequences
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.topology import AxisGroups, Coordinates, RankGrid
 from course_lib.training.engines import process_group
+from course_lib.training.loss import loss_of_rows
 from course_lib.training.precision import autocast, pick_device, pick_precision
 from course_lib.training.unused_parameters import may_leave_out
 from course_lib.training.votes import Votes
@@ -41,6 +43,7 @@ class Engine:
         precision: ``no``, ``fp16`` or ``bf16``.
         model: the bare model.
         wrapped: what the forward pass calls.
+        sequences: which tokens of a batch this rank computes.
         optimizer: the torch optimizer whose groups the learning-rate schedule moves.
         shards_state: whether a rank holds only a part, so that checkpoints are written in pieces.
         casts: whether the engine itself computes in the low precision, parameters and activations: autocast besides
@@ -69,6 +72,8 @@ class Engine:
     grid, place = RankGrid(), Coordinates(0, 0, 0)
     groups: AxisGroups
     """This rank's group along each axis, where there is more than one."""
+    gradient_group: dist.ProcessGroup | None = None
+    """The ranks whose gradients are of the same parameters, from other rows or other tokens; None: all there are."""
     copy_group: dist.ProcessGroup | None = None
     """The ranks that hold a whole model among them but for what they share with others of their ``groups.tp``."""
     layer_group: dist.ProcessGroup
@@ -85,6 +90,7 @@ class Engine:
 
     def __init__(self, config: Config):
         self.config, self.strategy = config, config.parallel.strategy
+        self.sequences: WholeSequences | ContextParallel = WholeSequences(config.data.task)
 
     # --- before training ---
 
@@ -118,12 +124,15 @@ class Engine:
         self.grid = self.make_grid()
         self.place = self.grid.coordinates(self.rank)
         if self.has_schedule or self.data_ranks < self.num_processes:
-            self.groups = self.grid.groups()
-            self.copy_group, self.layer_group = self.grid.new_group("dp", "pp"), self.grid.new_group("dp", "tp")
+            self.groups, rows = self.grid.groups(), ("dp", "cp") if self.grid.cp > 1 else ("dp",)
+            self.gradient_group = self.grid.new_group(*rows) if self.grid.cp > 1 else self.groups.dp
+            self.copy_group, self.layer_group = self.grid.new_group("pp", *rows), self.grid.new_group("tp", *rows)
 
     def make_grid(self) -> RankGrid:
         """The ranks by axis."""
-        return RankGrid.over(self.num_processes, pp=1, tp=self.config.parallel.tensor_parallel_size)
+        parallel = self.config.parallel
+        return RankGrid.over(self.num_processes, pp=1, tp=parallel.tensor_parallel_size,
+                             cp=parallel.context_parallel_size)
 
     def refuse(self, device: torch.device, precision: str) -> None:
         """Raise ConfigError for what the engine cannot do on that device."""
@@ -142,6 +151,11 @@ class Engine:
     def data_ranks(self) -> int:
         """How many share the rows of a global batch: all processes, but where several work on the same rows."""
         return self.grid.dp
+
+    @property
+    def gradient_ranks(self) -> int:
+        """How many add up the gradients of a parameter: those with other rows, or other tokens of the same rows."""
+        return self.grid.dp * self.grid.cp
 
     @property
     def part(self) -> int:
@@ -166,6 +180,27 @@ class Engine:
             asked = self.config.parallel.ddp_find_unused_parameters
             self.finds_unused = (self.num_processes > 1 and may_leave_out(model)) if asked is None else asked
 
+    def share_tokens(self, model: nn.Module) -> None:
+        """Let the ranks of ``groups.cp`` share the tokens of each row, and replace the model's attention accordingly.
+
+        Raises:
+            ConfigError: attention that cannot be shared so.
+            ModelError: attention that is not known.
+        """
+        if self.grid.cp > 1:
+            assert self.groups.cp is not None
+            parallel = self.config.parallel
+            self.sequences = ContextParallel(model, self.config.data.task, self.groups.cp, parallel.context_parallel,
+                                             self.grid.tp)
+            self.scores = self.scores_of_shared_rows
+
+    def scores_of_shared_rows(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Of a batch whose tokens several ranks share, what metrics are made of: alike on these ranks."""
+        inputs, labels = self.sequences.cut(batch)
+        losses = loss_of_rows(self.wrapped(**inputs).logits, labels, self.sequences.scored_as)
+        dist.all_reduce(losses, group=self.groups.cp)
+        return (losses,)
+
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Take the model, on its device, and its optimizer, which has made no step."""
         raise NotImplementedError
@@ -185,7 +220,7 @@ class Engine:
 
     def counted_once(self, own: torch.Tensor) -> torch.Tensor:
         """A number of this rank's rows, for a sum over all ranks: zero where an earlier rank has the same rows."""
-        return own if self.place[1:] == (0, 0) else torch.zeros_like(own)
+        return torch.zeros_like(own) if any(self.place[1:]) else own
 
     def own_part(self, loss: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the sum of all ranks' losses: nothing where another one has the same rows' loss."""

@@ -33,6 +33,8 @@ def compose(engine: Engine, whole: nn.Module, before_wrapping: Callable[[], None
     engine.model = engine.take_part(whole).to(engine.device)
     before_wrapping()
     engine.examine(engine.model)
+    # Context parallelism replaces attention, and no parameter. Whole rows, as those before this line, it does not take.
+    engine.share_tokens(engine.model)
     # Compiled are the blocks alone, before hooks of data parallelism are around them: a graph would break at each.
     if config.model.torch_compile:
         compile_blocks(engine.model, dynamic=None if config.data.has_one_length else True)

@@ -69,7 +69,7 @@ class Scratch(ShardedEngine):
         self.model, self.optimizer = model, optimizer
         self.remember_order()
         groups = self.experts.summed_over() if self.experts else None
-        bucket, group = self.config.parallel.bucket_bytes, self.groups.dp if self.tensor else None
+        bucket, group = self.config.parallel.bucket_bytes, self.gradient_group
         low = torch.bfloat16 if self.precision == "bf16" else None  # in which gathered parameters travel and compute
         if self.strategy == "ddp":
             self.wrapped = DataParallel(model, group=group, groups=groups, bucket_bytes=bucket,
@@ -88,7 +88,7 @@ class Scratch(ShardedEngine):
         return contextlib.nullcontext() if last else self.wrapped.no_sync()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        (loss * self.data_ranks).backward()  # they all take the mean over the ranks
+        (loss * self.gradient_ranks).backward()  # they all take the mean over the ranks
 
     def clip(self, max_norm: float) -> torch.Tensor:
         if self.tensor is not None:

@@ -111,8 +111,8 @@ class ShardedEngine(Engine):
         counted = [gradient for name, gradient in gradients.items()
                    if name not in copies and (self.place.tp == 0 or self.split_of(name))]
         square = sum_of_squares(counted, self.device)
-        for group in (self.groups.tp, self.groups.pp, *([self.groups.dp] if self.shards_pieces else [])):
-            if group.size() > 1:
+        for group in (self.groups.tp, self.groups.pp, *([self.gradient_group] if self.shards_pieces else [])):
+            if dist.get_world_size(group) > 1:
                 dist.all_reduce(square, group=group)
         norm = square.sqrt()
         scale_down_(list(gradients.values()), norm, max_norm)

@@ -143,7 +143,7 @@ class DeepSpeedZero(ShardedEngine):
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self.wrapped.set_gradient_accumulation_boundary(is_boundary=last)
         # The mean over the ranks is taken; the loss is already a share of the global batch's.
-        self.wrapped.backward(loss * self.data_ranks, scale_wrt_gas=False)
+        self.wrapped.backward(loss * self.gradient_ranks, scale_wrt_gas=False)
         if last:
             self.wrapped.step()
 

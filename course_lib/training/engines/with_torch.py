@@ -42,7 +42,7 @@ class TorchZero1(ShardedEngine):
                   for group in optimizer.param_groups]
         known = inspect.signature(type(optimizer)).parameters  # defaults hold more than the class takes
         options = {key: value for key, value in optimizer.defaults.items() if key in known}
-        group = self.groups.dp if self.tensor else None
+        group = self.gradient_group
         self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), process_group=group, **options)
         if self.tensor is None:
             self.accelerator.ddp_handler.find_unused_parameters = self.finds_unused
@@ -58,7 +58,7 @@ class TorchZero1(ShardedEngine):
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        (loss * self.data_ranks).backward()  # DDP takes the mean over the ranks
+        (loss * self.gradient_ranks).backward()  # DDP takes the mean over the ranks
 
     @property
     def shards_pieces(self) -> bool:
@@ -88,6 +88,13 @@ class TorchZero1(ShardedEngine):
         return self.optimizer.optim
 
 
+def leave_out_fused_sgd(optimizer: Optimizer) -> None:
+    """Let SGD step by torch's other kernels: its fused one does not know the DTensors of FSDP2, as AdamW's does."""
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            group["fused"] = False
+
+
 class TorchFSDP(ShardedEngine):
     """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
 
@@ -97,6 +104,7 @@ class TorchFSDP(ShardedEngine):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember_order()
+        leave_out_fused_sgd(optimizer)
         group_size, mesh = self.config.parallel.shard_group_size, None
         if group_size:
             if dist.get_world_size() % group_size:
@@ -104,7 +112,8 @@ class TorchFSDP(ShardedEngine):
                                   "use a divisor")
             mesh = hybrid_mesh(self.accelerator.device.type, dist.get_world_size() // group_size, group_size)
         if self.tensor is not None:
-            mesh = DeviceMesh.from_group(self.groups.dp, self.device.type)
+            assert self.gradient_group is not None
+            mesh = DeviceMesh.from_group(self.gradient_group, self.device.type)
         low = self.accelerator.mixed_precision == "bf16"
         self.wrapped = shard_with_torch(
             model, optimizer, mesh=mesh, reshard_after_forward=self.strategy != "zero2",
@@ -115,7 +124,7 @@ class TorchFSDP(ShardedEngine):
         return contextlib.nullcontext() if last else self.wrapped.no_sync()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        (loss * self.data_ranks).backward()  # FSDP2 takes the mean over the ranks
+        (loss * self.gradient_ranks).backward()  # FSDP2 takes the mean over the ranks
 
     def clip(self, max_norm: float) -> torch.Tensor:
         if self.tensor is not None:
@@ -168,6 +177,7 @@ class AccelerateFSDP(TorchFSDP):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember_order()
+        leave_out_fused_sgd(optimizer)
         plugin = self.accelerator.state.fsdp_plugin
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model).values()})
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
@@ -177,7 +187,7 @@ class AccelerateFSDP(TorchFSDP):
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        self.accelerator.backward(loss * self.data_ranks)
+        self.accelerator.backward(loss * self.gradient_ranks)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
