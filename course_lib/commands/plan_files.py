@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def write(result: Search, folder: Path, *, dataset: str | None = None, tokens: float | None = None) -> list[str]:
     """Write the fastest plan that ``course train`` runs, with the data and the steps that it was planned for.
 
-    ``course.yaml`` (the run), ``accelerate.yaml``, for DeepSpeed's plans ``deepspeed.json``, without pipelines
-    and split layers ``training_arguments.json`` (the Hugging Face Trainer's), a script or task for torchrun, Slurm and
-    SkyPilot, and where SageMaker has such instances ``sagemaker.sh``.
+    ``course.yaml`` (the run), ``accelerate.yaml``, for DeepSpeed's plans ``deepspeed.json``, without pipelines,
+    split layers and split sequences ``training_arguments.json`` (the Hugging Face Trainer's), a script or task for
+    torchrun, Slurm and SkyPilot, and where SageMaker has such instances ``sagemaker.sh``.
 
     Returns:
         Names of the files, in the order in which they were written.
@@ -66,7 +66,7 @@ def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Co
     texts[ACCELERATE] = accelerate_yaml(settings, plan.gpus, job.instance_count, head=head)
     if config.parallel.chosen_engine == "deepspeed":
         texts[DEEPSPEED] = json.dumps(deepspeed_config(config, precision), indent=1) + "\n"
-    if plan.pipeline == plan.tensor == 1:
+    if plan.pipeline == plan.tensor == plan.context == 1:
         # whose models take the loss of all logits in fp32; where there is no room for them, with the output layer
         plain = replace(plan, loss="plain")
         room = memory.estimate(result.model, plain).fits(cluster.accelerator.memory, cluster.host_memory)

@@ -1,7 +1,7 @@
 """A plan in the words of the tools that carry it out: this course's trainer, torchrun, the Hugging Face Trainer.
 
-What only other systems run (context parallelism, splits of architectures that have no plan here, fp16 without a loss
-scaler) is refused with the reason.
+What only other systems run (splits of architectures that have no plan here, sequences that are split in pipelines, fp16
+without a loss scaler) is refused with the reason.
 """
 
 import math
@@ -18,6 +18,11 @@ MASKED = ("bert", "distilbert", "roberta")
 SPLITTABLE = ("gpt2", "bert", "roberta", "xlm-roberta", "camembert", "llama", "mistral", "qwen2", "gemma")
 """Architectures whose layers ``course train`` splits: those of ``course_lib.parallel.tensor_plans.PLANS``."""
 
+SHARED_ROWS = ("bert", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "qwen2", "qwen3")
+"""Architectures whose sequences ``course train`` splits: those of ``course_lib.modeling.context.ATTENTION``."""
+WAYS = {"ring": "ring", "gather": "allgather", "ulysses": "ulysses"}
+"""Of a plan's ways to attend to split sequences, the option's names."""
+
 
 COURSE_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {}, "sgd-momentum": {"optimizer": "sgd"}, "sgd": {"optimizer": "sgd", "momentum": 0.0},
@@ -29,8 +34,8 @@ def why_not(plan: Plan, model: Model) -> str | None:
     """Why ``course train`` does not run such a plan, as what it lacks; None where it runs it."""
     if model.encoder_decoder:
         return "has no task for an encoder with a decoder"
-    if plan.context > 1:
-        return "does not split sequences among ranks"
+    if plan.context > 1 and (reason := _why_not_split(plan, model)):
+        return reason
     if model.multiplied and plan.pipeline > 1:
         return f"may not know where to cut {model.family} into stages, which the planner has not tried"
     if plan.tensor > 1 and model.family not in SPLITTABLE:
@@ -52,8 +57,35 @@ def why_not(plan: Plan, model: Model) -> str | None:
     return None
 
 
+def _why_not_split(plan: Plan, model: Model) -> str | None:
+    """Why ``course train`` does not run a plan whose sequences are split; None where it does."""
+    if plan.pipeline > 1:
+        return "does not split sequences in pipelines"
+    if model.family not in SHARED_ROWS:
+        return f"does not split sequences of {model.family}, only of {', '.join(SHARED_ROWS)}"
+    heads, key_heads = model.heads // plan.tensor, model.kv_heads // plan.tensor
+    divide = heads % plan.context == 0 and (key_heads % plan.context == 0 or plan.context % key_heads == 0)
+    if plan.context_by == "ulysses" and not divide:
+        return f"cannot deal {heads} heads with {key_heads} key heads to {plan.context} ranks"
+    if plan.sequence_length % _chunks(plan):
+        return f"does not cut {plan.sequence_length} tokens into {_chunks(plan)} equal chunks"
+    return None
+
+
+def _chunks(plan: Plan) -> int:
+    """Equal parts that split sequences are cut into at least; a ring's are twice as many where that divides."""
+    return plan.context * (2 if plan.context_by == "gather" else 1)
+
+
+def _splits(plan: Plan) -> dict[str, Any]:
+    """Options of ``course train`` for sequences that are split, without dropout in attention."""
+    zigzag = plan.context_by == "ring" and plan.sequence_length % (2 * plan.context) == 0
+    return {"context_parallel_size": plan.context,
+            "context_parallel": "zigzag" if zigzag else WAYS[plan.context_by], "attention_dropout": 0.0}
+
+
 def runs_here(plan: Plan, model: Model) -> bool:
-    """Whether ``course train`` has such a layout: DDP, ZeRO, FSDP, pipelines of blocks, layers split among ranks."""
+    """Whether ``course train`` has such a layout: DDP, ZeRO, FSDP, pipelines, layers and sequences that ranks share."""
     return why_not(plan, model) is None
 
 
@@ -66,8 +98,8 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
     """Options of ``course train``, by name.
 
     Args:
-        plan: a layout for which :func:`runs_here`; one that splits layers is trained without torch.compile, and its
-            ranks share tokens only where the sequence divides.
+        plan: a layout for which :func:`runs_here`; one that splits layers or sequences is trained without
+            torch.compile, and tensor ranks share tokens only where the sequence divides.
         model: its name is what the trainer loads.
         dataset: to train on; None leaves it to the trainer.
         tokens: to train on; None leaves the number of steps to the trainer.
@@ -91,11 +123,14 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
                     "megatron": f"zero{plan.stage}" if plan.stage else "ddp"}
         asked |= {"strategy": strategy[plan.engine], "batch_size": plan.micro_batch,
                   "gradient_accumulation_steps": plan.accumulation}
-        if plan.compiled and plan.engine != "deepspeed" and plan.tensor == 1:
+        if plan.compiled and plan.engine != "deepspeed" and plan.tensor == plan.context == 1:
             asked["torch_compile"] = True
     if plan.tensor > 1:
-        shares_tokens = plan.sequence_parallel and plan.sequence_length % plan.tensor == 0
+        chunks = plan.tensor * plan.context
+        shares_tokens = plan.sequence_parallel and plan.sequence_length % chunks == 0
         asked |= {"tensor_parallel_size": plan.tensor, "sequence_parallel": shares_tokens}
+    if plan.context > 1:
+        asked |= _splits(plan)
     asked |= {"max_length": plan.sequence_length,
               "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no"}
     if plan.checkpointing == "full":

@@ -15,6 +15,7 @@ from course_lib.config_files import load
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.modeling import presets
+from course_lib.modeling.context import ATTENTION
 from course_lib.modeling.layouts import LAYOUTS
 from course_lib.parallel.tensor_plans import PLANS
 from course_lib.planning import hardware, models, strategy, to_launchers
@@ -39,7 +40,7 @@ def layouts(model, gpu, ranks):
 
 
 def sizes(grid):
-    return grid.dp, grid.pp, grid.tp
+    return grid.dp, grid.pp, grid.cp, grid.tp
 
 
 def config_of(plan, model, gpus_per_node, **options):
@@ -75,7 +76,7 @@ def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses():
                     engine.refuse(torch.device(device), config.run.mixed_precision)
                     engine.num_processes = ranks
                     engine.grid = engine.make_grid()
-                    assert sizes(engine.grid) == (plan.data, plan.pipeline, plan.tensor)
+                    assert sizes(engine.grid) == (plan.data, plan.pipeline, plan.context, plan.tensor)
                     if plan.pipeline > 1:
                         schedule = engine._schedule(config.pipeline.pipeline_chunks)
                         assert schedule.stages == plan.pipeline * plan.virtual <= model.layers
@@ -101,7 +102,11 @@ def test_emit_writes_the_run_of_the_fastest_that_runs_here(tmp_path, ranks):
     (Plan(LENGTH, "megatron", tensor=2), "opt", "does not split single layers of opt"),
     (Plan(LENGTH, "megatron", pipeline=2), "bloom", None),
     (Plan(LENGTH, "ddp", data=2), "t5", "no task for an encoder with a decoder"),
-    (Plan(LENGTH, "ddp", context=2), "gpt2", "does not split sequences"),
+    (Plan(LENGTH, "ddp", context=2), "gpt2", None),
+    (Plan(LENGTH, "ddp", context=2), "opt", "does not split sequences of opt, only of bert, gpt2,"),
+    (Plan(LENGTH, "megatron", context=2, pipeline=2), "gpt2", "does not split sequences in pipelines"),
+    (Plan(LENGTH + 1, "ddp", context=2), "gpt2", "does not cut 33 tokens into 2 equal chunks"),
+    (Plan(LENGTH, "ddp", context=5, context_by="ulysses"), "gpt2", "cannot deal 12 heads with 12 key heads to 5 ranks"),
     (Plan(LENGTH, "fsdp", stage=3, data=2, precision="fp16"), "gpt2", "no loss scaler for FSDP"),
     (Plan(LENGTH, "ddp", data=2, precision="fp8"), "gpt2", "does not compute in fp8"),
     (Plan(LENGTH, "ddp", data=2, checkpointing="selective"), "gpt2", "recomputes whole blocks or nothing"),
@@ -120,6 +125,24 @@ def test_what_is_not_trained_here_says_why(plan, family, reason):
 def test_tokens_are_shared_only_where_they_divide():
     assert to_launchers.options(Plan(33, "megatron", tensor=2), TINY["tiny-gpt2"])["sequence_parallel"] is False
     assert to_launchers.options(Plan(32, "megatron", tensor=2), TINY["tiny-gpt2"])["sequence_parallel"] is True
+
+
+SPLIT_SEQUENCES = [  # on four ranks
+    Plan(LENGTH, "ddp", data=2, context=2, precision="fp32"),
+    Plan(LENGTH, "fsdp", 3, context=4, context_by="gather", precision="fp32", checkpointing="full"),
+    Plan(LENGTH, "megatron", 1, context=2, tensor=2, context_by="ulysses", precision="fp32"),
+    Plan(LENGTH, "deepspeed", 3, data=2, context=2, precision="fp32"),
+]
+
+
+def test_split_sequences_have_their_options():
+    assert set(to_launchers.SHARED_ROWS) == set(ATTENTION)
+    found = [config_of(plan, TINY["tiny-llama"], 4, num_processes=4).parallel for plan in SPLIT_SEQUENCES]
+    assert [(each.context_parallel_size, each.context_parallel, each.tensor_parallel_size, each.strategy)
+            for each in found] == [(2, "zigzag", 1, "ddp"), (4, "allgather", 1, "fsdp"), (2, "ulysses", 2, "zero1"),
+                                   (2, "zigzag", 1, "zero3")]
+    odd = to_launchers.options(Plan(34, "ddp", context=2), TINY["tiny-llama"])
+    assert (odd["context_parallel"], odd["attention_dropout"]) == ("ring", 0.0)
 
 
 # --- and they train
@@ -141,6 +164,17 @@ def two_steps(folder, plans, model, gpus_per_node):
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_printed_commands_of_split_sequences_train(tmp_path):
+    plans = [plan for plan in SPLIT_SEQUENCES if plan.engine != "deepspeed"]  # tests/training/engines has DeepSpeed's
+    each = launch(two_steps, tmp_path, plans, TINY["tiny-gpt2"], 4, num_processes=4, timeout=280, device="cpu")[0]
+    for plan, (steps, loss, grid) in zip(plans, each, strict=True):
+        assert (steps, grid) == (2, (plan.data, 1, plan.context, plan.tensor)), plan.strategy
+        assert math.isfinite(loss) and loss < 1.5 * math.log(presets.VOCABULARY_SIZE), plan.strategy
+    assert len(each) == 3 and max(loss for _, loss, _ in each) > 0
+
+
 def train_all(folder, name, ranks):
     found, plans = layouts(TINY[name], "CPU", ranks)
     assert all(to_launchers.runs_here(plan, TINY[name]) for plan in plans)
@@ -152,7 +186,7 @@ def train_all(folder, name, ranks):
         each = launch(two_steps, folder / engines[0], chosen, TINY[name], found.cluster.gpus_per_node,
                       num_processes=ranks, timeout=280, device="cpu")[0]
         for plan, (steps, loss, grid) in zip(chosen, each, strict=True):
-            assert (steps, grid) == (2, (plan.data, plan.pipeline, plan.tensor)), plan.strategy
+            assert (steps, grid) == (2, (plan.data, plan.pipeline, plan.context, plan.tensor)), plan.strategy
             assert math.isfinite(loss) and loss < 1.5 * math.log(presets.VOCABULARY_SIZE), plan.strategy
             trained[plan.engine, plan.tensor > 1, plan.pipeline > 1] += 1
     return trained

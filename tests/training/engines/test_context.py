@@ -159,6 +159,16 @@ def test_checkpoints_go_on_with_other_ranks_sharing_tokens_or_none(folder, found
         assert largest <= parity.WEIGHT_TOLERANCE, name
 
 
+def test_experts_and_their_routers_see_the_tokens_of_all_ranks(tmp_path):
+    routed = {"model": "tiny-olmoe", "router_aux_loss_coef": 0.1}
+    one = parity.trace(parity.task(where(tmp_path, "one"), 1, training_type="basic", max_steps=STEPS, save_steps=1,
+                                   save_total_limit=None, **routed))
+    case = {"olmoe": shared(2, "zigzag", engine="scratch", **routed)}
+    found = launch(runs, tmp_path, case, 2, num_processes=2, timeout=100)[0]
+    cell = parity.compare(found["olmoe"], one, "olmoe", "", 2)
+    assert cell.agrees and cell.norm <= 1e-4 * max(one.norms), cell
+
+
 def without_the_sum(folder, cases):
     """Gradients are added up over the ranks that have other rows alone, as where each rank has whole rows."""
     Engine.gradient_group = property(lambda self: self.groups.dp, lambda self, group: None)
@@ -183,6 +193,8 @@ TWO = {"task": "causal_lm", "model": "tiny-llama", "max_length": 32, "context_pa
     ({"num_processes": 6, "tensor_parallel_size": 2},
      "num_processes 6 is no multiple of context_parallel_size 2 × tensor_parallel_size 2"),
     ({"task": "classification"}, "classification reads one of a row"),
+    ({"expert_parallel_size": 2, "model": "tiny-olmoe"}, "expert_parallel_size shares experts among ranks with"),
+    ({"communication": "int8"}, "and context_parallel_size leaves a rank a part of its rows"),
     ({"torch_compile": True}, "torch_compile does not know the exchanges of context_parallel_size: leave it out"),
     ({"max_length": 30}, "max_length 30 cannot be cut into 4 equal chunks, as context_parallel zigzag on 2 ranks does"),
     ({"max_length": 31, "context_parallel": "ring"}, "max_length 31 cannot be cut into 2 equal chunks"),
