@@ -18,13 +18,6 @@ EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
 
 
-def known(family: str) -> bool:
-    """Whether transformers has such an architecture."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return family in CONFIG_MAPPING_NAMES
-
-
 def parts(fields: Mapping[str, Any], name: str, head: bool) -> Parts:
     """Sizes and parameters, of blocks their average.
 
@@ -59,7 +52,7 @@ def _build(config: Any, head: bool) -> tuple[Any, bool]:
     import transformers
 
     if head:
-        for kind in ("Seq2SeqLM",) if config.is_encoder_decoder else ("CausalLM", "MaskedLM"):
+        for kind in ("Seq2SeqLM",) if config.is_encoder_decoder else ("MaskedLM", "CausalLM"):  # an encoder has both
             maker = getattr(transformers, f"AutoModelFor{kind}")
             if type(config) in maker._model_mapping:
                 return maker.from_config(config), True

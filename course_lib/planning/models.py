@@ -83,7 +83,7 @@ class Model(Parts):
         return 6 * weights + 12 * self.layers * self.attention_width * sequence_length
 
 
-def from_config(config: Mapping[str, Any], name: str = "model", head: bool = True) -> Model:
+def from_config(config: Mapping[str, Any], name: str = "model", head: bool = True, build: bool = True) -> Model:
     """A model from the fields of a Hugging Face config.json: by arithmetic, or built on the meta device and counted.
 
     Args:
@@ -91,19 +91,20 @@ def from_config(config: Mapping[str, Any], name: str = "model", head: bool = Tru
         name: what to call it.
         head: with the layer that gives logits over the vocabulary (AutoModelForCausalLM, ForMaskedLM,
             ForConditionalGeneration); False counts the base model (AutoModel).
+        build: False refuses architectures that the planner has no arithmetic for.
 
     Raises:
         ModelError: no or an unknown ``model_type``, or sizes that cannot be.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
-        from course_lib.planning import built  # here: it takes torch and transformers, seconds
-
-        if family is None or not built.known(family):
+        if family is None or not (build and _known_to_transformers(family)):
             raise ModelError(f"{name}: config has no `model_type`" if family is None else
-                             f"{name}: transformers has no architecture `{family}`",
+                             f"{name}: {'transformers' if build else 'the planner'} has no architecture `{family}`",
                              nearest(str(family), FAMILIES) or "by arithmetic the planner knows "
                              + ", ".join(sorted(FAMILIES)))
+        from course_lib.planning import built  # here: it takes torch and transformers, seconds
+
         return _model(built.parts(config, name, head), name, family)
     read, defaults = FAMILIES[family]
     given = {RENAMED.get(family, {}).get(key, key): value for key, value in config.items()}
@@ -123,6 +124,12 @@ def from_config(config: Mapping[str, Any], name: str = "model", head: bool = Tru
         raise ModelError(f"{name}: width {parts.hidden} does not divide into {parts.heads} heads",
                          "give a number of heads that divides it")
     return _model(parts, name, family)
+
+
+def _known_to_transformers(family: str) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return family in CONFIG_MAPPING_NAMES
 
 
 def _model(parts: Parts, name: str, family: str) -> Model:

@@ -43,7 +43,7 @@ class Throughput:
         self.model: models.Model | None = None
         try:
             self.model = models.from_config({} if architecture is None else architecture.to_dict(),
-                                            head=task != "classification")
+                                            head=task != "classification", build=False)
         except CourseError as error:
             self.peak, self.note = None, f"no MFU: {error.what}"
 
