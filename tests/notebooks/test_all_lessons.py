@@ -14,7 +14,7 @@ from tests.notebooks.conftest import NOTEBOOKS
 LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
            "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
            "10_faults_and_hangs", "11_wandb", "12_sagemaker", "13_capstone", "14_long_contexts", "15_experts",
-           "16_gradient_audit")
+           "16_gradient_audit", "18_talking_less")
 SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "When it goes wrong", "Exercises",
             "Questions", "Read next")
 
@@ -32,12 +32,14 @@ SUBJECTS = {
     "14_long_contexts": ("class Block(nn.Module):", "class Ring(torch.autograd.Function):",),
     "15_experts": ("class AllToAll(torch.autograd.Function):",),
     "16_gradient_audit": ("def explain(parts, right, sizes, small):  # parts: (ranks, *shape), what each rank has in "
-                          "place of `right`",)}
+                          "place of `right`",),
+    "18_talking_less": ("class EveryStep:  # data parallelism", "class TinyLocalSGD(EveryStep):",
+                        "class TinyTopK(EveryStep):", "class TinyPowerSGD(EveryStep):")}
 """First lines of the cells that hold a lesson's subject whole: up to 40 lines, all others up to 20."""
 
 
 def test_every_notebook_is_in_the_list():
-    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 17
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 18
 
 
 @pytest.fixture(params=LESSONS)
@@ -81,7 +83,7 @@ def test_committed_with_outputs(lesson):
 
 LAUNCHERS = {"launch", "launch_privately"}
 ON_THE_CPU = {"00_start_here": 1, "04_distributed_evaluation": 2, "07_pipeline_schedules": 1, "08_tensor_and_hybrid": 2,
-              "14_long_contexts": 1, "15_experts": 3, "16_gradient_audit": 1}
+              "14_long_contexts": 1, "15_experts": 3, "16_gradient_audit": 1, "18_talking_less": 1}
 """Launches whose ranks compute on the CPU whatever the lesson's device is: one would need more GPUs than ranks have."""
 
 
@@ -104,7 +106,7 @@ def test_ranks_take_the_lessons_device():
         cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
         devices[name] = Counter(device for cell in cells if cell.cell_type == "code" and "%" not in cell.source[:1]
                                 for device in devices_of(cell.source))
-    assert sum(counts.total() for counts in devices.values()) == 46
+    assert sum(counts.total() for counts in devices.values()) == 48
     others = {name: counts.total() - counts["device"] for name, counts in devices.items() if set(counts) - {"device"}}
     assert others == ON_THE_CPU
     assert {device for counts in devices.values() for device in counts} == {"device", "'cpu'"}
