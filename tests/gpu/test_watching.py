@@ -16,6 +16,7 @@ from course_lib.hangs.rank_state import ENDED, WAITED_FOR, RankState, read_page
 from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.launching.launch import RankError, launch
 from course_lib.lessons.faults import lab
+from course_lib.metering import job_log, job_report
 from course_lib.metering.meter import Meter
 from course_lib.parallel.clock import Clock
 from course_lib.training.callbacks import Callback
@@ -312,3 +313,24 @@ def test_the_tools_of_the_fault_lab_name_the_culprit_and_the_cures_work(gpus, na
     named, error, values = gpus.run(inspected_and_fixed, name, gpus=3)
     assert named == lab.SCENARIOS[name].culprits
     assert error is None and None not in values
+
+
+# --- somebody else's job ----------------------------------------------------------------------------------------------
+
+
+def measured_job(folder):
+    """Three all-reduces over NCCL, and one that the job's end has to wait for."""
+    dist.init_process_group("nccl")
+    tool, values = job_log.begin(str(folder)), torch.ones(1024, device="cuda")
+    for _ in range(3):
+        dist.all_reduce(values)
+    dist.all_reduce(values, async_op=True)
+    tool.end(None)
+
+
+def test_the_meter_of_a_job_has_the_streams_times(gpus, tmp_path):
+    gpus.run(on_ranks, measured_job, tmp_path)
+    logs = job_report.read(tmp_path)
+    assert [[(call.name, call.bytes) for call in log.calls] for log in logs] == [[("all_reduce", 4096)] * 4] * 2
+    for log in logs:
+        assert log.ended and all(call.end is not None and call.end >= call.start for call in log.calls[:3])
