@@ -20,7 +20,7 @@ OUT = {"html": ROOT / "build" / "book", "epub": ROOT / "build" / "epub"}
 
 def build(form: str = "html") -> int:
     """Put the sources together and run Sphinx over them; returns its exit code."""
-    assemble(SOURCE, npm.folder("mathjax"), npm.folder("@mathjax/mathjax-newcm-font"))
+    assemble(SOURCE)
     return sphinx(["-W", "--keep-going", "-q", "-b", form, "-c", str(Path(__file__).parent), "-d", str(DOCTREES / form),
                    str(SOURCE), str(OUT[form])])
 
@@ -29,7 +29,10 @@ if __name__ == "__main__":
     chosen = sys.argv[1:] or ["html"]
     if len(chosen) > 1 or chosen[0] not in OUT:
         sys.exit(__doc__)
-    code = build(*chosen)
+    try:
+        code = build(*chosen)
+    except npm.NotFetched as problem:
+        sys.exit(f"book: {problem}")
     if code == 0:
         print(f"{OUT[chosen[0]].relative_to(ROOT)}/: open {'index.html' if chosen[0] == 'html' else 'the .epub'}")
     sys.exit(code)

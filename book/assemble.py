@@ -8,7 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
-from book import command_pages, front_page, open_elsewhere, textbook_pages
+from book import command_pages, front_page, live_parts, npm, open_elsewhere, textbook_pages
 from book.links import Links
 from book.notebooks import page_of
 
@@ -51,17 +51,20 @@ def sources() -> tuple[dict[str, str], dict[str, str], set[str]]:
     return texts, alternatives, links.files | set(textbook_pages.files())
 
 
-def assemble(source: Path, mathjax: Path, font: Path) -> None:
+def assemble(source: Path) -> None:
     """Write the sources; files that stay as they are keep their time, so that Sphinx reads what has changed.
 
     Args:
         source: the folder to write to.
-        mathjax: the unpacked package.
-        font: that of its font.
+
+    Raises:
+        npm.NotFetched: a package of npm is not there and cannot be fetched.
     """
     texts, alternatives, files = sources()
     texts["about-files.json"] = json.dumps({"alternatives": alternatives, "files": sorted(files)}, indent=1)
     content = {name: text.encode() for name, text in texts.items()}
+    content |= live_parts.files(npm.folder("pyodide"))
+    mathjax, font = npm.folder("mathjax"), npm.folder("@mathjax/mathjax-newcm-font")
     content |= {f"_static/mathjax/{name}": (mathjax / name).read_bytes() for name in MATHJAX}
     if repository := open_elsewhere.REPOSITORY:
         content |= {f"_extra/open/{path.name}": open_elsewhere.notebook(ROOT / path, repository).encode()

@@ -12,8 +12,7 @@ sys.path.insert(0, str(ROOT))
 import course_lib  # noqa: E402
 
 project = "Distributed training of transformers"
-author = "the authors of the course"
-project_copyright = "Apache-2.0"
+author = ""
 version = release = course_lib.__version__
 language, highlight_language = "en", "none"
 
@@ -49,7 +48,7 @@ html_css_files, html_js_files = ["book.css"], ["book.js"]
 html_favicon = str(ROOT / "book" / "static" / "favicon.svg")
 html_context = {"default_mode": "auto"}
 html_copy_source = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "show_navbar_depth": 1,
                       "show_toc_level": 2, "navigation_with_keys": False}
 

@@ -15,6 +15,8 @@ from pygments.util import ClassNotFound
 from sphinx.application import Sphinx
 from sphinx.config import Config
 
+from book import lighter
+
 ROOT = Path(__file__).resolve().parents[1]
 SCHEME = "source:"
 
@@ -80,6 +82,12 @@ def read_as_meant(app: Sphinx, what: str, name: str, thing: Any, options: Any, l
                 for line in lines]
 
 
+def lighten_site(app: Sphinx, problem: Exception | None) -> None:
+    """Take out of a built site what no page uses."""
+    if problem is None and app.builder.name == "html":
+        lighter.lighten(Path(app.outdir))
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("config-inited", add_fetched_files)
@@ -87,4 +95,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-read", say_what_figures_show)
     app.connect("doctree-resolved", link_to_files)
     app.connect("html-collect-pages", pages_of_files)
+    app.connect("build-finished", lighten_site)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,6 +4,7 @@
 packages: chromium and chromium-driver.
 """
 
+import functools
 import json
 import os
 import re
@@ -156,6 +157,31 @@ def test_the_keyboard_reaches_everything(address, browser, name):
     left = browser.execute_script(REACHABLE.replace("return ", "const all = ") + """;
       return all.filter(one => !window.reached.has(one)).map(one => one.outerHTML.slice(0, 200))""")
     assert wanted > 40 and left == []
+
+
+def test_the_schedule_bench_answers_with_the_librarys_own_sentences(address, browser):
+    """Python in the page: a table, an action moved by keyboard, a refusal."""
+    resize(browser, WIDE)
+    open_(browser, address + "live/schedule.html")
+    answer = functools.partial(browser.find_element, By.CSS_SELECTOR, ".bench-said")
+
+    def until(words):
+        end = time.monotonic() + 300
+        while words not in answer().text:
+            assert time.monotonic() < end, answer().text
+            time.sleep(0.2)
+
+    browser.find_element(By.NAME, "open").click()
+    until("idle 27.3 %")
+    browser.execute_script("document.querySelector('[data-rank=\"3\"][data-at=\"0\"]').focus()")
+    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
+    until("rank 3 of 1f1b has 3B0 before 3F0: put it later")
+    browser.execute_script("document.querySelector('[data-rank=\"0\"][data-at=\"0\"]').focus()")
+    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
+    until("idle 29.4 %")
+    browser.execute_script((npm.folder("axe-core") / "axe.min.js").read_text(encoding="utf-8"))
+    assert browser.execute_async_script(AXE, None) == []
+    assert not {url for url in asked_for(browser) if not url.startswith((address, "data:", "blob:"))}
 
 
 def test_the_front_page_is_light_and_its_picture_runs_again(address, browser):

@@ -1,0 +1,156 @@
+/* The schedule bench: controls, the drawing, and actions that can be moved, by pointer or by keyboard. */
+const place = document.getElementById("bench");
+const field = (name) => place.querySelector(`[name=${name}]`);
+const said = place.querySelector(".bench-said");
+const progress = place.querySelector("progress");
+const drawing = place.querySelector(".bench-drawing");
+const LANE = 30, LABEL = 58, WIDTH = 900;
+let worker, asked = 0, waiting = new Map(), now = null, chosen = null;
+
+function ask(call, ...values) {
+  return new Promise((resolve) => {
+    waiting.set(++asked, resolve);
+    worker.postMessage({ id: asked, call, values });
+  });
+}
+
+function wanted() {
+  const numbers = ["ranks", "microbatches", "stages", "forward", "input", "weight", "message"];
+  return JSON.stringify({ name: field("name").value, ...Object.fromEntries(numbers.map((name) => [name, Number(field(name).value)])) });
+}
+
+async function start() {
+  field("open").disabled = true;
+  progress.hidden = false;
+  worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+  worker.onmessage = ({ data }) => {
+    if (data.progress !== undefined) { progress.value = data.progress; return; }
+    waiting.get(data.id)(data.answer);
+    waiting.delete(data.id);
+  };
+  worker.onerror = () => { said.textContent = "The bench cannot start here: it needs a browser with module workers."; };
+  const names = await ask("names");
+  if (names.error) { said.textContent = names.error; return; }
+  for (const name of Object.keys(names)) field("name").add(new Option(name));
+  field("name").value = "1f1b";
+  field("name").addEventListener("change", () => { field("stages").disabled = !names[field("name").value]; });
+  field("stages").disabled = true;
+  field("open").closest("p").hidden = true;
+  place.querySelector(".bench-controls").hidden = false;
+  for (const control of place.querySelectorAll("select, input")) control.addEventListener("change", make);
+  make();
+}
+
+async function make() {
+  show(await ask("made", wanted()));
+}
+
+/* A table that cannot run keeps its drawing, so that the move can be taken back; the sentence says why. */
+function show(answer) {
+  place.classList.toggle("bench-wrong", Boolean(answer.error));
+  if (answer.error) {
+    said.textContent = answer.error;
+    return;
+  }
+  now = answer;
+  said.textContent = `step ${answer.step.toPrecision(4)} · idle ${(100 * answer.bubble).toFixed(1)} % · ` +
+    `held at most, per rank: ${answer.peaks.map((peak) => peak.toPrecision(3)).join(", ")} micro-batches`;
+  draw();
+}
+
+function draw() {
+  const unit = (WIDTH - LABEL) / now.step;
+  const height = now.rows.length * LANE;
+  const parts = [];
+  now.rows.forEach((row, rank) => {
+    parts.push(`<text class="bench-rank" x="0" y="${rank * LANE + 19}">rank ${rank}</text>` +
+      `<rect class="run-lane" x="${LABEL}" y="${rank * LANE}" width="${WIDTH - LABEL}" height="${LANE - 4}"/>`);
+    row.forEach((one, at) => {
+      const x = LABEL + one.start * unit, width = Math.max((one.end - one.start) * unit - .8, 1);
+      parts.push(`<g class="run-${one.kind}" data-rank="${rank}" data-at="${at}" role="button" tabindex="-1" ` +
+        `aria-label="${one.name}, rank ${rank}, place ${at + 1} of ${row.length}"><rect x="${x}" y="${rank * LANE}" ` +
+        `width="${width}" height="${LANE - 4}"/>${width > 9 ? `<text aria-hidden="true" x="${x + width / 2}" y="${rank * LANE + 17}">` +
+        `${one.microbatch}</text>` : ""}</g>`);
+    });
+  });
+  drawing.innerHTML = `<svg viewBox="0 0 ${WIDTH} ${height}" role="group" aria-label="The table, a lane per rank">` +
+    `${parts.join("")}</svg>`;
+  focusable(chosen ?? { rank: 0, at: 0 }, chosen !== null);
+}
+
+function blockAt({ rank, at }) {
+  return drawing.querySelector(`[data-rank="${rank}"][data-at="${at}"]`);
+}
+
+function placeOf(block) {
+  return { rank: Number(block.dataset.rank), at: Number(block.dataset.at) };
+}
+
+function focusable(where, focus) {
+  const block = blockAt(where) ?? blockAt({ rank: 0, at: 0 });
+  for (const other of drawing.querySelectorAll("[tabindex='0']")) other.setAttribute("tabindex", "-1");
+  block.setAttribute("tabindex", "0");
+  if (focus) block.focus({ preventScroll: true });
+}
+
+async function move(where, to) {
+  const row = now.rows[where.rank];
+  if (to < 0 || to >= row.length || to === where.at) return;
+  const answer = await ask("moved", now.table, wanted(), where.rank, where.at, to);
+  if (!answer.error) chosen = { rank: where.rank, at: to };
+  show(answer);
+}
+
+drawing.addEventListener("keydown", (event) => {
+  const block = event.target.closest("g[data-rank]");
+  const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+  if (!block || !step) return;
+  event.preventDefault();
+  const where = placeOf(block);
+  if (event.shiftKey && step[1]) { move(where, where.at + step[1]); return; }
+  const next = { rank: where.rank + step[0], at: where.at + step[1] };
+  if (blockAt(next)) { chosen = next; focusable(next, true); }
+});
+
+let dragged = null;
+drawing.addEventListener("pointerdown", (event) => {
+  dragged = event.target.closest("g[data-rank]");
+  dragged?.classList.add("bench-dragged");
+  if (dragged) { event.preventDefault(); dragged.focus({ preventScroll: true }); }
+});
+addEventListener("pointerup", (event) => {
+  if (!dragged) return;
+  const where = placeOf(dragged);
+  dragged.classList.remove("bench-dragged");
+  dragged = null;
+  const box = drawing.querySelector("svg").getBoundingClientRect();
+  const time = ((event.clientX - box.left) / box.width * WIDTH - LABEL) / ((WIDTH - LABEL) / now.step);
+  const others = now.rows[where.rank].filter((_, at) => at !== where.at);
+  const to = others.filter((one) => (one.start + one.end) / 2 < time).length;
+  chosen = where;
+  move(where, to);
+});
+
+function save(name, kind, text) {
+  const link = Object.assign(document.createElement("a"), { download: name, href: URL.createObjectURL(new Blob([text], { type: kind })) });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+field("open").addEventListener("click", start);
+field("csv").addEventListener("click", () => save(`${field("name").value}.csv`, "text/csv", now.table));
+field("svg").addEventListener("click", () => {
+  const copy = drawing.querySelector("svg").cloneNode(true);
+  const colours = getComputedStyle(document.documentElement);
+  const style = ["F", "B", "I", "W"].map((kind) => `.run-${kind} rect{fill:${colours.getPropertyValue(`--run-${kind}`)}}`).join("");
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.insertAdjacentHTML("afterbegin", `<style>text{font:12px sans-serif}g text{text-anchor:middle}.run-lane{fill:#ddd}${style}</style>`);
+  save(`${field("name").value}.svg`, "image/svg+xml", copy.outerHTML);
+});
+
+if (location.protocol === "file:") {
+  field("open").disabled = true;
+  said.textContent = "Browsers start no Python from a file. In the book's folder: python -m http.server";
+} else if ("serviceWorker" in navigator) {
+  navigator.serviceWorker.register(new URL("../../live-cache.js", import.meta.url));
+}
