@@ -36,4 +36,5 @@ EQUIVALENT = {
     ("experts.layer", "stable=True -> "): "copies of one expert may come in any order",
     ("experts.layer", "stable=True -> stable=False"): "copies of one expert may come in any order",
     ("museum.buckets", "len(gradient) > limit -> len(gradient) >= limit"): "what fills a bucket is alone in it anyway",
+    ("museum.tokens", "ignore_index=-100 -> "): "-100 is what torch takes by itself",
 }

@@ -1,6 +1,6 @@
 """Hidden cases of lesson 16: other shapes and ranks, drawn anew at each grading."""
 
-from course_lib.grading.tasks import museum_layers, museum_means
+from course_lib.grading.tasks import museum_layers, museum_losses, museum_means
 
 DRAW = {
     "museum.mixture": lambda rng: museum_means.MIXTURE.draw(rng, (2, 4)),
@@ -11,4 +11,8 @@ DRAW = {
     "museum.exit": lambda rng: museum_layers.EXIT.draw(rng, (2, 4)),
     "museum.norm": lambda rng: museum_layers.NORM.draw(rng, (2, 4)),
     "museum.tied": lambda rng: museum_layers.TIED.draw(rng, (2, 4)),
+    "museum.context": lambda rng: museum_losses.CONTEXT.draw(rng, (2, 4)),
+    "museum.tokens": lambda rng: museum_losses.TOKENS.draw(rng, (2, 4)),
+    "museum.micro": lambda rng: museum_losses.MICRO.draw(rng, (2, 4)),
+    "museum.twice": lambda rng: museum_losses.TWICE.draw(rng, (2, 4)),
 }

@@ -110,6 +110,61 @@ TIED = '''def sum_tied(gradients):
         gradients["embedding.weight"].copy_(total)
         gradients["head.weight"].copy_(total)
 '''
+CONTEXT = '''import torch.distributed as dist
+
+
+def backward_of_part(weight, x, target, data_ranks):
+    context_ranks = dist.get_world_size() // data_ranks
+    loss = ((x @ weight - target) ** 2).mean() * context_ranks
+    loss.backward()
+    dist.all_reduce(weight.grad)
+    weight.grad /= data_ranks
+    told = loss.detach() / context_ranks
+    dist.all_reduce(told)
+    return told / dist.get_world_size()
+'''
+TOKENS = '''import torch.distributed as dist
+from torch.nn import functional as F
+
+
+def loss_for_ddp(logits, labels):
+    count = (labels >= 0).sum()
+    dist.all_reduce(count)
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / count
+'''
+MICRO = '''import torch
+import torch.distributed as dist
+
+
+def sharded_gradient(micro_batches):
+    ranks = dist.get_world_size()
+    shard = torch.zeros(len(micro_batches[0]) // ranks)
+    for gradient in micro_batches:
+        gradient = gradient / (ranks * len(micro_batches))
+        dist.reduce_scatter_single(shard, gradient)
+    return shard
+'''
+TWICE = '''import torch.distributed as dist
+
+
+def reduce_as_they_come(weights):
+    sent = {}
+
+    def send(weight):
+        if weight not in sent:
+            total = weight.grad.clone()
+            sent[weight] = total, dist.all_reduce(total, async_op=True)
+
+    def finish():
+        for weight, (total, work) in sent.items():
+            work.wait()
+            weight.grad.copy_(total / dist.get_world_size())
+        sent.clear()
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(send)
+    return finish
+'''
 
 AS_RELEASED = "as it was released"
 PLANTED = (
@@ -205,4 +260,73 @@ def sum_tied(gradients):
     Planted("museum.tied", "the blocks are divided, too", "who talks to whom", "        mine += other\n",
             "        mine += other\n    for name, gradient in gradients.items():\n"
             "        gradient /= 1 + name.startswith(\"blocks\")\n"),
+    Planted("museum.context", AS_RELEASED, "gradient", "", CONTEXT),
+    Planted("museum.context", "the sum over the data ranks is not divided", "gradient",
+            "    weight.grad /= dist.get_world_size()\n",
+            "    weight.grad /= dist.get_world_size() // data_ranks\n"),
+    Planted("museum.context", "divided by the data ranks alone", "gradient",
+            "    weight.grad /= dist.get_world_size()\n", "    weight.grad /= data_ranks\n"),
+    Planted("museum.context", "each rank tells its own loss", "loss", "    dist.all_reduce(told)\n"
+            "    return told / dist.get_world_size()\n", "    return told\n"),
+    Planted("museum.context", "the loss is that of the context ranks once more", "loss", "return told /",
+            "return told * (dist.get_world_size() // data_ranks) /"),
+    Planted("museum.tokens", AS_RELEASED, "gradient", "", TOKENS),
+    Planted("museum.tokens", "each rank its own mean", "gradient", "    dist.all_reduce(count)\n",
+            "    dist.all_reduce(count)\n    count = (labels >= 0).sum() * dist.get_world_size()\n"),
+    Planted("museum.tokens", "padding counts", "gradient", "(labels >= 0).sum()",
+            "(labels >= -100).sum()"),
+    Planted("museum.tokens", "the right gradient under a loss of its own", "mean of the losses",
+            "    return loss * dist.get_world_size() / count\n",
+            "    right = loss * dist.get_world_size() / count\n    return right - right.detach() + loss.detach()\n"),
+    Planted("museum.tokens", "all labels travel", "what travels", "    count = (labels >= 0).sum()\n",
+            "    everybody = [labels.clone() for _ in range(dist.get_world_size())]\n"
+            "    dist.all_gather(everybody, labels)\n    count = (labels >= 0).sum()\n"),
+    Planted("museum.micro", AS_RELEASED, "shard", "", MICRO),
+    Planted("museum.micro", "the sum of the micro-batches", "shard", "ranks * len(micro_batches)", "ranks"),
+    Planted("museum.micro", "the sum over the ranks", "shard", "ranks * len(micro_batches)", "len(micro_batches)"),
+    Planted("museum.micro", "the first micro-batch alone", "shard", "for gradient in micro_batches:",
+            "for gradient in micro_batches[:1]:"),
+    Planted("museum.micro", "whole gradients on every rank", "reduce-scatter",
+            "        dist.reduce_scatter_single(part, gradient)\n",
+            "        dist.all_reduce(gradient)\n        part = gradient.chunk(ranks)[dist.get_rank()]\n"),
+    Planted("museum.twice", AS_RELEASED, "used twice", "", TWICE),
+    Planted("museum.twice", "each time all that is there, so that the first use is summed twice", "used twice", "",
+            '''import torch.distributed as dist
+
+
+def reduce_as_they_come(weights):
+    works = []
+
+    def send(weight):
+        works.append(dist.all_reduce(weight.grad, async_op=True))
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+        for weight in weights:
+            weight.grad /= dist.get_world_size()
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(send)
+    return finish
+'''),
+    Planted("museum.twice", "all of it after the backward", "during backward", "", '''import torch.distributed as dist
+
+
+def reduce_as_they_come(weights):
+    def finish():
+        for weight in weights:
+            dist.all_reduce(weight.grad)
+            weight.grad /= dist.get_world_size()
+
+    return finish
+'''),
+    Planted("museum.twice", "blocks the backward", "during backward",
+            "        sent.append((weight, part, dist.all_reduce(part, async_op=True)))\n",
+            "        work = dist.all_reduce(part, async_op=True)\n        work.wait()\n"
+            "        sent.append((weight, part, work))\n"),
+    Planted("museum.twice", "the last use alone", "used twice", "weight.grad += part", "weight.grad = part"),
+    Planted("museum.twice", "what was sent in the last step is added again", "used once", "        sent.clear()\n", ""),
+    Planted("museum.twice", "the sum", "used once", " / dist.get_world_size()", ""),
 )
