@@ -49,11 +49,11 @@ def main() -> None:
             rows.append(f"| `{name}` | {microseconds(calls) - bare:.0f} |")
             tool.end(None)
     here = machine.describe()
-    text = "\n".join(["# What the tools for anybody's job cost", "",
-                      f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {here.cpu}; `python "
-                      f"benchmarks/attach_overhead.py`.", f"A bare all-reduce of one rank takes {bare:.0f} µs of CPU time.",
-                      "",
-                      "| tool | µs more per collective |", "|---|---|", *rows, ""])
+    text = "\n".join([
+        "# What the tools for anybody's job cost", "",
+        f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {here.cpu}; `python benchmarks/attach_overhead.py`.",
+        f"A bare all-reduce of one rank takes {bare:.0f} µs of CPU time.", "",
+        "| tool | µs more per collective |", "|---|---|", *rows, ""])
     write_text(Path(__file__).with_name("attach-overhead.md"), text)
     print(text)
 
