@@ -47,6 +47,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory per GPU than this")
     parser.add_argument("--calibration", type=Path, metavar="FILE",
                         help="take the shares of peak that `course bench --run` measured, not the catalogue's")
+    parser.add_argument("--calibrate", type=Path, metavar="RUN",
+                        help="take the share of peak that a run of `course train` on this GPU reached: its folder")
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [what the model takes, at most 2048]")
     parser.add_argument("--tokens", type=tokens, metavar="N", help="to train on, as 100B: adds hours and cost")
@@ -91,7 +93,7 @@ def find(args: argparse.Namespace) -> "Search":
     Raises:
         ConfigError: an option is out of range, or nothing fits.
     """
-    from course_lib.planning import benchmark, hardware, models, strategy
+    from course_lib.planning import benchmark, from_run, hardware, models, strategy
 
     for name in ("gpus", "global_batch", "sequence_length"):
         value = getattr(args, name)
@@ -104,8 +106,14 @@ def find(args: argparse.Namespace) -> "Search":
     cluster = hardware.cluster(args.gpu, args.gpus, memory_gb=args.max_memory_gb)
     if cluster.dollars_per_gpu_hour is None:  # as `course select` prices it
         cluster = replace(cluster, dollars_per_gpu_hour=hardware.lowest_price(args.gpu))
+    if args.calibration and args.calibrate:
+        raise ConfigError("--calibration and --calibrate both say what matmuls reach", "leave one of them out")
     if args.calibration:
         cluster = benchmark.calibrated(cluster, args.calibration)
+    if args.calibrate:
+        calibrated = from_run.calibrate(cluster, args.calibrate)
+        cluster = calibrated.cluster
+        print(*calibrated.lines(), sep="\n", file=sys.stderr if args.json else sys.stdout)
     length = min(2048, model.context or 2048) if args.sequence_length is None else args.sequence_length
     return strategy.search(model, cluster, length, args.global_batch, families=args.families or FAMILIES,
                            settings={name: getattr(args, name) for name in SETTINGS})
