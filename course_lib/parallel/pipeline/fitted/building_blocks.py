@@ -92,12 +92,12 @@ class Squeeze:
     def run(self) -> bool:
         """Put all actions, each time the one that can begin first; whether it came to the end."""
         board = self.board
-        best = [self._first(rank) for rank in range(board.ranks)]  # (start, time, rank, index), by rank
+        firsts = [self._first(rank) for rank in range(board.ranks)]  # (start, time, rank, index), by rank
         while any(self.turns):
-            found = min((each for each in best if each), default=None)
-            if found is None:
+            earliest = min(filter(None, firsts), default=None)
+            if earliest is None:
                 return False
-            *_, rank, index = found
+            *_, rank, index = earliest
             turn = self.turns[rank].pop(index)
             if turn.kind == F:
                 board.make_room(turn.stage)
@@ -107,12 +107,12 @@ class Squeeze:
             # --- what this changes: the rank itself, and the one that its result is for ---
             then = turn.stage + (1 if turn.kind == F else -1)
             for other in {rank, board.stage_ranks[then] if 0 <= then < board.stages else rank}:
-                best[other] = self._first(other)
+                firsts[other] = self._first(other)
         return True
 
     def _first(self, rank: int) -> tuple[int, int, int, int] | None:
         """Of a rank's next action of each stage and kind the one that can begin first; None: all wait for others."""
-        board, found, seen = self.board, [], set()
+        board, candidates, seen = self.board, [], set()
         for index, turn in enumerate(self.turns[rank]):
             if (turn.stage, turn.kind) in seen:
                 continue
@@ -121,10 +121,10 @@ class Squeeze:
                 continue
             ready = board.ready(turn.stage, turn.kind)
             if ready is not None:
-                found.append((max(board.clock[rank], ready), turn.time, rank, index))
+                candidates.append((max(board.clock[rank], ready), turn.time, rank, index))
             if len(seen) == 4:
                 break
-        return min(found, default=None)
+        return min(candidates, default=None)
 
     def _may_overtake(self, rank: int, index: int) -> bool:
         """Whether all that comes before a turn has room in memory when that one's activation is there already."""
