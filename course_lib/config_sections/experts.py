@@ -43,11 +43,11 @@ def check_experts(parallel: ParallelConfig, run: RunConfig, model: ModelConfig, 
         raise ConfigError("offload and shard_group_size are not for expert_parallel_size", "leave them out")
     if model.torch_compile:
         raise ConfigError("torch_compile does not know the exchanges of expert_parallel_size", "leave it out")
-    if optim.optimizer not in ("adamw", "sgd"):
-        raise ConfigError(f"{optim.optimizer}'s state is not stored in pieces, as that of expert_parallel_size is",
-                          "use --optimizer adamw or sgd")
     if optim.optimizer == "muon":
         raise ConfigError("muon is for whole copies of a model, and expert_parallel_size leaves a rank some experts",
+                          "use --optimizer adamw or sgd")
+    if optim.optimizer not in ("adamw", "sgd"):
+        raise ConfigError(f"{optim.optimizer}'s state is not stored in pieces, as that of expert_parallel_size is",
                           "use --optimizer adamw or sgd")
     if run.mixed_precision == "fp16":
         raise ConfigError("fp16 needs a scaler that knows the ranks of expert_parallel_size",

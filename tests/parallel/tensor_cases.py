@@ -268,8 +268,9 @@ def two_dimensions():
     grid = RankGrid(dp=2, tp=2)
     groups, place = grid.groups(), grid.coordinates(dist.get_rank())
     mesh = grid.mesh(groups)
-    found = {"lines": [dist.get_process_group_ranks(group) for group in groups], "mesh": mesh.mesh.tolist(),
-             "mesh place": list(mesh.get_coordinate()), "place": list(place), "names": mesh.mesh_dim_names,
+    lines = [dist.get_process_group_ranks(group) for group in groups if group is not None]
+    found = {"lines": lines, "mesh": mesh.mesh.tolist(), "mesh place": list(mesh.get_coordinate()),
+             "place": list(place), "names": mesh.mesh_dim_names,
              "same group": mesh.get_group("tp") is groups.tp,
              "model parallel": dist.get_process_group_ranks(grid.new_group("pp", "tp"))}
     rows = slice(place.dp * ROWS // 2, (place.dp + 1) * ROWS // 2)

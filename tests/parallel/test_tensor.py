@@ -109,7 +109,7 @@ def test_the_groups_are_the_grids_lines(ranks):
         two = found["two"]
         assert two["lines"] == [[rank % 2, rank % 2 + 2], [rank], [rank // 2 * 2, rank // 2 * 2 + 1]]
         assert two["mesh"] == [[[0, 1]], [[2, 3]]] and two["names"] == ("dp", "pp", "tp")
-        assert two["place"] == two["mesh place"] == [rank // 2, 0, rank % 2]
+        assert two["mesh place"] == [rank // 2, 0, rank % 2] and two["place"] == [*two["mesh place"], 0]
         assert two["same group"] and two["model parallel"] == two["lines"][2]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.pipeline.actions import B, F, Schedule
-from course_lib.parallel.pipeline.fitted import zero_bubble
+from course_lib.parallel.pipeline.fitted import building_blocks, zero_bubble
 from course_lib.parallel.pipeline.fitted.search import stage_costs
 from course_lib.parallel.pipeline.formulas import bubble_time
 from course_lib.parallel.pipeline.passes import lower
@@ -153,7 +153,7 @@ def test_fitted_tables_are_proved_for_many_sizes_and_lengths():
     for ranks, microbatches, lengths in product(range(1, 6), (1, 2, 5, 10), LENGTHS[:5]):
         costs = Costs(*lengths, latency=1, activation=8, kept=3)
         tables = [zero_bubble.fit(ranks, microbatches, costs, factor * ranks * 8) for factor in (1, 2)]
-        tables += [zero_bubble.repeat(name, ranks, microbatches, costs) for name in zero_bubble.BLOCKS]
+        tables += [building_blocks.repeat(name, ranks, microbatches, costs) for name in building_blocks.BLOCKS]
         if microbatches >= 2 * ranks:
             tables.append(zero_bubble.fit_v(ranks, microbatches, costs))
         for table in tables:
