@@ -28,6 +28,7 @@ from tests.notebooks.test_lab import LINK, ROOT, TOKEN, commands_of_make
 CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 LESSONS = sorted(path.stem for path in ROOT.glob("notebooks/*.ipynb"))
 BY_KEYBOARD = "02_data_parallel"
+WARNS = "10_faults_and_hangs"  # once: torch's own words about a rank that did not come
 ACTIVE = ".jp-NotebookPanel:not(.lm-mod-hidden) "
 TABS = "#jp-main-dock-panel .lm-TabBar-tab"
 POSITION = f"""const cells = [...document.querySelectorAll("{ACTIVE}.jp-Notebook .jp-Cell")];
@@ -156,7 +157,8 @@ def test_a_lesson_opens_with_its_drawings_and_every_link_opens_its_file(lesson, 
     cells = opened(browser, lab, lesson)
     shown = f"{ACTIVE}.jp-OutputArea-output[data-mime-type='image/svg+xml']"
     assert drawings(cells) == until(lambda: len(select(browser, shown)) + 1, "outputs") - 1
-    assert not select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+    warnings = select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+    assert len(warnings) == (lesson == WARNS)
     for path in sorted(local_links(cells)):
         anchor = until(lambda path=path: next((
             each for each in select(browser, f"{ACTIVE}.jp-RenderedMarkdown a")
