@@ -138,7 +138,8 @@ ABSENT: dict[str, str] = {
     "hub_token": "set HF_TOKEN, or run `hf auth login`: a key in an option is seen by all users of the machine",
     "hub_revision": "the main branch is pushed to",
     "accelerator_config": "use --split_batches, --seed, and what else `course train --help` has",
-    "parallelism_config": "use --tensor_parallel_size, --shard_group_size or --pipeline_parallel_size",
+    "parallelism_config": "use --tensor_parallel_size, --context_parallel_size, --shard_group_size or "
+                          "--pipeline_parallel_size",
     "dataloader_prefetch_factor": "each worker holds two batches ready",
     "dataloader_multiprocessing_context": "workers are started as torch starts them on this system",
     "label_names": "name the column with --label_column",

@@ -32,8 +32,8 @@ def main() -> None:
     """Measure all cells and rewrite the README's table."""
     with tempfile.TemporaryDirectory() as folder:
         cells = (parity.matrix(Path(folder) / "whole") + parity.tensor_matrix(Path(folder) / "split")
-                 + parity.experts_matrix(Path(folder) / "experts"))
-    order = [*parity.PAIRS, *parity.TENSOR, *parity.EXPERTS]
+                 + parity.context_matrix(Path(folder) / "context") + parity.experts_matrix(Path(folder) / "experts"))
+    order = [*parity.PAIRS, *parity.TENSOR, *parity.CONTEXT, *parity.EXPERTS]
     cells.sort(key=lambda cell: (order.index((cell.strategy, cell.engine)), cell.world_size))
     agreeing = sum(cell.agrees for cell in cells)
     text = README.read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +59,21 @@ TENSOR: dict[tuple[str, str], dict[str, Any]] = {
     ("pipeline 2 × tensor 2", "scratch"): _STAGES,
 }
 """What splits single layers too, by name and engine, and its options; torch's ddp has no such layout here."""
+
+CONTEXT: dict[tuple[str, str], dict[str, Any]] = {
+    (f"{strategy} × context {size}, {way}", engine): {
+        "strategy": strategy, "context_parallel_size": size, "context_parallel": way}
+    for strategy, size, way, engines in (
+        ("ddp", 2, "zigzag", ("torch", "scratch")), ("ddp", 2, "ring", ("scratch",)),
+        ("ddp", 2, "ulysses", ("scratch",)), ("ddp", 2, "allgather", ("scratch",)),
+        ("zero1", 2, "ulysses", ("deepspeed", "torch", "scratch")),
+        ("zero2", 2, "allgather", ("deepspeed", "torch", "scratch")), ("zero3", 2, "zigzag", ("deepspeed", "scratch")),
+        ("fsdp", 2, "ring", ("torch", "scratch")), ("fsdp", 4, "zigzag", ("torch", "scratch")))
+    for engine in engines} | {
+    ("ddp × context 2, zigzag × tensor 2", "scratch"): _TWO | {"context_parallel_size": 2},
+    ("fsdp × context 2, ulysses × tensor 2", "torch"): _TWO | {
+        "strategy": "fsdp", "context_parallel_size": 2, "context_parallel": "ulysses"}}
+"""Rows whose tokens ranks share, by name and engine, and their options."""
 
 MIXTURE: dict[str, Any] = {"model": "tiny-olmoe"}
 EXPERTS: dict[tuple[str, str], dict[str, Any]] = {
@@ -209,10 +225,31 @@ def tensor_matrix(folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps:
     for world_size in world_sizes:
         rows = {row: options | {"engine": row[1], "max_steps": steps} for row, options in TENSOR.items()
                 if world_size >= 2 * options.get("pipeline_parallel_size", 1)}
-        runs = launch(_tensor_traces, folder / f"{world_size}", world_size, rows, num_processes=world_size,
+        runs = launch(_shared_traces, folder / f"{world_size}", world_size, rows, num_processes=world_size,
                       timeout=timeout, device="cpu")[0]
         cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, rows, strict=True)]
     return cells
+
+
+def context_matrix(folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps: int = STEPS,
+                   timeout: float = 600.0) -> list[Cell]:
+    """Rows whose tokens ranks share, against the plain loop on one process, on as many ranks as share them, or more."""
+    wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps))
+    cells = []
+    for world_size in world_sizes:
+        for deepspeed in (False, True):  # it takes the whole process to itself
+            chosen = {row: options | {"engine": row[1], "max_steps": steps} for row, options in CONTEXT.items()
+                      if (row[1] == "deepspeed") == deepspeed and world_size >= sharing(options)}
+            if chosen:
+                runs = launch(_shared_traces, folder / f"{world_size}-{deepspeed}", world_size, chosen,
+                              num_processes=world_size, timeout=timeout, device="cpu")[0]
+                cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, chosen, strict=True)]
+    return cells
+
+
+def sharing(options: Mapping[str, Any]) -> int:
+    """Ranks that have the same rows."""
+    return math.prod(options.get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "context", "tensor"))
 
 
 def experts_matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, *,
@@ -242,12 +279,12 @@ def _traces_of(folder: Path, world_size: int, rows: dict[tuple[str, str], dict[s
     return recorded
 
 
-def _tensor_traces(folder: Path, world_size: int, rows: dict[tuple[str, str], dict[str, Any]]) -> list[Trace]:
+def _shared_traces(folder: Path, world_size: int, rows: dict[tuple[str, str], dict[str, Any]]) -> list[Trace]:
     recorded = []
     for number, options in enumerate(rows.values()):
         AcceleratorState._reset_state()  # the process group stays
         GradientState._reset_state()
-        copies = world_size // 2 // options.get("pipeline_parallel_size", 1)  # of the model, each with rows of its own
+        copies = world_size // sharing(options)  # of the model, each with rows of its own
         recorded.append(trace(task(folder / str(number), 1, **options, batch_size=GLOBAL_ROWS // 2 // copies)))
         gc.collect()
     return recorded

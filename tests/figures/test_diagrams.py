@@ -37,7 +37,8 @@ from course_lib.parallel.pipeline.simulation import simulate
 from course_lib.parallel.ring_attention import Sight
 from course_lib.parallel.sequence_layout import SequenceLayout
 from course_lib.parallel.topology import RankGrid
-from course_lib.planning.memory import Memory, zero_model_states
+from course_lib.planning.memory import Memory
+from course_lib.planning.state_estimates import zero_model_states
 
 GIB = 2**30
 SHARDED = Memory(0.5 * GIB, 0.5 * GIB, 1 * GIB, 12 * GIB, 3 * GIB, 2.5 * GIB, gradients_wait=False)

@@ -124,10 +124,10 @@ def test_two_ranks_equal_one_process_too(tmp_path):
 def test_the_readme_has_every_row_of_the_matrix():
     text = README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
     shown = re.findall(r"^\| ([^|]+) \| (\w+) \|", text, re.M)[1:]
-    assert shown == [*parity.PAIRS, *parity.TENSOR, *parity.EXPERTS] and len(shown) == 38
+    assert shown == [*parity.PAIRS, *parity.TENSOR, *parity.CONTEXT, *parity.EXPERTS] and len(shown) == 57
     agree, cells = map(int, re.search(r"(\d+) of (\d+) cells agree", text).groups())
     of_experts = 3 * (len(parity.PAIRS) - 1) + 3 * 2 + 3
-    assert agree == cells == 3 * len(parity.PAIRS) + 5 + 7 + of_experts and "**" not in text
+    assert agree == cells == 3 * len(parity.PAIRS) + 5 + 7 + (15 + 19) + of_experts and "**" not in text
 
 
 def without_the_sum(folder):
