@@ -7,23 +7,9 @@ warning of Sphinx is an error.
 """
 
 import sys
-from pathlib import Path
-
-from sphinx.cmd.build import main as sphinx
 
 from book import npm
-from book.assemble import ROOT, assemble
-
-SOURCE, DOCTREES = ROOT / "build" / "book-source", ROOT / "build" / "book-doctrees"
-OUT = {"html": ROOT / "build" / "book", "epub": ROOT / "build" / "epub"}
-
-
-def build(form: str = "html") -> int:
-    """Put the sources together and run Sphinx over them; returns its exit code."""
-    assemble(SOURCE)
-    return sphinx(["-W", "--keep-going", "-q", "-b", form, "-c", str(Path(__file__).parent), "-d", str(DOCTREES / form),
-                   str(SOURCE), str(OUT[form])])
-
+from book.build import OUT, ROOT, build
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or ["html"]

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from book.__main__ import OUT, ROOT
+from book.build import OUT, ROOT
 
 SITE = OUT["html"]
 
