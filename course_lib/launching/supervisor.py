@@ -263,9 +263,9 @@ class RankSupervisor(threading.Thread):
             stacks = {rank: _own_frames(stack) for rank, stack in self.stacks.items()}
             raise RanksHung(timeout, stacks | absent)
         if failures:
-            # Of two that were noticed at once, a watchdog has ended its rank after the other's death.
-            rank = min(failures, key=lambda r: (failures[r].consequence, failures[r].at,
-                                                failures[r].summary == OF_A_WATCHDOG))
+            # A watchdog ends its rank because of another one, which may take a moment longer to die.
+            rank = min(failures, key=lambda r: (failures[r].consequence, failures[r].summary == OF_A_WATCHDOG,
+                                                failures[r].at))
             said = {other: failure.summary for other, failure in failures.items() if other != rank}
             error = RankError(rank, failures[rank], said)
             if isinstance(error.cause, CourseError):
