@@ -68,8 +68,8 @@ function draw() {
     row.forEach((one, at) => {
       const x = LABEL + one.start * unit, width = Math.max((one.end - one.start) * unit - .8, 1);
       parts.push(`<g class="run-${one.kind}" data-rank="${rank}" data-at="${at}" role="button" tabindex="-1" ` +
-        `aria-label="${one.name}, rank ${rank}, place ${at + 1} of ${row.length}"><rect x="${x}" y="${rank * LANE}" ` +
-        `width="${width}" height="${LANE - 4}"/>${width > 9 ? `<text aria-hidden="true" x="${x + width / 2}" y="${rank * LANE + 17}">` +
+        `aria-label="micro-batch ${one.microbatch}: ${one.name}, rank ${rank}, place ${at + 1} of ${row.length}"><rect x="${x}" y="${rank * LANE}" ` +
+        `width="${width}" height="${LANE - 4}"/>${width > 9 ? `<text x="${x + width / 2}" y="${rank * LANE + 17}">` +
         `${one.microbatch}</text>` : ""}</g>`);
     });
   });
