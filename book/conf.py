@@ -53,6 +53,8 @@ html_theme_options = {"use_download_button": False, "use_fullscreen_button": Fal
                       "show_toc_level": 2, "navigation_with_keys": False}
 
 epub_show_urls = "no"
+epub_author = epub_publisher = "The authors of the course"
+epub_copyright = "Apache-2.0"
 
 
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:

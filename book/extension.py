@@ -71,7 +71,9 @@ def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def add_fetched_files(app: Sphinx, config: Config) -> None:
     """Take what the assembly put beside the sources among the static files."""
-    config.html_static_path.append(str(Path(app.srcdir) / "_static"))
+    fetched = Path(app.srcdir) / "_static"
+    config.html_static_path.append(str(fetched))
+    config.epub_exclude_files += [f"_static/{path.relative_to(fetched).as_posix()}" for path in fetched.rglob("*")]
     if (extra := Path(app.srcdir) / "_extra").is_dir():
         config.html_extra_path.append(str(extra))
 
