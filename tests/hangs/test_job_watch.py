@@ -75,15 +75,17 @@ def one_of_four_stays_away(folder):
     """Rank 3 does not come to tp's second all-reduce before there is a report; steps are counted by the optimizer."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh["tp"].get_group()
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    tool = job_watch.begin({"seconds": 1.0, "folder": str(folder)})
+    # On a busy machine the other ranks must be at the second all-reduce before this is over.
+    tool = job_watch.begin({"seconds": 5.0, "folder": str(folder)})
     tool.watchdog.ends = False
     for step in range(2):
         if step == 1 and dist.get_rank() == 3:
             while not (folder / "hang-rank3.json").exists():
                 time.sleep(0.05)
-        dist.all_reduce(torch.ones(4), group=mesh["tp"].get_group())
+        dist.all_reduce(torch.ones(4), group=group)
         weight.grad = torch.ones(4)
         optimizer.step()
     tool.end(None)
