@@ -112,7 +112,7 @@ def _as_new(environment, cwd, output):
     gc.freeze()  # a collection would look through, and so copy, all that pytest has
 
 
-def run_course(*arguments, timeout=240, **env):
+def run_course(*arguments, timeout=960, **env):
     """``course ARGUMENTS`` in a fork, to its end; a time-out ends all that it started."""
     from course_lib import cli
 

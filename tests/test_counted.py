@@ -166,7 +166,7 @@ def test_ctrl_c_reaches_what_a_test_starts_also_where_the_suite_runs_in_the_back
             "ask = 'import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)'\n"
             "subprocess.run([sys.executable, '-c', ask], check=True)")
     for load, ignored in (("", "True"), ("import tests.conftest\n", "False")):
-        done = subprocess.run([sys.executable, "-c", code.format(load)], cwd=TESTS.parent, timeout=60, check=True,
+        done = subprocess.run([sys.executable, "-c", code.format(load)], cwd=TESTS.parent, timeout=240, check=True,
                               capture_output=True, text=True,
                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         assert done.stdout.strip() == ignored

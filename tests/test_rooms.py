@@ -122,7 +122,7 @@ def imports(then="", rooms=ALONE, also=()):
     assert not allowed & {"transformers", "accelerate", "datasets", "pydantic", "numpy", "psutil"}
     allowed |= set(also)
     return subprocess.run([sys.executable, "-c", IMPORT_ALL.format(allowed=allowed, rooms=rooms, then=then)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=480)
 
 
 def test_four_rooms_are_imported_where_there_is_torch_alone():

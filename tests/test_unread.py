@@ -11,7 +11,7 @@ from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.training.run import train
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 32, "max_eval_samples": 8, "max_length": 16, "num_epochs": 0.25,
          "batch_size": 4, "mixed_precision": "no", "watchdog": 0.0, "progress_bar": False, "tracker": "jsonl"}
 TRAINERS = {"basic": {"training_type": "basic"}} | {
@@ -76,7 +76,7 @@ def read_by(folder, combination):
 def reads(tmp_path_factory):
     """What each trainer and engine reads: pipelines on two ranks, the others alone."""
     folder = tmp_path_factory.mktemp("runs")
-    return {name: set().union(*launch(read_by, folder / name, options, timeout=100,
+    return {name: set().union(*launch(read_by, folder / name, options, timeout=400,
                                       num_processes=2 if name.startswith("pipeline") else 1))
             for name, options in TRAINERS.items()}
 

@@ -13,7 +13,7 @@ from course_lib import cli
 from course_lib.attach import command, inside
 from course_lib.errors import ConfigError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
 
 BIN, ROOT = Path(sys.executable).parent, str(Path(cli.__file__).parents[1])
 SCRIPT = """
@@ -39,7 +39,7 @@ STEPS, BYTES = 3, 32 * 32 * 4
 
 def course(folder, *words, **environment):
     return subprocess.run([sys.executable, "-m", "course_lib", *words], cwd=folder, capture_output=True, text=True,
-                          timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **environment})
+                          timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **environment})
 
 
 def reduced(folder):

@@ -14,12 +14,12 @@ from course_lib.audit import Layout, audit
 from tests.audit import subjects
 from tests.audit.subjects import averaged, mean_loss, part_of, reduce_all, sgd, small
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DP = Layout(dp=3)
 
 
 def verdict_of(make, layout=DP):
-    return audit(make, [layout], timeout=40).verdicts[0]
+    return audit(make, [layout], timeout=160).verdicts[0]
 
 
 def made(layout, model, loss=mean_loss, reduce=averaged, after=None):

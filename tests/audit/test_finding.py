@@ -5,12 +5,12 @@ import pytest
 from course_lib.audit import Layout, audit
 from tests.audit import upstream
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 
 @pytest.mark.parametrize("told", upstream.TOLD, ids=lambda told: told.where.replace(" ", ""))
 def test_it_is_named(told):
-    (verdict,) = audit(told.make, [told.layout], timeout=60).verdicts
+    (verdict,) = audit(told.make, [told.layout], timeout=240).verdicts
     wrong = {finding.name: finding for finding in verdict.wrong}
     assert set(wrong) == told.names | told.follows, [finding.sentence for finding in verdict.wrong]
     for finding in (wrong[name] for name in told.names):
@@ -25,5 +25,5 @@ def test_the_same_trainings_without_the_mistakes_raise_no_alarm():
                          (lambda layout: upstream.second_use_left_out(layout, False), Layout(dp=2)),
                          (upstream.Accumulating(keeps_last=False), Layout(dp=2)),
                          (lambda layout: upstream.sequence_parallel_norm(layout, summed=True), Layout(tp=2))):
-        (verdict,) = audit(make, [layout], timeout=60).verdicts
+        (verdict,) = audit(make, [layout], timeout=240).verdicts
         assert not verdict.wrong, [finding.sentence for finding in verdict.wrong]

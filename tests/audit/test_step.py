@@ -11,7 +11,7 @@ from course_lib.errors import CourseError
 from course_lib.launching.launch import launch
 from tests.audit import subjects
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 REFERENCE = Reference(subjects.small, subjects.mean_loss)
 
 
@@ -46,9 +46,9 @@ def loop(wrap, reference=REFERENCE, average=True, clip=None, lead=None):
 
 def test_a_right_step_raises_no_alarm_and_a_sum_for_a_mean_is_named():
     for wrap in (DistributedDataParallel, fully_shard):
-        verdicts = launch(loop, wrap, num_processes=3, device="cpu", timeout=40, stream=False)
+        verdicts = launch(loop, wrap, num_processes=3, device="cpu", timeout=160, stream=False)
         assert all(verdict.clean and len(verdict.gradients) == 9 for verdict in verdicts)
-    verdict = launch(loop, DistributedDataParallel, REFERENCE, False, num_processes=3, device="cpu", timeout=40,
+    verdict = launch(loop, DistributedDataParallel, REFERENCE, False, num_processes=3, device="cpu", timeout=160,
                      stream=False)[1]
     assert {(f.kind, round(f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", 3, ("dp",))}
     assert verdict.losses_agree
@@ -58,7 +58,7 @@ def test_a_clipped_gradient_is_compared_with_a_clipped_one():
     clipped = Reference(subjects.small, subjects.mean_loss, clip=0.01)
     for reference, clean in ((clipped, True), (REFERENCE, False)):
         verdict = launch(loop, DistributedDataParallel, reference, True, 0.01, num_processes=2, device="cpu",
-                         timeout=40, stream=False)[0]
+                         timeout=160, stream=False)[0]
         assert verdict.clean is clean
 
 
@@ -69,11 +69,11 @@ def test_the_reference_of_a_file(tmp_path):
         told.loss.backward()
     for average, clean in ((True, True), (False, False)):
         verdict = launch(loop, DistributedDataParallel, tmp_path / "step.pt", average, num_processes=2, device="cpu",
-                         timeout=40, stream=False)[1]
+                         timeout=160, stream=False)[1]
         assert verdict.clean is clean and verdict.losses_agree
     with pytest.raises(CourseError, match="`head.bias` does not begin with the same values in the job as in the"):
         launch(loop, DistributedDataParallel, tmp_path / "step.pt", True, None,
-               lambda model: torch.nn.init.zeros_(model.module.head.bias), num_processes=2, device="cpu", timeout=40,
+               lambda model: torch.nn.init.zeros_(model.module.head.bias), num_processes=2, device="cpu", timeout=160,
                stream=False)
 
 

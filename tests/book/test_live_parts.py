@@ -61,7 +61,7 @@ def test_the_archive_holds_all_that_the_bench_imports(tmp_path):
     (tmp_path / "modules.zip").write_bytes(live_parts.modules())
     code = (f"import sys; sys.path.insert(0, {str(tmp_path / 'modules.zip')!r}); from book.live import bench; "
             f"print(bench.made({asked()!r}))")
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(bench.made(asked()))
     assert live_parts.modules() == live_parts.modules()

@@ -56,7 +56,7 @@ def unpacked(folder: Path) -> Path:
         options = (f"Dir::State={state}", "Dir::State::status=/var/lib/dpkg/status", f"Dir::Cache={cache}",
                    f"APT::Sandbox::User={user}", "APT::Update::Error-Mode=any", "Acquire::Languages=none")
         settings = [word for option in options for word in ("-o", option)]
-        done = subprocess.run(["apt-get", *settings, *words], cwd=debs, capture_output=True, text=True, timeout=120,
+        done = subprocess.run(["apt-get", *settings, *words], cwd=debs, capture_output=True, text=True, timeout=480,
                               env=os.environ | {"LC_ALL": "C"})
         if done.returncode:
             wrong = next((line for line in done.stderr.splitlines() if line.startswith("E: ")), done.stderr)
@@ -67,7 +67,7 @@ def unpacked(folder: Path) -> Path:
     lacking = re.findall(r"^Inst (\S+)", apt("-s", "--no-install-recommends", "install", *PACKAGES), re.MULTILINE)
     apt("download", *sorted({*PACKAGES, *lacking}))
     for package in debs.glob("*.deb"):
-        subprocess.run(["dpkg-deb", "-x", package, root], check=True, timeout=60)
+        subprocess.run(["dpkg-deb", "-x", package, root], check=True, timeout=240)
     return root
 
 

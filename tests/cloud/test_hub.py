@@ -14,7 +14,7 @@ from tests.cloud.stand_in_hub import LIMITED, TOKEN, Hub
 COURSE = Path(sys.executable).parent / "course"
 TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_steps", "2",
         "--max_length", "32", "--baselines", "false", "--progress_bar", "false", "--device", "cpu", "--save_steps", "1"]
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(720), pytest.mark.slow]
 
 
 def run(*arguments, url, token, home, check=None):
@@ -22,7 +22,7 @@ def run(*arguments, url, token, home, check=None):
     env |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if token:
         env["HF_TOKEN"] = token
-    done = subprocess.run([str(COURSE), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([str(COURSE), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=600)
     if check is not None:
         assert done.returncode == check, done.stderr
         assert "Traceback" not in done.stderr
@@ -68,7 +68,7 @@ def test_the_model_comes_back(pushed, tmp_path):
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
                         "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", script, str(folder / "run" / "model")], env=env, capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=480)
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 

@@ -33,7 +33,7 @@ def load(tmp_path_factory):
     folder, home = tmp_path_factory.mktemp("sky"), tmp_path_factory.mktemp("home")
     command, settings = bootstrap.uv_command(Path(sys.prefix), str(PINS))
     done = subprocess.run([*command, "--no-deps", "--target", str(folder), "-r", str(PINS)], env=os.environ | settings,
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=480)
     if "error sending request" in done.stderr:
         pytest.skip(f"SkyPilot was not run: it cannot be downloaded here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
@@ -44,14 +44,14 @@ def load(tmp_path_factory):
 
     def loaded(*texts):
         done = subprocess.run([sys.executable, ROOT / "tests/cloud/skypilot_task.py"], input=json.dumps(texts),
-                              env=env, cwd=home, capture_output=True, text=True, timeout=120)
+                              env=env, cwd=home, capture_output=True, text=True, timeout=480)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     return loaded
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(960)
 @pytest.mark.long  # SkyPilot's packages are downloaded
 def test_skypilot_loads_both_tasks_and_refuses_wrong_ones(load):
     texts = [skypilot(JOB), skypilot(ALONE)]

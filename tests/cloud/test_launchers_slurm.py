@@ -20,7 +20,7 @@ from course_lib.launching.interrupts import NOTE
 from .slurm_cluster import cluster
 from .test_launchers import JOB
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.long]  # Slurm's packages are downloaded
+pytestmark = [pytest.mark.timeout(960), pytest.mark.long]  # Slurm's packages are downloaded
 CONFIG = build({"model": "tiny-bert", "output_dir": "out"})
 JOB_OF_CPUS = Job(CONFIG, "ml.m5.xlarge", 2, 2, max_hours=2.5, name="stops")
 TORCHRUN = f"""#!/bin/bash
@@ -39,7 +39,7 @@ def there(tmp_path_factory):
 
 
 def said(env, *command, cwd=None):
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -16,7 +16,7 @@ from course_lib.cloud.sagemaker import NO_TELEMETRY
 from course_lib.cloud.stand_in import ROLE, stand_in
 from course_lib.launching.netns import in_own_network
 
-pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1120), pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "course_lib", "submit", "--local", "--config", "configs/quickstart.yaml",
            "--instance_type", "ml.m5.xlarge", "--model", "tiny-bert", "--max_train_samples", "64", "--batch_size", "4",
@@ -29,7 +29,7 @@ RUINED = ["--eval_steps", "1", "--best_metric", "loss", "--learning_rate", "0.5"
 def submit(folder, *more):
     env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     return subprocess.run([*COMMAND, "--local_dir", str(folder), *more], cwd=ROOT, capture_output=True, text=True,
-                          timeout=240, env=env | {"WANDB_API_KEY": "secret-of-this-machine"})
+                          timeout=960, env=env | {"WANDB_API_KEY": "secret-of-this-machine"})
 
 
 @pytest.fixture(scope="module")

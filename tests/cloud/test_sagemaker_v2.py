@@ -21,7 +21,7 @@ PINS = ROOT / "requirements" / "sagemaker-v2.txt"
 
 
 def run(*command, **options):
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, **options)
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=960, **options)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def version_2(tmp_path_factory):
     return python
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.long  # version 2's packages are downloaded
 def test_the_estimator_asks_for_the_same_job(version_2, tmp_path):
     config = build({"model": "tiny-bert", "max_steps": 4, "resume_from_checkpoint": "s3://mine/kept"})

@@ -33,7 +33,7 @@ def command(*arguments, launcher=()):
     return [sys.executable, *map(str, launcher), str(CLI), *map(str, arguments)]
 
 
-def run(*arguments, launcher=(), timeout=240, **env):
+def run(*arguments, launcher=(), timeout=960, **env):
     """Run a real process to its end; a time-out ends all that it started."""
     process = subprocess.Popen(command(*arguments, launcher=launcher), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, env=os.environ | env)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.forked_process import run_course
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 TRAINING = '''
 import torch

@@ -56,7 +56,7 @@ def test_a_run_that_fails_is_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_command_measures_and_leaves_table_and_figure(tmp_path):
     done = run("bench", "scaling", *TINY, "--num_processes", "1", "2", "--steps", "6", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr

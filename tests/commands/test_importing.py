@@ -85,7 +85,7 @@ print(*[name for name in {heavy} if name in sys.modules])
 
 def brought_in(program):
     """The heavy packages that a new interpreter has imported when a program ends."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
     return done.stdout.splitlines()[-1].split()
 
 

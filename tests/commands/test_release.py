@@ -10,7 +10,7 @@ from course_lib.grading.hidden import load
 from course_lib.grading.masters import answers
 from course_lib.grading.tasks import TASKS
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "solutions"
 

@@ -25,11 +25,11 @@ parameters:
 
 
 def run(*arguments):
-    return subprocess.run([str(COURSE), "sweep", *map(str, arguments)], capture_output=True, text=True, timeout=150)
+    return subprocess.run([str(COURSE), "sweep", *map(str, arguments)], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(800)
 def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(SWEEP.replace("[1.0e-3, 1.0e-9]", "[1.0e-3, 1.0e-9, 1.0e+30]"))
@@ -55,7 +55,7 @@ def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(800)
 def test_a_stopped_sweep_goes_on(tmp_path):
     """SIGTERM while the second of four runs: it saves, the third never starts, and the same command goes on."""
     sweep = tmp_path / "sweep.yaml"
@@ -69,7 +69,7 @@ def test_a_stopped_sweep_goes_on(tmp_path):
                     assert begun.poll() is None
                     time.sleep(0.1)
                 begun.terminate()
-                out, err = begun.communicate(timeout=60)
+                out, err = begun.communicate(timeout=240)
             finally:
                 begun.kill()
         assert begun.returncode == 75 and err.splitlines()[-1] == (

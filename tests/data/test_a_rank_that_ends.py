@@ -41,12 +41,12 @@ next(batches)
 
 def stderr_of(*arguments):
     """What the rank and its worker wrote until both had ended: the worker holds the pipe, too."""
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=240)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     return ended.stderr
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("loader", ["training", "evaluation"])
 @pytest.mark.parametrize("moment", ["at once", "in the middle"])
 def test_its_worker_says_nothing(loader, moment):

@@ -206,7 +206,7 @@ def test_ranks_that_start_at_once_tokenize_once(minilm, tmp_path):
     for rank in ranks:
         rank.start()
     try:
-        got = [results.get(timeout=60) for _ in ranks]
+        got = [results.get(timeout=240) for _ in ranks]
     finally:
         for rank in ranks:
             rank.join(timeout=10)
@@ -233,5 +233,5 @@ def test_fingerprints_are_the_same_in_another_process(minilm, tmp_path):
     data = DataConnector(config).load()
     environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONHASHSEED": "7"}
     said = subprocess.run([sys.executable, "-c", FINGERPRINTS], env=environment, capture_output=True, text=True,
-                          timeout=100)
+                          timeout=400)
     assert said.stdout.split() == [data.fingerprint, process(minilm, data).fingerprint], said.stderr

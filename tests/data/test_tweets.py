@@ -108,5 +108,5 @@ def test_the_script_refuses_another_raw_file(tmp_path):
 @pytest.mark.slow
 def test_the_script_is_a_module_and_fails_in_one_line(tmp_path):
     said = subprocess.run([sys.executable, "-m", "tools.make_tweets", tmp_path], capture_output=True,
-                          text=True, timeout=60)
+                          text=True, timeout=240)
     assert said.returncode == 1 and said.stderr.count("\n") == 1 and "does not exist" in said.stderr

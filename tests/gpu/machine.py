@@ -68,7 +68,7 @@ class Machine:
         self.connection = own
         self.process = psutil.Process(own.recv())
 
-    def run(self, function: Callable[..., Any], *args: Any, gpus: int = 2, timeout: float = 120.0,
+    def run(self, function: Callable[..., Any], *args: Any, gpus: int = 2, timeout: float = 480.0,
             environment: dict[str, str] | None = None, **kwargs: Any) -> Any:
         """Call ``function(*args, **kwargs)`` in a new process that sees ``gpus`` GPUs; its return value.
 
@@ -97,7 +97,7 @@ class Machine:
     def end(self) -> None:
         self.connection.close()
         with contextlib.suppress(psutil.NoSuchProcess):
-            self.process.wait(60)
+            self.process.wait(240)
 
 
 def _real(gpus: int) -> dict[str, str]:

@@ -152,7 +152,7 @@ def test_after_a_backward_a_fork_has_none(gpus):
 def _ranks(function, *args, ranks=2, **kwargs):
     from course_lib.launching.launch import launch
 
-    return launch(function, *args, num_processes=ranks, device="cuda", start_method="fork", timeout=60, stream=False,
+    return launch(function, *args, num_processes=ranks, device="cuda", start_method="fork", timeout=240, stream=False,
                   **kwargs)
 
 

@@ -18,7 +18,7 @@ from course_lib.training import evaluation, precision, run
 from course_lib.training.engines import build_engine, process_group
 from tests.gpu import training as t
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(2400)
 FIRST = [("ddp", "torch"), ("zero1", "torch"), ("zero3", "scratch"), ("fsdp", "torch")]
 GROUPS = {  # pairs that can share a process: DeepSpeed and Accelerate's plugin leave their marks on it
     "some": FIRST,
@@ -51,7 +51,7 @@ def first_runs(gpus, tmp_path_factory):
     def of(group):
         if group not in found:
             runs = [t.of(pair, **t.SAVING) for pair in GROUPS[group]]
-            found[group] = gpus.run(t.launched, folder, 2, runs, gpus=4, timeout=450)
+            found[group] = gpus.run(t.launched, folder, 2, runs, gpus=4, timeout=1800)
         return found[group], folder
 
     return of
@@ -68,14 +68,14 @@ def test_they_train_as_the_plain_loop_does(first_runs, plain, group):
 def test_they_go_on_where_they_stood_and_where_fewer_gpus_are_seen(gpus, first_runs, plain, tmp_path, group):
     _, folder = first_runs(group)
     runs = [t.of(pair, resume_from_checkpoint=t.saved(folder, pair)) for pair in GROUPS[group]]
-    t.agree(gpus.run(t.launched, tmp_path, 2, runs, gpus=2, timeout=450), plain, from_step=t.SAVED_AT)
+    t.agree(gpus.run(t.launched, tmp_path, 2, runs, gpus=2, timeout=1800), plain, from_step=t.SAVED_AT)
 
 
 def test_more_ranks_go_on_with_another_strategy_and_engine(gpus, first_runs, plain, tmp_path):
     _, folder = first_runs("some")
     layout = {"global_batch_size": parity.GLOBAL_ROWS, "batch_size": 2, "gradient_accumulation_steps": 1}
     runs = [t.of(after, resume_from_checkpoint=t.saved(folder, before), **layout) for before, after in ACROSS]
-    t.agree(gpus.run(t.launched, tmp_path, 3, runs, gpus=3, timeout=300), plain, from_step=t.SAVED_AT)
+    t.agree(gpus.run(t.launched, tmp_path, 3, runs, gpus=3, timeout=1200), plain, from_step=t.SAVED_AT)
 
 
 @pytest.mark.long
@@ -85,7 +85,7 @@ def test_any_number_of_ranks_goes_on_from_deepspeed_and_from_accelerate(gpus, fi
     runs = [(t.name_of(pair), {"strategy": "zero2", "engine": "scratch",
                                "resume_from_checkpoint": t.saved(folder, pair)}) for folder, pair in saved]
     assert len(runs) == 4
-    t.agree(gpus.run(t.launched, tmp_path, ranks, runs, gpus=ranks, timeout=300), plain, from_step=t.SAVED_AT)
+    t.agree(gpus.run(t.launched, tmp_path, ranks, runs, gpus=ranks, timeout=1200), plain, from_step=t.SAVED_AT)
 
 
 def without_a_launcher(folder, runs):
@@ -100,7 +100,7 @@ def without_a_launcher(folder, runs):
     pytest.param([("zero2", "deepspeed")], marks=pytest.mark.long)], ids=["others", "deepspeed"])
 def test_one_process_that_nobody_launched_shares_its_state_with_itself(gpus, plain, tmp_path, pairs):
     runs = [t.of(pair) for pair in pairs]
-    t.agree([gpus.run(without_a_launcher, tmp_path, runs, gpus=1, timeout=300)], plain)
+    t.agree([gpus.run(without_a_launcher, tmp_path, runs, gpus=1, timeout=1200)], plain)
 
 
 # --- a whole run ---
@@ -118,11 +118,11 @@ def watched_run(folder):
 
 
 def watched_runs(folder):
-    return launch(watched_run, folder, num_processes=2, device="cuda", start_method="fork", timeout=200, stream=False)
+    return launch(watched_run, folder, num_processes=2, device="cuda", start_method="fork", timeout=800, stream=False)
 
 
 def test_a_whole_run_and_nobody_waits_while_rank_0_scores_baselines(gpus, tmp_path):
-    (summary, findings, groups), (_, others, none) = gpus.run(watched_runs, tmp_path / "run", timeout=250)
+    (summary, findings, groups), (_, others, none) = gpus.run(watched_runs, tmp_path / "run", timeout=1000)
     assert findings == others == [] and (groups, none) == ([False], [])
     assert summary["device"] == "cuda" and summary["train"]["steps"] == 3 and summary["eval"]["rows"] == 16
     assert set(summary["baselines"]) == {"majority_class", "tfidf_logistic_regression"}
@@ -146,7 +146,7 @@ def connected(folder, watchdog):
 
 
 def connections(folder, watchdog):
-    return launch(connected, folder, watchdog, num_processes=2, device="cuda", start_method="fork", timeout=60,
+    return launch(connected, folder, watchdog, num_processes=2, device="cuda", start_method="fork", timeout=240,
                   stream=False)
 
 
@@ -219,7 +219,7 @@ def whole_from_pieces():
 
 
 def wholes():
-    return launch(whole_from_pieces, num_processes=3, device="cuda", start_method="fork", timeout=60, stream=False)
+    return launch(whole_from_pieces, num_processes=3, device="cuda", start_method="fork", timeout=240, stream=False)
 
 
 def test_whole_tensors_come_by_gathers_of_bounded_size(gpus):
@@ -239,7 +239,7 @@ def uneven(group_size):
 
 
 def all_reduced():
-    return launch(uneven, 3, num_processes=3, device="cuda", start_method="fork", timeout=60, stream=False)
+    return launch(uneven, 3, num_processes=3, device="cuda", start_method="fork", timeout=240, stream=False)
 
 
 def test_fewer_elements_than_ranks_are_reduced_in_a_groups_first_call(gpus):
@@ -257,7 +257,7 @@ def one_left_out():
 
 
 def all_to_all_but_one():
-    return launch(one_left_out, num_processes=3, device="cuda", start_method="fork", timeout=60, stream=False)
+    return launch(one_left_out, num_processes=3, device="cuda", start_method="fork", timeout=240, stream=False)
 
 
 def test_a_rank_with_nothing_to_send_or_receive_comes_to_a_groups_first_call(gpus):
@@ -294,7 +294,7 @@ def rates_of(folder, training_type, ranks, *rest):
     if training_type == "basic":
         return learning_rates(folder, training_type, ranks, *rest)
     return launch(learning_rates, folder, training_type, ranks, *rest, num_processes=ranks, device="cuda",
-                  start_method="fork", timeout=100, stream=False)[0]
+                  start_method="fork", timeout=400, stream=False)[0]
 
 
 @pytest.mark.parametrize("training_type, ranks", [("basic", 1), ("accelerated", 2)])

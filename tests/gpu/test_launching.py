@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu.machine import HERE, SITE
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def step_on_the_cpu():
@@ -72,7 +72,7 @@ def in_a_network(device):
     from course_lib.launching.netns import not_private
 
     print("said in its own network")
-    first = launch(on_a_rank, device, timeout=60, stream=False)
+    first = launch(on_a_rank, device, timeout=240, stream=False)
     step_on_the_cpu()  # this process is not clean any more either
     return not_private(), first, os.environ["TOLD"]
 
@@ -85,11 +85,11 @@ def after_a_step():
     from course_lib.launching.netns import in_own_network
 
     step_on_the_cpu()
-    found = {device: launch(on_a_rank, device, device=device, timeout=90) for device in ("cpu", "cuda")}
+    found = {device: launch(on_a_rank, device, device=device, timeout=360) for device in ("cpu", "cuda")}
     torch.ones(1, device="cuda")
-    found["after the GPU was used"] = launch(on_a_rank, "cuda", device="cuda", timeout=60)
-    found["workers"] = launch(loaded_by_workers, "run", num_processes=1, timeout=90, stream=False)[0]
-    found["model"] = launch(loss_of, made_here(), device="cpu", timeout=60)
+    found["after the GPU was used"] = launch(on_a_rank, "cuda", device="cuda", timeout=240)
+    found["workers"] = launch(loaded_by_workers, "run", num_processes=1, timeout=360, stream=False)[0]
+    found["model"] = launch(loss_of, made_here(), device="cpu", timeout=240)
     os.environ["TOLD"] = "now"
     found["network"] = in_own_network(in_a_network, "cuda")
     try:
@@ -101,7 +101,7 @@ def after_a_step():
 
 @pytest.fixture(scope="module")
 def stepped(gpus):
-    return gpus.run(after_a_step, timeout=240)
+    return gpus.run(after_a_step, timeout=960)
 
 
 def test_ranks_start_from_a_process_that_has_trained(stepped):
@@ -136,10 +136,10 @@ def forked():
     from course_lib.launching.launch import launch
 
     assert torch.cuda.is_available() and torch.accelerator.device_count() == 2
-    clean = [launch(on_a_rank, device, device=device, start_method="fork", timeout=60) for device in ("cpu", "cuda")]
+    clean = [launch(on_a_rank, device, device=device, start_method="fork", timeout=240) for device in ("cpu", "cuda")]
     torch.ones(1, device="cuda").sum()
     try:
-        launch(on_a_rank, "cuda", device="cuda", start_method="fork", timeout=60)
+        launch(on_a_rank, "cuda", device="cuda", start_method="fork", timeout=240)
     except LaunchError as error:
         return clean, str(error)
 
@@ -186,7 +186,7 @@ def test_what_the_fork_server_imports_asks_no_driver(gpus):
     """To ask is to use it: then no process forked from the server could."""
     around = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     around |= {"GPU_SIM": "2", "PYTHONPATH": os.pathsep.join([str(SITE), str(HERE.parents[1])])}
-    done = subprocess.run([sys.executable, "-c", IMPORTS], env=around, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([sys.executable, "-c", IMPORTS], env=around, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [[], False, False, None]
 
@@ -204,7 +204,7 @@ def doctor():
 
 
 def test_the_doctor_finds_that_everything_runs(gpus):
-    found = gpus.run(doctor, timeout=240)
+    found = gpus.run(doctor, timeout=960)
     states = {name: found[name]["state"] for name in ("plain loop", "CPU processes", "FSDP2", "one GPU", "many GPUs")}
     assert states == dict.fromkeys(states, "ok"), found
     assert found["FSDP2"]["detail"] == "one step taken; each of 2 ranks holds half of the gradient"

@@ -33,7 +33,7 @@ def has_device(name):
     return any("\ndevice = " in "\n" + cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [pytest.param("00_start_here", marks=pytest.mark.long), "03_accelerate"])
 def test_a_short_run(lesson, name):
     assert lesson(name, 2, **QUICK[name])

@@ -40,7 +40,7 @@ def on_rank():
 
 
 def ranks(number):
-    return launch(on_rank, num_processes=number, device="cuda", timeout=60, start_method="fork")
+    return launch(on_rank, num_processes=number, device="cuda", timeout=240, start_method="fork")
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -83,7 +83,7 @@ def test_on_hardware_nothing_is_simulated_and_what_cannot_run_is_skipped_with_it
     seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment = seen | {"GPU_TESTS": "hardware", "GPU_SIM": "1", "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}"}
     said = subprocess.run([sys.executable, "-m", "pytest", "tests/gpu/test_machine.py", "-p", "no:cacheprovider",
-                           f"--junitxml={tmp_path / 'found.xml'}"], cwd=ROOT, env=environment, timeout=200,
+                           f"--junitxml={tmp_path / 'found.xml'}"], cwd=ROOT, env=environment, timeout=800,
                           capture_output=True, text=True)
     assert said.returncode == 0, said.stdout
     found = ElementTree.parse(tmp_path / "found.xml").iter("testcase")

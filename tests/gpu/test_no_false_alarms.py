@@ -27,7 +27,7 @@ def _rank(engine):
 def _launch(engine, ranks):
     from course_lib.launching.launch import launch
 
-    return launch(_rank, engine, num_processes=ranks, device="cuda", start_method="fork", timeout=200, stream=False)
+    return launch(_rank, engine, num_processes=ranks, device="cuda", start_method="fork", timeout=800, stream=False)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def expected():
 
 def check(gpus, engine, when, expected):
     ranks = RANKS.get(engine, 2)
-    for losses, findings, kernels in gpus.run(_launch, engine, ranks, gpus=ranks, timeout=240, environment=SEEDS[when]):
+    for losses, findings, kernels in gpus.run(_launch, engine, ranks, gpus=ranks, timeout=960, environment=SEEDS[when]):
         assert findings == [] and kernels > 100
         assert losses == pytest.approx(expected, rel=2e-4)
 
@@ -79,7 +79,7 @@ def _without_waits(engine, name):
 def _launch_without(engine, name):
     from course_lib.launching.launch import launch
 
-    return launch(_without_waits, engine, name, num_processes=2, device="cuda", start_method="fork", timeout=100,
+    return launch(_without_waits, engine, name, num_processes=2, device="cuda", start_method="fork", timeout=400,
                   stream=False)
 
 
@@ -87,5 +87,5 @@ def _launch_without(engine, name):
     ("fsdp2", "events"), ("accelerate_fsdp", "events"), ("deepspeed_2_overlapped", "events"),
     ("schedule_1f1b", "works"), ("schedule_zbv", "works"), ("zero_redundancy_optimizer", "works")])
 def test_without_their_waits_the_same_engines_are_caught(engine, name, gpus):
-    kinds = set().union(*gpus.run(_launch_without, engine, name, timeout=150))
+    kinds = set().union(*gpus.run(_launch_without, engine, name, timeout=600))
     assert kinds & {"read before it was written", "two writes at once", "written while it was read", "never waited for"}

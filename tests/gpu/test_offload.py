@@ -24,15 +24,15 @@ def runs_of(ways, folder=None):
 
 def trains_saves_and_goes_on(gpus, tmp_path, plain, ways):
     first = tmp_path / "first"
-    t.agree(gpus.run(t.launched, first, 2, runs_of(ways), timeout=450), plain)
-    again = gpus.run(t.launched, tmp_path / "again", 2, runs_of(ways, first), timeout=450)
+    t.agree(gpus.run(t.launched, first, 2, runs_of(ways), timeout=1800), plain)
+    again = gpus.run(t.launched, tmp_path / "again", 2, runs_of(ways, first), timeout=1800)
     t.agree(again, plain, from_step=t.SAVED_AT)
     without = [(name, options | {"strategy": "zero1", "engine": "torch", "offload": "none"})
                for name, options in runs_of(ways, first)]
-    t.agree(gpus.run(t.launched, tmp_path / "without", 2, without, timeout=300), plain, from_step=t.SAVED_AT)
+    t.agree(gpus.run(t.launched, tmp_path / "without", 2, without, timeout=1200), plain, from_step=t.SAVED_AT)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("way", [TORCH, pytest.param(PLUGIN, marks=pytest.mark.long)], ids=t.name_of)
 def test_fsdp(gpus, tmp_path, plain, way):
     trains_saves_and_goes_on(gpus, tmp_path, plain, [way])
@@ -62,7 +62,7 @@ def test_deepspeed(gpus, tmp_path, plain, cpu_adam):
 def test_deepspeed_goes_on_from_what_others_saved(gpus, tmp_path, plain, cpu_adam):
     """Its count of steps, an int, comes from the tensors of a DDP run and of a sharded one."""
     before = [("ddp", "torch"), ("zero1", "scratch")]
-    gpus.run(t.launched, tmp_path, 2, [t.of(pair, **t.SAVING) for pair in before], timeout=300)
+    gpus.run(t.launched, tmp_path, 2, [t.of(pair, **t.SAVING) for pair in before], timeout=1200)
     runs = [(t.name_of(pair), {"strategy": "zero2", "engine": "deepspeed", "offload": "optimizer",
                                "resume_from_checkpoint": t.saved(tmp_path, pair)}) for pair in before]
-    t.agree(gpus.run(t.launched, tmp_path / "again", 2, runs, timeout=300), plain, from_step=t.SAVED_AT)
+    t.agree(gpus.run(t.launched, tmp_path / "again", 2, runs, timeout=1200), plain, from_step=t.SAVED_AT)

@@ -46,7 +46,7 @@ def _launch(plants, wrong, ranks):
     from course_lib.launching.launch import launch
 
     return [seen for seen, _ in launch(_run, plants, wrong, num_processes=ranks, device="cuda", start_method="fork",
-                                       timeout=60, stream=False)]
+                                       timeout=240, stream=False)]
 
 
 def _names(plant, seen):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from course_lib.training import loss as losses
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 PAIRS = [("ddp", "torch"), ("zero1", "torch"), ("zero1", "scratch"), ("zero2", "scratch"), ("zero3", "torch"),
          ("zero3", "scratch"), ("fsdp", "scratch"), ("fsdp", "accelerate")]
@@ -94,7 +94,7 @@ def all_pairs():
 @pytest.fixture(scope="module")
 def runs(gpus):
     """What each strategy and engine counted on the first of two GPUs."""
-    return gpus.run(on_ranks, all_pairs, gpus=2, timeout=240)
+    return gpus.run(on_ranks, all_pairs, gpus=2, timeout=960)
 
 
 def test_all_train_alike_and_without_a_race(runs):

@@ -22,7 +22,7 @@ from course_lib.parallel.clock import Clock
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import train
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(720)
 
 SECONDS, CULPRIT = 3.0, 1  # kernels are the CPU's here, and the cores may be taken
 RUN = {"model": "tiny-bert", "max_steps": 4, "max_train_samples": 60, "max_eval_samples": 16, "batch_size": 4,
@@ -32,7 +32,7 @@ RUN = {"model": "tiny-bert", "max_steps": 4, "max_train_samples": 60, "max_eval_
 
 
 def on_ranks(function, *args, ranks=2, device="cuda"):
-    return launch(function, *args, num_processes=ranks, device=device, start_method="fork", timeout=90, stream=False)
+    return launch(function, *args, num_processes=ranks, device=device, start_method="fork", timeout=360, stream=False)
 
 
 # --- a training -------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def found_on(folder, ranks, runs):
 
 def launched(folder, ranks, runs):
     """What each rank found, by run."""
-    return launch(found_on, folder, ranks, runs, num_processes=ranks, device="cuda", start_method="fork", timeout=400,
+    return launch(found_on, folder, ranks, runs, num_processes=ranks, device="cuda", start_method="fork", timeout=1600,
                   stream=False)
 
 
@@ -79,5 +79,5 @@ def whole_run(folder, options):
 
 def whole_runs(folder, ranks, options):
     """Its summary on each rank, and the findings."""
-    return launch(whole_run, folder, options, num_processes=ranks, device="cuda", start_method="fork", timeout=400,
+    return launch(whole_run, folder, options, num_processes=ranks, device="cuda", start_method="fork", timeout=1600,
                   stream=False)

@@ -25,7 +25,7 @@ def sandbox():
 @pytest.fixture
 def limits():
     """For answers that end by themselves, however busy the machine."""
-    return Limits(seconds=50.0)
+    return Limits(seconds=200.0)
 
 
 @pytest.fixture

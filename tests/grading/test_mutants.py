@@ -36,7 +36,7 @@ def test_what_is_changed():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 def test_mutants_of_a_solution_are_rejected_and_an_equivalent_one_is_told(monkeypatch, capsys):
     task = {name: TASKS[name] for name in ("pipeline.bubble",)}
     rows = mutants.run(task)

@@ -13,7 +13,7 @@ import pytest
 from course_lib.grading.masters import answers
 from course_lib.grading.tasks import TASKS
 
-pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1120), pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = "04_distributed_evaluation"
@@ -30,7 +30,7 @@ def graded(tmp_path_factory):
 
     def nbgrader(*arguments):
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # it calls alembic by its name
-        done = subprocess.run([sys.executable, "-m", "nbgrader", *arguments], cwd=course, text=True, timeout=200,
+        done = subprocess.run([sys.executable, "-m", "nbgrader", *arguments], cwd=course, text=True, timeout=800,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               env=os.environ | {"PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(course / "jupyter"),
                                                 "PATH": path})

@@ -14,7 +14,7 @@ from course_lib.grading import masters, selftest
 from course_lib.grading.check import check
 from course_lib.grading.tasks import TASKS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

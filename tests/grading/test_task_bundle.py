@@ -31,7 +31,7 @@ def graded(tasks, name, source, tmp_path, **environment):
     folder = tasks / TASKS[name].grade_id
     (tmp_path / "answer.py").write_text(source)
     command = [sys.executable, "check.py", tmp_path / "answer.py", "--seed", "3", "--out", tmp_path / "r.json"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300,
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1200,
                            env=os.environ | environment)
     assert ended.stderr == "" and json.loads(ended.stdout) == json.loads((tmp_path / "r.json").read_text())
     return ended.returncode, json.loads(ended.stdout)
@@ -62,7 +62,7 @@ def test_every_exercise_is_a_task_and_what_a_program_gets_tells_no_solution(task
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_stub_scores_0_and_the_solution_1(tasks, tmp_path, name):
     code, result = graded(tasks, name, (tasks / TASKS[name].grade_id / "workspace" / "answer.py").read_text(), tmp_path)
@@ -73,7 +73,7 @@ def test_a_stub_scores_0_and_the_solution_1(tasks, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 def test_planted_wrong_answers_and_attacks_fail_in_this_form_too(tasks, tmp_path):
     name = "evaluation.perplexity"
     folder = tasks / TASKS[name].grade_id

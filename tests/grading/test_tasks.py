@@ -20,7 +20,7 @@ from course_lib.grading.serialize import pack, unpack
 from course_lib.grading.task import Case, Finding, earned, plain
 from course_lib.grading.tasks import TASKS, block
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 ROOT = Path(__file__).resolve().parents[2]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
@@ -222,7 +222,7 @@ def test_rounding_shows_in_no_draw_of_a_block():
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", TASKS)
 def test_the_solution_has_all_points_whatever_is_drawn(name):
     """20 draws of the hidden cases: none is one in which a right answer loses a point."""

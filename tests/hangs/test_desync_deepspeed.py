@@ -121,11 +121,11 @@ def ends(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         deepspeed_module()
-        every = launch(all_runs, tmp_path_factory.mktemp("runs"), num_processes=2, timeout=200)
+        every = launch(all_runs, tmp_path_factory.mktemp("runs"), num_processes=2, timeout=800)
     return {name: [results[name] for results in every] for name in RUNS}
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1120)]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])

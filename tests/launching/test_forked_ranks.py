@@ -12,7 +12,7 @@ import pytest
 from course_lib.launching import forked_ranks
 from course_lib.launching.forked_ranks import RanksEnded, run_forked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def rank():

@@ -32,7 +32,7 @@ from course_lib.launching import forks, rank_process, supervisor
 from course_lib.launching import launch as start
 from course_lib.launching.launch import RankError, RanksHung, launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 
 
 def is_tracker(process):
@@ -50,7 +50,7 @@ def nothing_is_left():
     # Python's resource tracker is one process for all spawned ones, as is the fork server, and stays.
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     below = [p for p in psutil.Process().children(recursive=True) if p.pid != server and not is_tracker(p)]
-    assert not psutil.wait_procs(below, timeout=60)[1]
+    assert not psutil.wait_procs(below, timeout=240)[1]
     assert environment() == before[0]
     assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
 
@@ -85,7 +85,7 @@ def add_up(value):
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 def test_values_come_back_by_rank(num_processes):
-    results = launch(add_up, 10, num_processes=num_processes, timeout=60)
+    results = launch(add_up, 10, num_processes=num_processes, timeout=240)
     expected = sum(10.0 + r for r in range(num_processes))
     assert [result["rank"] for result in results] == list(range(num_processes))
     assert all(torch.equal(result["sum"], torch.full((3,), expected)) for result in results)
@@ -109,7 +109,7 @@ def collected():
 
 
 def test_a_rank_looks_for_garbage_in_what_it_makes_itself_alone():
-    (kept, own), = launch(collected, num_processes=1, timeout=60)
+    (kept, own), = launch(collected, num_processes=1, timeout=240)
     assert kept > 100_000 > own
 
 
@@ -118,8 +118,8 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
     threads = torch.get_num_threads()
     try:
         work_on_all_cores()
-        assert launch(work_on_all_cores, num_processes=1, timeout=80) == [600.0]
-        assert launch(work_on_all_cores, num_processes=2, timeout=80) == [600.0, 600.0]
+        assert launch(work_on_all_cores, num_processes=1, timeout=320) == [600.0]
+        assert launch(work_on_all_cores, num_processes=2, timeout=320) == [600.0, 600.0]
         work_on_all_cores()
         monkeypatch.setattr("course_lib.launching.forks.end_openmp_threads", lambda: None)
         with pytest.raises(RanksHung):
@@ -197,7 +197,7 @@ def fail_on_one():
 def test_the_first_cause_is_raised_at_once_with_its_traceback():
     """At once: the other rank waits until the launch's time is over, and would then be told as hanging."""
     with pytest.raises(RankError) as error:
-        launch(fail_on_one, timeout=80)
+        launch(fail_on_one, timeout=320)
     assert error.value.rank == 1 and isinstance(error.value.cause, ValueError)
     assert "rank 1 raised ValueError: bad luck on this rank" in str(error.value)
     assert "in fail_on_one" in str(error.value)
@@ -224,7 +224,7 @@ def test_a_rank_that_dies_is_named(end, told):
         time.sleep(300)  # were the death not seen at once, the launch's time would be over before
 
     with pytest.raises(RankError, match=told):
-        launch(die, timeout=80)
+        launch(die, timeout=320)
 
 
 def test_an_attribute_that_is_called_as_a_module_of_torch_is_sent(either):
@@ -239,19 +239,19 @@ def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(m
     sees = supervisor.RankSupervisor.launcher_sees
 
     def launcher_sees(self, exit_codes):
-        assert looking.wait(60)
+        assert looking.wait(240)
         sees(self, exit_codes)
         told.set()
 
     def too_late(self, rank):
         looking.set()
-        assert told.wait(60)
+        assert told.wait(240)
         return "died"
 
     monkeypatch.setattr(supervisor.RankSupervisor, "launcher_sees", launcher_sees)
     monkeypatch.setattr(supervisor.RankSupervisor, "_how_it_died", too_late)
     with pytest.raises(RankError, match="rank 0 exited with code 7 before the function returned"):
-        launch(lambda: os._exit(7), num_processes=1, timeout=60)
+        launch(lambda: os._exit(7), num_processes=1, timeout=240)
 
 
 def test_of_two_deaths_that_are_seen_at_once_a_watchdogs_is_the_consequence(monkeypatch, tmp_path):
@@ -286,7 +286,7 @@ def test_of_two_deaths_that_are_seen_at_once_a_watchdogs_is_the_consequence(monk
     monkeypatch.setattr(multiprocessing.connection, "wait", waits)
     monkeypatch.setattr(selectors.DefaultSelector, "select", late(selectors.DefaultSelector.select))
     with pytest.raises(RankError) as error:
-        launch(ends, timeout=60)
+        launch(ends, timeout=240)
     assert error.value.rank == 1 and error.value.failure.summary.startswith("exited with code 143")
 
 
@@ -344,7 +344,7 @@ def test_ranks_that_have_returned_and_do_not_end_are_ended_and_told(monkeypatch)
         return rank()
 
     with pytest.warns(RuntimeWarning, match=r"rank 1 returned, did not end within 3 s(.|\n)*rank_process.py"):
-        assert launch(linger, timeout=60) == [0, 1]
+        assert launch(linger, timeout=240) == [0, 1]
 
 
 @pytest.mark.usefixtures("either")
@@ -357,9 +357,9 @@ def test_a_reader_that_goes_away_ends_the_ranks():
     code = ("from course_lib.launching.launch import launch\n"
             "def talk():\n"
             "    while True: print('x' * 1000)\n"
-            "launch(talk, timeout=600)")
+            "launch(talk, timeout=2400)")
     shell = f"{sys.executable} -c {shlex.quote(code)} | head -n 3"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=80, check=False)
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=320, check=False)
     assert done.stdout.count("\n") == 3 and "BrokenPipeError" in done.stderr
 
 
@@ -402,11 +402,11 @@ if sys.argv[2:]:
     for folder in sys.argv[2:]:
         os.environ["TOLD"] = folder
         os.chdir(folder)
-        for mine, told, here, back in launch(talk, Mine(), start_method=sys.argv[1], timeout=60):
+        for mine, told, here, back in launch(talk, Mine(), start_method=sys.argv[1], timeout=240):
             assert mine and told == here == folder and type(back) is Mine
     print("done")
 else:
-    launch(wait, start_method=sys.argv[1], timeout=200)
+    launch(wait, start_method=sys.argv[1], timeout=800)
 """
 
 
@@ -416,7 +416,7 @@ def test_a_script_and_what_it_changes_between_launches(tmp_path):
     for folder in folders:
         folder.mkdir()
     done = subprocess.run([sys.executable, str(script), "forkserver", *map(str, folders)], capture_output=True,
-                          text=True, timeout=80)
+                          text=True, timeout=320)
     assert done.stdout == "done\n", done.stderr
 
 
@@ -429,14 +429,14 @@ def ended(number):
     below = psutil.Process(caller.pid).children(recursive=True)
     assert len(below) == 4, "two ranks, the fork server and Python's resource tracker"
     caller.send_signal(number)
-    told = caller.communicate(timeout=60)[1]
-    _, left = psutil.wait_procs(below, timeout=60)
+    told = caller.communicate(timeout=240)[1]
+    _, left = psutil.wait_procs(below, timeout=240)
     for process in left:
         process.kill()
     return caller.returncode, left, "KeyboardInterrupt" in told
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(800)
 def test_nothing_outlives_a_caller_that_is_killed_or_interrupted():
     signals = [signal.SIGKILL, signal.SIGINT]
     with ThreadPoolExecutor(2) as side_by_side:
@@ -491,7 +491,7 @@ def test_ranks_begin_with_the_callers_random_state_and_threads(monkeypatch):
 
 
 def test_spawned_ranks():
-    assert [result["rank"] for result in launch(add_up, 1, start_method="spawn", timeout=80)] == [0, 1]
+    assert [result["rank"] for result in launch(add_up, 1, start_method="spawn", timeout=320)] == [0, 1]
 
 
 def test_from_a_notebook_cell(tmp_path):

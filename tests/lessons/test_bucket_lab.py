@@ -36,9 +36,9 @@ def backwards():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 def test_the_engine_takes_as_long_as_on_paper_and_a_few_buckets_win():
-    for ran in launch(backwards, num_processes=2, timeout=100, device="cpu"):
+    for ran in launch(backwards, num_processes=2, timeout=400, device="cpu"):
         assert [ran[name].backward for name in WAYS] == pytest.approx([LAYERS * BLOCK] * 3)
         link = ran["one"].link
         assert link.latency == pytest.approx(bucket_lab.LATENCY * LAYERS * BLOCK)

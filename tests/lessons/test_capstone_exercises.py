@@ -14,7 +14,7 @@ from course_lib.lessons.capstone.rubric import Criterion
 from course_lib.training.run import train
 from tests.notebooks.test_13_capstone import DECISIONS
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(960)
 
 
 class KillAtSave(KillAt):
@@ -38,7 +38,7 @@ def project():
 def folder(project, tmp_path_factory):
     """Two runs: `whole`, and `broken` with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("capstone")
-    launch(train, project.config(folder / "whole", save_steps=0), num_processes=2, device="cpu", timeout=100,
+    launch(train, project.config(folder / "whole", save_steps=0), num_processes=2, device="cpu", timeout=400,
            stream=False)
     assert break_run(project, folder / "broken").checkpoint == "checkpoint-000004"
     return folder

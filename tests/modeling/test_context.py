@@ -30,7 +30,7 @@ from course_lib.modeling import context
 from course_lib.modeling.context import ATTENTION, METHODS, ContextParallel, check
 from course_lib.training.loss import count_targets, summed_loss
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
@@ -126,7 +126,7 @@ def every_difference():
 
 @pytest.fixture(scope="module")
 def found():
-    return launch(every_difference, num_processes=2, timeout=100)[0]
+    return launch(every_difference, num_processes=2, timeout=400)[0]
 
 
 def test_two_ranks_share_the_tokens_and_find_one_process_s_loss_and_gradients(found):

@@ -137,7 +137,7 @@ def test_every_process_trains_the_same_tokenizers():
     code = ("import sys, json; from course_lib.modeling import presets; texts = json.load(sys.stdin);"
             "print(json.dumps([presets.build(n, texts, 64)[1].backend_tokenizer.to_str() for n in presets.TINY]))")
     out = subprocess.run([sys.executable, "-c", code], input=json.dumps(TEXTS), capture_output=True, text=True,
-                         timeout=120, check=True)
+                         timeout=480, check=True)
     assert json.loads(out.stdout) == [presets.build(n, TEXTS, 64)[1].backend_tokenizer.to_str() for n in presets.TINY]
 
 

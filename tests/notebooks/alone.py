@@ -13,7 +13,7 @@ from course_lib.lessons.tracking_lab import without_a_route
 from tests.notebooks.conftest import NOTEBOOKS, takeaways
 
 
-def run_alone(name: str, folder: Path, timeout: float = 280, **parameters) -> tuple[dict, int]:
+def run_alone(name: str, folder: Path, timeout: float = 960, **parameters) -> tuple[dict, int]:
     """Recorded values of a fresh run of a lesson, and how many connections and packets had no way to go."""
     return in_own_network(_run, name, folder, timeout, parameters)
 

@@ -10,7 +10,7 @@ from torch import nn
 from course_lib.launching.launch import RankError, launch
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def launch_after_an_accelerator():
 
 
 @pytest.mark.parametrize("provoke", [
-    lambda: launch(ask_the_wrapper, device="cpu", timeout=60),
-    lambda: launch(two_steps_with_an_unused_layer, device="cpu", timeout=60),
+    lambda: launch(ask_the_wrapper, device="cpu", timeout=240),
+    lambda: launch(two_steps_with_an_unused_layer, device="cpu", timeout=240),
     launch_after_an_accelerator,
 ], ids=["wrapped", "unused", "notebook"])
 def test_the_errors_it_quotes_are_real(provoke):

@@ -15,7 +15,7 @@ from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.topology import RankGrid
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 LAYERS, WIDTH, VOCABULARY = 4, 32, 128
 
@@ -48,7 +48,7 @@ def test_the_pages_own_layers_train_as_one_process(lesson):
 
 def test_the_librarys_layers_differ_as_the_pages_own():
     """The same pair with the classes that the lesson shows as the library's."""
-    ways = launch(pair_of_the_library, num_processes=2, timeout=60, device="cpu")[0]
+    ways = launch(pair_of_the_library, num_processes=2, timeout=240, device="cpu")[0]
     assert max(ways["right"].values()) < 1e-5
     assert {what for what, far in ways["without f"].items() if far > 1e-3} == {"gradient of X"}
 
@@ -158,7 +158,7 @@ def errors():
 
 
 def test_what_goes_wrong_says_what_the_lesson_says(lesson):
-    told = launch(errors, num_processes=2, timeout=60, device="cpu")[0]
+    told = launch(errors, num_processes=2, timeout=240, device="cpu")[0]
     cells = nbformat.read(NOTEBOOKS / "08_tensor_and_hybrid.ipynb", as_version=4).cells
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown").replace("\n", " ")
     headings = [part.strip("`.") for part in prose.split("**") if "Error: " in part]

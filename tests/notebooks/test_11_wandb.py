@@ -17,14 +17,14 @@ from course_lib.tracking.jsonl import JsonLinesTracker
 from tests.notebooks.alone import run_alone
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1600)
 
 STEPS, SEEDS, SWEEP_STEPS = 20, 2, 16
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), timeout=360, world_size=2, steps=STEPS, seeds=SEEDS,
+    return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), timeout=1440, world_size=2, steps=STEPS, seeds=SEEDS,
                      sweep_steps=SWEEP_STEPS)
 
 
@@ -37,7 +37,7 @@ def attempts_of_launching() -> int:
     """Of ranks that do nothing, launched as often as in the lesson."""
     before = lab.without_a_route()
     program = "from course_lib.launching.launch import launch\nfor _ in range(3): launch(print, device='cpu')"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=100)
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=400)
     return lab.without_a_route() - before
 
 
@@ -73,7 +73,7 @@ def test_a_row_is_waited_for_in_the_step_and_not_where_it_is_handed_over():
 
     class Service(lab.Slow):
         def log(self, values, step=None, **kwargs):
-            assert answers.wait(100)
+            assert answers.wait(400)
             taken.append(step)
 
     in_the_step, in_thread = Service(0), lab.Guarded(Service(0))

@@ -12,7 +12,7 @@ from course_lib.figures.cloud import losses_by_attempt
 from course_lib.launching.netns import in_own_network
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 STEPS, INTERRUPT_AFTER = 60, 3
 
 

@@ -18,7 +18,7 @@ from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
 from tests.notebooks.conftest import NOTEBOOKS, says, takeaways
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1600)
 
 DECISIONS = {
     "dataset": "tweets", "recipe": {"task": "classification", "learning_rate": 5e-4, "max_length": 32},

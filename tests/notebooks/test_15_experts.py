@@ -5,7 +5,7 @@ import pytest
 
 from tests.notebooks.conftest import execute, says
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

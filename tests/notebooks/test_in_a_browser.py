@@ -37,7 +37,7 @@ SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # a cell o
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
 
 pytestmark = [
-    pytest.mark.long, pytest.mark.timeout(900),
+    pytest.mark.long, pytest.mark.timeout(3600),
     pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
 
 
@@ -55,7 +55,7 @@ def lab(tmp_path_factory):
     environment = os.environ | {"JUPYTER_RUNTIME_DIR": str(private), "JUPYTER_CONFIG_DIR": str(private / "config"),
                                 "JUPYTER_DATA_DIR": str(private / "data"), "JUPYTER_TOKEN": TOKEN}
     trust, start = commands_of_make()
-    subprocess.run(trust, cwd=course, env=environment, check=True, timeout=120)
+    subprocess.run(trust, cwd=course, env=environment, check=True, timeout=480)
     log = private / "log"
     with log.open("w") as out:
         server = subprocess.Popen(start, cwd=course, env=environment, stdout=out, stderr=subprocess.STDOUT,
@@ -68,10 +68,10 @@ def lab(tmp_path_factory):
     finally:
         server.terminate()
         try:
-            server.wait(20)
+            server.wait(80)
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
-            server.wait(20)
+            server.wait(80)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def browser():
     driver.quit()
 
 
-def until(found, what, seconds=60):
+def until(found, what, seconds=240):
     """What a function finds, asked again until it finds something; a page changes while it is read."""
     end = time.monotonic() + seconds
     while True:

@@ -21,7 +21,7 @@ TOKEN = "of-the-test"
 REDIRECTED = (">", "/dev/null")
 LINK = re.compile(r"\]\(([^()\s]+)\)|(?:href|src)=[\"']([^\"']+)")
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def commands_of_make():
@@ -42,7 +42,7 @@ def lab(tmp_path_factory):
     environment = os.environ | {"JUPYTER_RUNTIME_DIR": str(private), "JUPYTER_CONFIG_DIR": str(private / "config"),
                                 "JUPYTER_DATA_DIR": str(private / "data"), "JUPYTER_TOKEN": TOKEN}
     trust, start = commands_of_make()
-    subprocess.run(trust, cwd=ROOT, env=environment, check=True, timeout=60)
+    subprocess.run(trust, cwd=ROOT, env=environment, check=True, timeout=240)
     log = private / "log"
     with log.open("w") as out:
         server = subprocess.Popen(start, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
@@ -55,10 +55,10 @@ def lab(tmp_path_factory):
     finally:
         server.terminate()
         try:
-            server.wait(20)
+            server.wait(80)
         except subprocess.TimeoutExpired:
             server.kill()
-            server.wait(20)
+            server.wait(80)
 
 
 def status(address, path):

@@ -356,10 +356,10 @@ def on_ranks():
 
 @pytest.fixture(scope="module")
 def found():
-    return launch(on_ranks, num_processes=RANKS, timeout=150)[0]
+    return launch(on_ranks, num_processes=RANKS, timeout=600)[0]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(720)
 @pytest.mark.parametrize("case", CASES)
 def test_every_engine_equals_the_plain_loop(found, case):
     differences = dict(found["trained"][case])

@@ -17,7 +17,7 @@ from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.parallel import collectives
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 SIZES = (1, 2, 3, 4)
 SHAPES = ((12,), (3, 4), (7,), (1,), (), (0,), (2, 0, 3), (5, 3, 3))
@@ -228,7 +228,7 @@ def sub_group(group, rank):
 
 @pytest.fixture(scope="module")
 def results():
-    return launch(on_every_size, num_processes=4, timeout=110)
+    return launch(on_every_size, num_processes=4, timeout=440)
 
 
 def each(results):

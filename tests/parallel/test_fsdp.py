@@ -167,7 +167,7 @@ def on_rank():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return launch(on_rank, num_processes=4, timeout=120)
+    return launch(on_rank, num_processes=4, timeout=480)
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +175,12 @@ def found(ranks):
     return ranks[0]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 def test_without_the_reduction_the_weights_drift(found):
     assert furthest(found["unreduced"]["weights"], expected(Case())["weights"]) > 1000 * TOLERANCE
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=identity)
 def test_equals_the_single_process(found, case):
     outcome, wanted = found["trained"][case], expected(case)
@@ -318,6 +318,6 @@ def refusals():
 
 
 def test_refusals_say_what_to_do():
-    said = launch(refusals, num_processes=1, timeout=60)[0]
+    said = launch(refusals, num_processes=1, timeout=240)[0]
     assert "cannot shard LBFGS" in said[0] and "unit Linear lies within unit Sequential" in said[1]
     assert "no nn.ModuleList of like blocks" in said[2] and "gather_whole(engine.pieces())" in said[3]

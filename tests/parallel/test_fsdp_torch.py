@@ -139,7 +139,7 @@ def on_rank():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return launch(on_rank, num_processes=4, timeout=120)
+    return launch(on_rank, num_processes=4, timeout=480)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def found(ranks):
     return ranks[0]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", [*CASES, HYBRID], ids=identity)
 def test_equals_the_single_process(found, case):
     outcome, wanted = found["hybrid"] if case is HYBRID else found["trained"][case], expected(case)

@@ -306,7 +306,7 @@ def run_cases():
 @pytest.fixture(scope="module")
 def trained():
     """By case and number of ranks: what each rank returned."""
-    by_rank = launch(run_cases, num_processes=max(SIZES), timeout=200)
+    by_rank = launch(run_cases, num_processes=max(SIZES), timeout=800)
     return {(name, size): [said[name, size] for said in by_rank[:size]] for name in CASES for size in SIZES}
 
 

@@ -7,12 +7,12 @@ import pytest
 from course_lib.launching.launch import launch
 from tests.parallel.tensor_cases import CASES, DTENSOR_CASES, LAYERS, ROWS, SIZES, TOKENS, TOLERANCE, WIDTH, on_rank
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return launch(on_rank, num_processes=4, timeout=140, stream=False)
+    return launch(on_rank, num_processes=4, timeout=560, stream=False)
 
 
 @pytest.mark.parametrize("size", SIZES)

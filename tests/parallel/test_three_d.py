@@ -15,7 +15,7 @@ from course_lib.parallel import tensor_parallel
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.topology import RankGrid
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GRID = RankGrid(dp=2, pp=2, tp=2)
 LAYERS, WIDTH, ROWS, TOKENS, MICROBATCHES, STEPS = 4, 32, 8, 8, 4, 3
@@ -107,7 +107,7 @@ def on_rank():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return launch(on_rank, num_processes=GRID.world_size, timeout=140, stream=False)
+    return launch(on_rank, num_processes=GRID.world_size, timeout=560, stream=False)
 
 
 @pytest.mark.parametrize("axis", LEFT_OUT)

@@ -54,7 +54,7 @@ def config_of(plan, model, gpus_per_node, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses():
     assert set(to_launchers.SPLITTABLE) == set(PLANS)
     assert set(FAMILIES) - {"t5"} <= set(LAYOUTS) | set(FOUND), "the trainer cuts all of them into stages"
@@ -165,10 +165,10 @@ def two_steps(folder, plans, model, gpus_per_node):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_printed_commands_of_split_sequences_train(tmp_path):
     plans = [plan for plan in SPLIT_SEQUENCES if plan.engine != "deepspeed"]  # tests/training/engines has DeepSpeed's
-    each = launch(two_steps, tmp_path, plans, TINY["tiny-gpt2"], 4, num_processes=4, timeout=280, device="cpu")[0]
+    each = launch(two_steps, tmp_path, plans, TINY["tiny-gpt2"], 4, num_processes=4, timeout=1120, device="cpu")[0]
     for plan, (steps, loss, grid) in zip(plans, each, strict=True):
         assert (steps, grid) == (2, (plan.data, 1, plan.context, plan.tensor)), plan.strategy
         assert math.isfinite(loss) and loss < 1.5 * math.log(presets.VOCABULARY_SIZE), plan.strategy
@@ -184,7 +184,7 @@ def train_all(folder, name, ranks):
         if engines == ["deepspeed"]:  # each start of it is ten seconds
             chosen = [plan for plan in chosen if plan.checkpointing == "none"]
         each = launch(two_steps, folder / engines[0], chosen, TINY[name], found.cluster.gpus_per_node,
-                      num_processes=ranks, timeout=280, device="cpu")[0]
+                      num_processes=ranks, timeout=1120, device="cpu")[0]
         for plan, (steps, loss, grid) in zip(chosen, each, strict=True):
             assert (steps, grid) == (2, (plan.data, plan.pipeline, plan.context, plan.tensor)), plan.strategy
             assert math.isfinite(loss) and loss < 1.5 * math.log(presets.VOCABULARY_SIZE), plan.strategy
@@ -193,7 +193,7 @@ def train_all(folder, name, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("name", "ranks", "kinds"), [
     ("tiny-bert", 2, 5), ("tiny-gpt2", 4, 7),
     pytest.param("tiny-llama", 2, 5, marks=pytest.mark.long),

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import planner, planner_order
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.mark.slow

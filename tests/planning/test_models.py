@@ -25,7 +25,7 @@ def built(config, head):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 def test_every_bundled_model_counts_what_transformers_builds():
     compared = 0
     for name, fields in models.bundled().items():

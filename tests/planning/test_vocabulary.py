@@ -22,7 +22,7 @@ from course_lib.planning.plan import Plan
 from course_lib.planning.simulate import Setting, simulate
 from course_lib.training.loss import CHUNK_BYTES, summed_loss
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 
 
 def llama(vocab=4000, layers=4):
@@ -88,7 +88,7 @@ def of_a_rank(vocab):
 @pytest.mark.parametrize("vocab", [4000, 4001])
 def test_two_real_ranks_hold_what_the_plan_says(vocab):
     """`course train` gathers the logits, and leaves a vocabulary whole that its ranks do not divide."""
-    parameters, held = launch(of_a_rank, vocab, num_processes=2, timeout=90, device="cpu")[0]
+    parameters, held = launch(of_a_rank, vocab, num_processes=2, timeout=360, device="cpu")[0]
     model = known(llama(vocab, 1))
     gathered = Plan(512, "megatron", tensor=2, micro_batch=2, recipe="autocast", head="gathered", loss="chunked")
     parallel = Plan(512, "megatron", tensor=2, micro_batch=2, recipe="autocast", head="parallel")

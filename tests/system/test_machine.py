@@ -59,7 +59,7 @@ def test_a_refused_connection_is_named(endpoint):
         assert "refused" in hub_reachable.problem()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_a_silent_hub_costs_no_more_than_the_timeout(endpoint):
     """It never answers: without a limit the call would not return, and pytest would end it."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -67,7 +67,7 @@ def test_a_silent_hub_costs_no_more_than_the_timeout(endpoint):
         assert hub_reachable.problem(timeout=0.3)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_a_name_server_that_hangs_costs_no_more_than_the_timeout(endpoint, monkeypatch):
     endpoint("http://hub.invalid")
     told = threading.Event()
@@ -107,7 +107,7 @@ if hasattr(os, "sched_setaffinity"):  # macOS has no affinity to count
     def test_affinity_is_counted():
         code = ("import os; from course_lib.launching.cores import usable_cores;"
                 "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(usable_cores())")
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"1\n"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240).stdout == b"1\n"
 
 
 @pytest.mark.parametrize(("files", "quota"), [
@@ -128,7 +128,7 @@ def test_version_does_not_import():
     code = ("import sys; from course_lib.system import machine;"
             "print([machine.version(n) for n in machine.ENGINES]);"
             "print([m for m in ('deepspeed', 'accelerate', 'wandb', 'datasets') if m in sys.modules])")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True).stdout
     assert out.splitlines()[-1] == "[]"
 
 
@@ -213,5 +213,5 @@ def test_peak_memory_grows_with_what_is_held():
 def test_peak_memory_is_the_process_own_and_not_its_launcher_s():
     block = fresh_pages(psutil.Process().memory_info().rss // 2 + 600_000_000)
     code = "from course_lib.system import hub_reachable as hub, machine; print(machine.peak_memory_bytes('cpu'))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True).stdout
     assert int(out) < 600_000_000 < block.size

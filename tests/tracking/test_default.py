@@ -107,14 +107,14 @@ def served(runs_folder):
         assert line.startswith("dashboard: http://127.0.0.1:") and "(trackio;" in line
         yield int(line.split(":")[3].partition("/")[0])
         process.send_signal(signal.SIGINT)
-        assert process.wait(100) == 0
+        assert process.wait(400) == 0
     finally:
         process.kill()
         process.wait()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 def test_trackios_dashboard_shows_the_runs_of_all_folders_as_they_come(runs_folder, served):
     headers, page = asked(served, "")
     assert "Trackio" in page and headers["Content-Security-Policy"].startswith("default-src 'self'")
@@ -160,7 +160,7 @@ class Waits(Tracker):
         self.may, self.kept, self.threads = threading.Event(), [], set()
 
     def log(self, values, step=None, **kwargs):
-        assert self.may.wait(30)
+        assert self.may.wait(120)
         self.kept.append((step, values))
         self.threads.add(threading.current_thread())
 
@@ -168,7 +168,7 @@ class Waits(Tracker):
         self.kept.append(state)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_a_step_does_not_wait_for_a_tracker_and_the_end_of_the_run_does(tmp_path):
     tracker = Waits(RunInfo("id", "name", "project", None, tmp_path))
     guarded = Guarded(tracker)

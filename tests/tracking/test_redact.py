@@ -65,6 +65,6 @@ def test_no_error_of_the_command_line_shows_a_key(monkeypatch, capsys, tmp_path)
     assert key not in told and f"no config file {tmp_path}/{HIDDEN}.yaml" in told
     program = (f"import sys\nfrom course_lib import cli\ndef fail(*_):\n    raise ValueError('refused {key}')\n"
                "cli.COMMANDS[0].run = fail\nsys.exit(cli.main(['train']))\n")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and f"ValueError: refused {HIDDEN}" in done.stderr and key not in done.stderr
     assert "Traceback" in done.stderr

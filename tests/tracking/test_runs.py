@@ -52,7 +52,7 @@ def series(run, metric):
     return [(step, value) for step, _, name, value in run.rows if name == metric]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 def test_two_trackers_keep_the_same_numbers_and_a_resumed_run_goes_on(tmp_path, capfd):
     """Stopped after step 7, resumed from step 4: steps 6 and on are those of the second part, and stand once."""
     folder = tmp_path / "stopped"
@@ -151,7 +151,7 @@ def test_watched_gradients_are_those_of_the_step(tmp_path):
                 assert max(-edges[0], edges[-1]) == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 def test_a_service_that_does_not_answer_leaves_the_run_offline_and_says_so(tmp_path, monkeypatch, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -167,7 +167,7 @@ def test_a_service_that_does_not_answer_leaves_the_run_offline_and_says_so(tmp_p
     assert (run.state, run.tracker, len(series(run, "train/loss"))) == ("finished", "wandb", 1)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 def test_trackio_and_tensorboard_keep_the_same_numbers_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
     options = {"tracker": "jsonl,trackio,tensorboard", "max_steps": 8}

@@ -11,7 +11,7 @@ from course_lib.parallel.ddp import DataParallel
 from course_lib.training.audited_models import AXES, ModelOnEngine, chosen_layouts, config_of
 from tests.forked_process import run_course
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 QWEN = "Qwen/Qwen3-0.6B"
 
 
@@ -20,7 +20,7 @@ QWEN = "Qwen/Qwen3-0.6B"
     ("torch", [Layout(dp=3), Layout(dp=2, shard=2)]), ("accelerate", [Layout(shard=2)]),
     pytest.param("deepspeed", [Layout(dp=2), Layout(shard=2)], marks=pytest.mark.long)])
 def test_no_alarm_over_an_engine(engine, layouts):
-    audited = audit(ModelOnEngine(QWEN, engine), layouts, timeout=60)
+    audited = audit(ModelOnEngine(QWEN, engine), layouts, timeout=240)
     assert [verdict.layout for verdict in audited.verdicts] == layouts
     for verdict in audited.verdicts:
         assert len(verdict.gradients) == 24 and verdict.clean, verdict.wrong or verdict.weights

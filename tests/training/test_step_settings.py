@@ -171,7 +171,7 @@ def test_a_model_has_its_own_forward_back():
 # --- torch.compile ---
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("preset", ["tiny-bert", "tiny-gpt2", "tiny-llama"])
 @pytest.mark.parametrize(("dynamic", "graphs"), [(None, [1, 2, 2]), (True, [1, 1, 1])])
 def test_one_graph_serves_all_blocks_of_a_model(monkeypatch, preset, dynamic, graphs):
@@ -203,7 +203,7 @@ def test_a_model_without_blocks_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_block_through_inductor_computes_the_same():
     torch._dynamo.reset()
     block = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)])

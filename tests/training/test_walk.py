@@ -5,7 +5,7 @@ import pytest
 from course_lib.training.trainer import Trainer
 from tools import walk
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_all_rates_are_looked_at():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("row", RATES, ids=lambda row: row["id"])
 def test_published_rate(row):
     config = row["config"]

@@ -11,7 +11,7 @@ from course_lib.modeling import load_trained
 from course_lib.training import run as runs
 from course_lib.training.callbacks.expert_load import imbalance_of_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 QUICK = {"model": "tiny-olmoe", "task": "causal_lm", "max_train_samples": 64, "max_eval_samples": 8, "max_length": 16,
          "max_steps": 4, "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
@@ -29,7 +29,7 @@ def lines(path):
 
 
 def trained(folder, ranks, **options):
-    launch(train, folder, options, num_processes=ranks, timeout=100)
+    launch(train, folder, options, num_processes=ranks, timeout=400)
     return [line for line in lines(folder / "metrics.jsonl") if "loss" in line], folder / "monitor" / "experts.jsonl"
 
 

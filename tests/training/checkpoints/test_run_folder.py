@@ -10,7 +10,7 @@ from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.training.checkpoints import run_folder
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 def hold(folder, ready):
@@ -26,7 +26,7 @@ def holder(tmp_path):
     ready = context.Event()
     process = context.Process(target=hold, args=(tmp_path / "run", ready), daemon=True)
     process.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     yield process
     process.kill()
     process.join()

@@ -33,9 +33,9 @@ def compiled(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1600)
 def test_compiled_blocks_train_as_plain_ones_under_every_kind_of_engine(tmp_path):
-    plain, found, again, none, graphs = launch(compiled, tmp_path, num_processes=2, timeout=380)[0]
+    plain, found, again, none, graphs = launch(compiled, tmp_path, num_processes=2, timeout=1520)[0]
     assert len(found) == len(PAIRS) and none == 0 and graphs >= 1
     for pair, losses in found.items():
         assert losses == pytest.approx(plain[pair], abs=parity.LOSS_TOLERANCE) and len(losses) == 2

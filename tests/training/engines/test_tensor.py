@@ -18,7 +18,7 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.tensor_shards import places
 from tools.parity import BEGIN, END, README
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 STEPS, SAVED = 4, 2
 TWO = {"tensor_parallel_size": 2}
@@ -89,7 +89,7 @@ def one(folder):
 
 @pytest.fixture(scope="module")
 def found(folder, one):
-    return launch(runs, folder, CASES, save_steps=SAVED, save_total_limit=None, num_processes=4, timeout=550)[0]
+    return launch(runs, folder, CASES, save_steps=SAVED, save_total_limit=None, num_processes=4, timeout=2200)[0]
 
 
 def test_every_layout_equals_one_process(found, one):
@@ -105,7 +105,7 @@ def test_any_layout_goes_on_from_any_other(folder, found, one):
 
     cases = {name: options | {"resume_from_checkpoint": last(source)}
              for name, (source, _, options) in ONWARDS.items()}
-    again = launch(runs, folder / "again", cases, num_processes=4, timeout=400)[0]
+    again = launch(runs, folder / "again", cases, num_processes=4, timeout=1600)[0]
     assert len(again) == len(ONWARDS) == 12
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
@@ -136,7 +136,7 @@ def without_the_sum(folder):
 
 
 def test_without_the_exchange_the_comparison_would_notice(tmp_path, one):
-    cell = parity.compare(launch(without_the_sum, tmp_path, num_processes=4, timeout=200)[0]["ddp"], one, "ddp", "", 4)
+    cell = parity.compare(launch(without_the_sum, tmp_path, num_processes=4, timeout=800)[0]["ddp"], one, "ddp", "", 4)
     assert not cell.agrees and cell.loss > 100 * parity.LOSS_TOLERANCE
 
 
