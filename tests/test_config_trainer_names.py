@@ -24,11 +24,11 @@ def test_every_argument_is_known_and_the_page_says_how():
     assert not ({*names.ABSENT, *names.ALWAYS} & {o.name for o in options()}), "no field of ours is refused"
 
 
-def test_the_readme_counts_them():
+def test_the_page_of_the_trainer_counts_them():
     kinds = [kind for kind, _ in trainer_names.rows().values()]
-    readme = " ".join((trainer_names.PAGE.parents[1] / "README.md").read_text(encoding="utf-8").split())
-    assert f"{len(kinds) - kinds.count('not')} of the 114 arguments of the Hugging Face Trainer" in readme
-    assert f"the other {kinds.count('not')} are refused" in readme
+    page = " ".join((trainer_names.PAGE.parent / "trainer.md").read_text(encoding="utf-8").split())
+    assert f"{len(kinds) - kinds.count('not')} of the 114 arguments of the Hugging Face Trainer" in page
+    assert f"the other {kinds.count('not')} are refused" in page
 
 
 @pytest.mark.parametrize("name", names.ABSENT)

@@ -1,4 +1,4 @@
-"""Run the parity matrix and put its table into the README, between the markers.
+"""Run the parity matrix and put its table into docs/strategies.md, between the markers.
 
     python tools/parity.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from course_lib.lessons import parity
 from course_lib.writing import write_text
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
 BEGIN, END = "<!-- parity: made by tools/parity.py -->", "<!-- end of parity -->"
 
 
@@ -29,18 +29,18 @@ def table(cells: Iterable[parity.Cell]) -> str:
 
 
 def main() -> None:
-    """Measure all cells and rewrite the README's table."""
+    """Measure all cells and rewrite the page's table."""
     with tempfile.TemporaryDirectory() as folder:
         cells = (parity.matrix(Path(folder) / "whole") + parity.tensor_matrix(Path(folder) / "split")
                  + parity.context_matrix(Path(folder) / "context") + parity.experts_matrix(Path(folder) / "experts"))
     order = [*parity.PAIRS, *parity.TENSOR, *parity.CONTEXT, *parity.EXPERTS]
     cells.sort(key=lambda cell: (order.index((cell.strategy, cell.engine)), cell.world_size))
     agreeing = sum(cell.agrees for cell in cells)
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     made = f"{table(cells)}\n\n{agreeing} of {len(cells)} cells agree."
-    write_text(README, f"{before}{BEGIN}\n{made}\n{END}{after}")
+    write_text(PAGE, f"{before}{BEGIN}\n{made}\n{END}{after}")
     print(made)
 
 

@@ -1,4 +1,4 @@
-"""What the README tells people to type runs: each training line as it stands there, but with a tiny model and few rows.
+"""What README and docs/ tell people to type runs: each training line as it stands, with a tiny model and few rows.
 
 That each is taken at all is tests/test_shown_commands.py's affair.
 """
@@ -13,8 +13,10 @@ from tests.commands.conftest import run
 from tests.test_shown_commands import shown
 
 ROOT = Path(__file__).resolve().parents[2]
-LINES = [line.partition("#")[0].strip() for _, line in shown(ROOT / "README.md")
+PAGES = [ROOT / "README.md", *(path for path in sorted(ROOT.glob("docs/*.md")) if path.name != "commands.md")]
+LINES = [text for page in PAGES for _, line in shown(page) for text in [line.partition("#")[0].strip()]
          if line.startswith("course train") and "--num_processes" in line]
+LINES = list(dict.fromkeys(LINES))  # each once
 SMALL = ("--model", "tiny-bert", "--max_train_samples", "64", "--max_eval_samples", "16", "--max_length", "16",
          "--max_steps", "2", "--baselines", "false", "--progress_bar", "false", "--device", "cpu")
 OFTEN = ("pipeline", "tensor", "context")

@@ -31,7 +31,7 @@ STEPS, SAVE_STEPS, DIES_AT, ROWS = 24, 4, 6, 12
 TOLERANCE = 1e-5
 """Largest relative difference of a step's loss from that of the undisturbed run, in fp32 without dropout."""
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
-"""What the README has one set beside torchrun."""
+"""What docs/reliability.md has one set beside torchrun."""
 SIGTERM_BIT = 1 << (signal.SIGTERM - 1)
 
 

@@ -1,4 +1,4 @@
-"""Pipelines and split layers on GPUs: every schedule, tied weights, ZeRO-1, the commands that the README shows."""
+"""Pipelines and split layers on GPUs: every schedule, tied weights, ZeRO-1, docs/strategies.md's commands."""
 
 import shlex
 from pathlib import Path
@@ -101,8 +101,8 @@ def test_torchs_runtime(gpus, plain, tmp_path):
 
 
 def shown():
-    """The README's pipeline commands."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    """The pipeline commands of docs/strategies.md."""
+    text = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8").replace("\\\n", " ")
     return [line for line in text.splitlines() if line.startswith("course train") and "pipeline" in line]
 
 

@@ -39,7 +39,7 @@ def test_the_parity_matrix(tmp_path, monkeypatch, world_size):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: F401  here, or each of the ranks would take ten seconds for it
 
-    cells = parity.matrix(tmp_path, (world_size,), steps=4)  # tools/parity.py makes the README's of eight
+    cells = parity.matrix(tmp_path, (world_size,), steps=4)  # tools/parity.py makes docs/strategies.md's of eight
     assert Counter(cell.engine for cell in cells) == {"torch": 5, "scratch": 5, "deepspeed": 3}
     assert [cell for cell in cells if not cell.agrees] == []
 

@@ -16,7 +16,7 @@ from course_lib.parallel.sharding import Shard
 from course_lib.parallel.tensor_parallel import ParameterSplit
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.tensor_shards import places
-from tools.parity import BEGIN, END, README
+from tools.parity import BEGIN, END, PAGE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -121,8 +121,8 @@ def test_two_ranks_equal_one_process_too(tmp_path):
     assert len(cells) == 5 and [cell for cell in cells if not cell.agrees] == []
 
 
-def test_the_readme_has_every_row_of_the_matrix():
-    text = README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+def test_the_page_has_every_row_of_the_matrix():
+    text = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
     shown = re.findall(r"^\| ([^|]+) \| (\w+) \|", text, re.M)[1:]
     assert shown == [*parity.PAIRS, *parity.TENSOR, *parity.CONTEXT, *parity.EXPERTS] and len(shown) == 57
     agree, cells = map(int, re.search(r"(\d+) of (\d+) cells agree", text).groups())
