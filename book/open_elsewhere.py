@@ -44,7 +44,7 @@ def buttons(lesson: str, repository: str) -> str:
         lesson: name of the notebook, without its suffix.
         repository: OWNER/NAME on GitHub; empty: on the reader's machine alone.
     """
-    here = "Run it: [JupyterLab on your machine](../start.md)"
+    here = "Run it: [JupyterLab on your machine](../docs/setup.md)"
     if not repository:
         return here
     file = f"{repository}/blob/{BRANCH}/open/{lesson}.ipynb"

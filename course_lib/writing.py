@@ -1,4 +1,4 @@
-"""Writes files that are never half there, and logs of JSON lines."""
+"""Writes files that are never half there, parts of pages, and logs of JSON lines."""
 
 import contextlib
 import json
@@ -30,6 +30,25 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a file beside its place, flush it to disk and rename it."""
     with written_beside(path) as out:
         out.write(text)
+
+
+def write_part(path: Path, begin: str, end: str, part: str) -> None:
+    """Put text between two marks of a page, and leave the rest as it is.
+
+    Args:
+        path: of the page.
+        begin: the mark before it, which the page has once.
+        end: the mark after it, likewise.
+        part: to stand there, on lines of its own.
+
+    Raises:
+        ValueError: a mark is missing, or stands there twice; the page stays as it was.
+    """
+    page = path.read_text(encoding="utf-8")
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(end) < page.index(begin):
+        raise ValueError(f"{path.name} needs one {begin} and, after it, one {end}")
+    before, _, rest = page.partition(begin)
+    write_text(path, f"{before}{begin}\n{part}\n{end}{rest.partition(end)[2]}")
 
 
 class JsonLines:

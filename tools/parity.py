@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from course_lib.lessons import parity
-from course_lib.writing import write_text
+from course_lib.writing import write_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
 BEGIN, END = "<!-- parity: made by tools/parity.py -->", "<!-- end of parity -->"
@@ -36,11 +36,8 @@ def main() -> None:
     order = [*parity.PAIRS, *parity.TENSOR, *parity.CONTEXT, *parity.EXPERTS]
     cells.sort(key=lambda cell: (order.index((cell.strategy, cell.engine)), cell.world_size))
     agreeing = sum(cell.agrees for cell in cells)
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
     made = f"{table(cells)}\n\n{agreeing} of {len(cells)} cells agree."
-    write_text(PAGE, f"{before}{BEGIN}\n{made}\n{END}{after}")
+    write_part(PAGE, BEGIN, END, made)
     print(made)
 
 

@@ -3,64 +3,70 @@
     python tools/readme.py
 """
 
+import re
 from pathlib import Path
 
-from course_lib.writing import write_text
+from course_lib.writing import write_part
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: made by tools/readme.py -->", "<!-- end of figures -->"
-STRATEGIES = "speed against the peer"
-SPEED = "ratio, median of pairs (min–max)"
 
 
-def cell(table: str, row: str, column: str) -> str:
-    """One cell of a table of benchmarks/.
+def column(table: str, head: str) -> dict[str, str]:
+    """One column of a table of benchmarks/.
 
     Args:
         table: the file's name without its suffix.
-        row: the cells that the row begins with, separated by `` | ``.
-        column: the whole text of the column's head.
+        head: the whole text of the column's head.
+
+    Returns:
+        By the text of the whole row, its cells separated by `` | ``, in the table's order.
 
     Raises:
-        ValueError: the file has no such row or column, or several.
+        ValueError: no table of the file has such a column.
     """
-    heads: list[str] = []
-    said = []
-    for line in (ROOT / "benchmarks" / f"{table}.md").read_text(encoding="utf-8").splitlines():
-        cells = [text.strip() for text in line.strip("|").split("|")] if line.startswith("|") else []
-        heads = heads if cells and heads else cells
-        if column in heads and " | ".join(cells).startswith(f"{row} | "):
-            said.append(cells[heads.index(column)])
+    page = (ROOT / "benchmarks" / f"{table}.md").read_text(encoding="utf-8")
+    for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+        heads, _, *cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        if head in heads:
+            return {" | ".join(row): row[heads.index(head)] for row in cells}
+    raise ValueError(f"benchmarks/{table}.md has no column {head!r}, which README.md wants")
+
+
+def cell(table: str, row: str, head: str) -> str:
+    """One cell of it, by the cells that its row begins with.
+
+    Raises:
+        ValueError: no row begins so, or several do.
+    """
+    said = [text for whole, text in column(table, head).items() if whole.startswith(f"{row} | ")]
     if len(said) != 1:
-        raise ValueError(f"benchmarks/{table}.md has {len(said)} rows {row!r} under {column!r}: README.md wants one")
+        raise ValueError(f"benchmarks/{table}.md has {len(said)} rows {row!r}, and README.md wants one")
     return said[0]
 
 
-def first(text: str) -> str:
-    """The number that a cell begins with."""
-    return text.split()[0]
-
-
-def ratio(table: str, row: str, column: str) -> str:
-    """The same as a multiple."""
-    return f"{first(cell(table, row, column))} ×"
+def ratio(table: str, row: str, head: str) -> str:
+    """The number that a cell begins with, as a multiple."""
+    return f"{cell(table, row, head).split()[0]} ×"
 
 
 def rows() -> list[tuple[str, str, str, str]]:
     """What is measured, beside what, ours as a multiple of it, and the table."""
     def speed(row: str) -> str:
-        return ", ".join(ratio("trainers-speed", f"{trainer}, {row}", SPEED)
+        return ", ".join(ratio("trainers-speed", f"{trainer}, {row}", "ratio, median of pairs (min–max)")
                          for trainer in ("BasicTrainer", "AcceleratedTrainer"))
 
     def strategy(*names: str) -> str:
-        return ", ".join(ratio("data-parallel-cpu", f"{name} | scratch", STRATEGIES) for name in names)
+        return ", ".join(ratio("data-parallel-cpu", f"{name} | scratch", "speed against the peer") for name in names)
+
+    def attention(*names: str) -> str:
+        return ", ".join(ratio("context", name, "speed against the peer (range)") for name in names)
 
     def mean(system: str) -> str:
         return cell("trainers-accuracy", "mean", system)
 
-    schedules = [float(cell("pipeline-cpu", name, "ours / torch")) for name in (
-        "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv", "dualpipev")]
+    schedules = [float(text) for text in column("pipeline-cpu", "ours / torch").values()]
     transformers = "Hugging Face Trainer"
     return [
         ("samples/s at identical settings: basic, accelerated", transformers, speed("identical"), "trainers-speed"),
@@ -75,9 +81,8 @@ def rows() -> list[tuple[str, str, str, str]]:
         (f"step time of the pipeline executor, {len(schedules)} schedules", "torch's schedule runtime",
          f"{min(schedules):.2f} to {max(schedules):.2f} ×", "pipeline-cpu"),
         ("speed of ring attention, contiguous and zigzag", "torch's ring, flash kernel",
-         ", ".join(ratio("context", row, "speed against the peer (range)") for row in ("ring", "ring, zigzag")),
-         "context"),
-        ("speed of Ulysses", "DeepSpeed's", ratio("context", "Ulysses", "speed against the peer (range)"), "context"),
+         attention("ring", "ring, zigzag"), "context"),
+        ("speed of Ulysses", "DeepSpeed's", attention("Ulysses"), "context"),
     ]
 
 
@@ -88,11 +93,5 @@ def block() -> str:
     return "\n".join(lines)
 
 
-def filled(text: str) -> str:
-    """README.md with its figures as the tables have them."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{block()}\n{END}{rest.split(END)[1]}"
-
-
 if __name__ == "__main__":
-    write_text(README, filled(README.read_text(encoding="utf-8")))
+    write_part(README, BEGIN, END, block())
