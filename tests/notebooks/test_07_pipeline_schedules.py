@@ -62,6 +62,7 @@ def test_the_pipelines_broken_on_the_page(lesson):
         assert lesson[f"rank_{rank}_was_in"] == "send, called by exchange, called by step", "both, and none receives"
     first, *others = lesson["newest_first_off_in_step"]
     assert first < 1e-6 < 1e-3 < min(others)
+    assert lesson["not_divided_is_larger_by"] == pytest.approx(8) and lesson["not_divided_off_by"] < 1e-3, "AdamW"
 
 
 def test_what_is_said_of_zb_h2_is_so():
@@ -119,6 +120,17 @@ def test_what_is_said_of_the_choice_is_so():
 def test_fitted_tables_hold_less(lesson):
     held = lesson["held"]
     assert len(held) == 9 and held["v_min"] < held["v_half"] < held["1f1b"] == held["zbv"] < held["zb_h2"]
+
+
+def test_what_is_stored_is_what_the_tables_are_now(lesson):
+    stored = nbformat.read(NOTEBOOKS / "07_pipeline_schedules.ipynb", as_version=4)
+    record = "application/vnd.course.record+json"
+    said = {output.data[record]["name"]: output.data[record]["value"] for cell in stored.cells
+            for output in cell.get("outputs", []) if record in output.get("data", {}) and "name" in output.data[record]}
+    for name in ("simulated", "held", "own_wait", "least_bubble", "looked_at", "fit", "best"):
+        assert said[name] == lesson[name], f"{name}: run `python tools/notebooks.py`"
+    assert lesson["simulated"]["zbv"] < lesson["simulated"]["v_half"] < lesson["simulated"]["v_min"] \
+        < lesson["simulated"]["1f1b"], "as the lesson says"
 
 
 def test_the_gradients_of_the_whole_model(lesson):
