@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.parallel.absence import ABSENT, are_absent, present_, zero_present_
+from course_lib.parallel.sharded_gradient import held, take
 from course_lib.parallel.sharding import Shard, overlap, padded
 
 
@@ -86,14 +87,14 @@ class ShardedBucket:
             self.send_buffer = torch.empty_like(self.flat)  # (E,), in the parameters' dtype
             self.send_buffer[self.filled :].zero_()  # the padding: what is in `empty` could be NaN, and is summed
         targets = {p: self.send_buffer[self.param_slices[p]].view(p.shape) for p in parameters}
-        arrived = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        taken = {parameter: take(parameter) for parameter in parameters}  # a whole gradient is held once, in the buffer
+        arrived = {parameter: gradient for parameter, gradient in taken.items() if gradient is not None}
         if arrived:  # one call for all: one by one, a transformer's hundred launches take longer than the copies
             torch._foreach_copy_([targets[parameter] for parameter in arrived], list(arrived.values()))
             present_([targets[parameter] for parameter in arrived])
         for parameter, target in targets.items():
             if parameter not in arrived:
                 target.fill_(ABSENT)
-            parameter.grad = None  # a whole gradient is held once, in the buffer
         self.used.update(arrived)
         self.missing.difference_update(parameters)
 
@@ -127,14 +128,15 @@ class ShardedBucket:
     def forget(self, set_to_none: bool = True) -> None:
         """Drop the gradients, whole and reduced, or let them be zeros."""
         if not set_to_none:
-            whole = [p.grad for p in self.param_slices if p.grad is not None]
+            whole = [gradient for p in self.param_slices if (gradient := held(p)) is not None]
             for gradient in [*whole, *([] if self.gradient is None else [self.gradient])]:
                 zero_present_(gradient)
             return
         self.gradient = None
         self.used.clear()
         for parameter, piece in self.pieces.items():
-            parameter.grad = piece.data.grad = None
+            take(parameter)
+            piece.data.grad = None
 
     def adopt(self) -> None:
         """Take over what others have written into the parameters since the last step: loaded, clamped, swapped."""

@@ -38,6 +38,7 @@ from course_lib.parallel import blocks as partition
 from course_lib.parallel.absence import zero_present_
 from course_lib.parallel.call_hooks import run_hooks_always
 from course_lib.parallel.clipping import norm_dtype, scale_down_, sum_of_squares
+from course_lib.parallel.sharded_gradient import ShardedGradients, held, take
 from course_lib.parallel.sharded_unit import Reduction, ShardedUnit
 from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
 from course_lib.parallel.trees import map_tensors, tensors_of
@@ -70,8 +71,8 @@ class ShardedModule(nn.Module):
     A trainable parameter that no rank's backward reaches has none, and is left alone as on one process; where only
     some ranks reach it the others count as having zeros.
 
-    ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own. ``nn.utils.clip_grad_norm_`` is not: the
-    gradients are those of the pieces, so that :meth:`clip_grad_norm_` has to be called.
+    ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own, and ``nn.utils.clip_grad_norm_`` over its
+    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a :class:`~.sharded_gradient.ShardedGradient`.
 
     Args:
         module: changed in place: outside its forward and backward its parameters read as NaN. One that is at several
@@ -132,7 +133,11 @@ class ShardedModule(nn.Module):
             unit.module.register_forward_hook(functools.partial(self._post_forward, index))
         for block in chosen:
             run_hooks_always(block)
-        # --- phase 4: what the caller's loop does with its optimizer ---
+        # --- phase 4: what the caller's loop does with its optimizer, and with the gradients ---
+        self._gradients = ShardedGradients(
+            {parameter: name for parameter, name in self.names.items() if parameter.requires_grad},
+            lambda: {parameter: piece.data.grad for parameter, piece in self._pieces.items()},
+            lambda: any(unit.gradient is not None for unit in self.units), group)
         optimizer.register_step_post_hook(lambda *_: self.refresh())
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._unchanged = UnchangedModule(module, type(self).__name__)
@@ -211,6 +216,7 @@ class ShardedModule(nn.Module):
             unit.free()
             unit.in_backward = unit.awaits_backward = False
         self._finish_reduction()
+        self._gradients.show()
         self._backward_runs = False
 
     def _reduce(self, unit: ShardedUnit) -> None:
@@ -253,6 +259,7 @@ class ShardedModule(nn.Module):
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         scale_down_(gradients, norm, max_norm)
+        self._gradients.changed()
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -261,6 +268,7 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of pieces and of what ``no_sync`` keeps, or let them be zeros."""
+        self._gradients.changed()
         if not set_to_none:
             kept = [unit.gradient for unit in self.units] + [piece.data.grad for piece in self._pieces.values()]
             for gradient in kept:
@@ -270,7 +278,8 @@ class ShardedModule(nn.Module):
         for unit in self.units:
             unit.gradient = None  # of `no_sync`
             unit.used.clear()
-        for piece in self._pieces.values():
+        for parameter, piece in self._pieces.items():
+            take(parameter)
             piece.data.grad = None
 
     def pieces(self) -> dict[str, Shard]:
@@ -285,7 +294,7 @@ class ShardedModule(nn.Module):
     def resident(self) -> dict[str, list[Tensor]]:
         """The tensors alive on this rank by kind; those of freed storage count 0 bytes."""
         gradients = [piece.data.grad for piece in self._pieces.values()]
-        gradients += [unit.gradient for unit in self.units] + [parameter.grad for parameter in self.names]
+        gradients += [unit.gradient for unit in self.units] + [held(parameter) for parameter in self.names]
         travelling = [self._reduction.whole, self._reduction.local] if self._reduction is not None else []
         return {"parameters": [tensor for unit in self.units for tensor in (unit.shard, unit.flat)],
                 "gradients": [gradient for gradient in gradients if gradient is not None],

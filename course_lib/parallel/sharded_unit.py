@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.parallel.absence import ABSENT, are_absent, present_
+from course_lib.parallel.sharded_gradient import held, take
 from course_lib.parallel.sharding import Shard
 
 
@@ -165,11 +166,12 @@ class ShardedUnit:
         self.flat.untyped_storage().resize_(0)
 
     def has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.starts)
+        return any(held(parameter) is not None for parameter in self.starts)
 
     def collect(self) -> None:
         """Add the parameters' gradients to the flat one, in ``reduce_dtype``; where there is none, what says so."""
-        arrived = {parameter: parameter.grad for parameter in self.starts if parameter.grad is not None}
+        taken = {parameter: take(parameter) for parameter in self.starts}  # a whole gradient is held once
+        arrived = {parameter: gradient for parameter, gradient in taken.items() if gradient is not None}
         is_first = self.gradient is None
         if self.gradient is None:
             self.gradient = torch.empty(self.total, dtype=self.reduce_dtype, device=self.shard.device)  # (E,)
@@ -182,8 +184,6 @@ class ShardedUnit:
             move(runs, list(arrived.values()))
             present_(runs)
             self.used.update(arrived)
-        for parameter in arrived:
-            parameter.grad = None  # a whole gradient is held once
 
     def reduce_scatter(self) -> "Reduction":
         """Begin to sum the flat gradient over the ranks; each receives its own part."""

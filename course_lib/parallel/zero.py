@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from course_lib.errors import CourseError
 from course_lib.parallel.clipping import norm_dtype, scale_down_, sum_of_squares
 from course_lib.parallel.sharded_bucket import ShardedBucket, cut_into_buckets
+from course_lib.parallel.sharded_gradient import ShardedGradients, held
 from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
 from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree
 
@@ -39,8 +40,8 @@ class Zero1(nn.Module):
     reaches has no gradient, and is left alone as on one process; where only some ranks reach it, the others count as
     having zeros. What is written into the parameters between steps, on every rank, is kept.
 
-    ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own. ``nn.utils.clip_grad_norm_`` is not: whole
-    gradients are this rank's, or gone, so that :meth:`clip_grad_norm_` has to be called.
+    ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own, and ``nn.utils.clip_grad_norm_`` over its
+    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a :class:`~.sharded_gradient.ShardedGradient`.
 
     The three phases of :meth:`step` stand apart, and none hides behind computing. :class:`OverlappedZero1` sends while
     the last backward runs. The gathers could run beneath the next forward, with a hook at each module that waits for
@@ -94,10 +95,17 @@ class Zero1(nn.Module):
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(lambda *_: self.refresh())
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        # --- phase 5: `.grad` shows gradients of all ranks, from the end of each backward ---
+        self._gradients = ShardedGradients({p: name for p, name in self.names.items() if p in trained},
+                                           self._reduced_parts, self._is_pending, group)
+        self._backward_runs = False
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._ask_for_end)  # type: ignore[attr-defined]
         self._unchanged = UnchangedModule(module, type(self).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._unchanged.check()
+        self._backward_runs = False  # one that raised had no end
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -105,12 +113,23 @@ class Zero1(nn.Module):
         """Accumulate. Nothing travels before :meth:`step` anyway: whole gradients add up in place."""
         yield
 
+    def _ask_for_end(self, parameter: Tensor) -> None:
+        """The first gradient of a backward asks to be told of its end."""
+        if not self._backward_runs:
+            self._backward_runs = True
+            Variable._execution_engine.queue_callback(self._show_gradients)
+
+    def _show_gradients(self) -> None:
+        self._backward_runs = False
+        self._gradients.show()
+
     # --- one step, in three phases -----------------------------------------------------------------------------------
 
     def reduce(self) -> None:
         """Reduce: every rank receives the mean gradient of its own shard. Done once, however often called."""
+        self._gradients.changed()
         # A second call finds no gradient in a parameter: `collect` has moved them all.
-        if any(p.grad is not None for bucket in self.buckets for p in bucket.param_slices):
+        if any(held(p) is not None for bucket in self.buckets for p in bucket.param_slices):
             previous: ShardedBucket | None = None
             for bucket in self.buckets:  # two at a time: one travels while the next is filled, and no more memory
                 bucket.send()
@@ -118,6 +137,7 @@ class Zero1(nn.Module):
                     previous.finish()
                 previous = bucket
             self.buckets[-1].finish()
+            self._gradients.show()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, update this rank's shards, gather everybody's. Gives what ``closure`` gave."""
@@ -161,6 +181,15 @@ class Zero1(nn.Module):
         """Forget the gradients, whole and reduced, or let them be zeros."""
         for bucket in self.buckets:
             bucket.forget(set_to_none)
+        self._gradients.changed()
+
+    def _reduced_parts(self) -> dict[nn.Parameter, Tensor]:
+        self.reduce()
+        return {parameter: bucket.gradient[part] for bucket in self.buckets if bucket.gradient is not None
+                for parameter, part in bucket.shard_slices.items()}
+
+    def _is_pending(self) -> bool:
+        return any(held(parameter) is not None for parameter in self.names)
 
     def pieces(self) -> dict[str, Shard]:
         """This rank's piece of every parameter, by its first name, in module order; a frozen one is whole."""
@@ -170,7 +199,7 @@ class Zero1(nn.Module):
         """The tensors alive on this rank by kind; an fp32 master that is a copy is a state of the optimizer."""
         states = [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, Tensor)]
         states += [bucket.master for bucket in self.buckets if bucket.master is not bucket.local_shard]
-        gradients = [bucket.gradient for bucket in self.buckets] + [parameter.grad for parameter in self.names]
+        gradients = [bucket.gradient for bucket in self.buckets] + [held(parameter) for parameter in self.names]
         return {"parameters": [bucket.flat for bucket in self.buckets] + [p.detach() for p in self.frozen],
                 "gradients": [gradient for gradient in gradients if gradient is not None],
                 "optimizer states": states,
@@ -227,9 +256,11 @@ class Zero2(Zero1):
             self._send_next()
         self.buckets[-1].finish()
         self._next = None
+        self._gradients.show()
 
     def reduce(self) -> None:
         """Reduce: backward has done it."""
+        self._gradients.changed()  # who asks for what is reduced may change it
 
 
 class OverlappedZero1(Zero2):

@@ -4,6 +4,7 @@ What is compared are whole weights after some steps with those of the plain loop
 loop calls ``optimizer.zero_grad()``, ``loss.backward()`` and ``optimizer.step()``, and no method of an engine.
 """
 
+import contextlib
 import copy
 from dataclasses import dataclass
 
@@ -157,6 +158,10 @@ def adamw(parameters, kind=torch.optim.AdamW, **options):
     return kind(parameters, **({"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3} | options))
 
 
+def sgd(parameters, kind=torch.optim.SGD):
+    return kind(parameters, lr=0.1)
+
+
 def adagrad(parameters, kind=torch.optim.Adagrad, **options):
     return kind(parameters, lr=1e-2, initial_accumulator_value=0.3, **options)
 
@@ -207,6 +212,11 @@ def loop(module, optimizer, rank, world, steps=4):
         optimizer.step()
 
 
+def far(weights, others):
+    """The largest difference of a weight; 0 on the ranks that were not given them."""
+    return max(((weights[name].detach() - others[name]).abs().max().item() for name in weights), default=0.0)
+
+
 def trained(case):
     """The largest difference of a weight from the plain loop's, by engine; and how far that loop went."""
     build, make, engines = CASES[case]
@@ -242,6 +252,77 @@ def clipped_in_float64():
         engine = kind(model, adamw(model.parameters()))
         (engine(x, flags, step) - y).square().mean().backward()
         found.append(engine.clip_grad_norm_(0.5).item())
+    return found
+
+
+CLIPS = {
+    "none": lambda parameters: None,
+    "2": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3),
+    "3": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.2, norm_type=3.0),
+    "inf": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, norm_type=float("inf")),
+    "not needed": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e3),
+    "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.02),
+}
+"""By name: one of torch's own ways to clip, with bounds that all but one of these gradients exceed."""
+
+
+def clipping_loop(module, optimizer, rank, world, clip):
+    """Two micro-batches a step; the norms that torch returned, also one between two backwards."""
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro_batch in range(2):
+            x, y, flags, number = rows(2 * step + micro_batch, rank, world)
+            (module(x, flags, number) - y).square().mean().backward()
+            if step == 1 or micro_batch == 1:
+                norms.append(clip(module.parameters()))
+        optimizer.step()
+    return [float(getattr(norm, "full_tensor", lambda norm=norm: norm)()) for norm in norms if norm is not None]
+
+
+def clipped_by_torch():
+    """By way of clipping and engine: norms, and how far the weights are from those of the plain loop; of that loop
+    itself, how far they are from those without clipping."""
+    found, unclipped = {}, {}
+    for build, engines in ((PartlyUsed, [*SHARDED]), (Unused, ["torch fsdp"])):
+        for way, clip in CLIPS.items():
+            torch.manual_seed(0)
+            plain = build()
+            norms = clipping_loop(plain, sgd(plain.parameters()), 0, 1, clip)
+            wanted = {name: p.detach() for name, p in plain.named_parameters()}
+            unclipped.setdefault(build, wanted)
+            found[way, build.__name__] = norms, far(wanted, unclipped[build])
+            for name in engines:
+                torch.manual_seed(0)
+                engine, optimizer, weights = wrapped(name, build(), sgd)
+                norms = clipping_loop(engine, optimizer, dist.get_rank(), RANKS, clip)
+                found[way, name] = norms, far(weights(), wanted)
+    return found
+
+
+def what_gradients_say():
+    """Of each engine: what reading a gradient says, what clipping within no_sync says, what is there after
+    `zero_grad`, and the bytes that gradients seem to take."""
+    found = {}
+    x, y, flags, step = rows(0, dist.get_rank(), RANKS)
+    for name, kind in SHARDED.items():
+        torch.manual_seed(0)
+        model = Net()
+        engine = kind(model, adamw(model.parameters()))
+        said = []
+        for attempt in ("reads", "clips early"):
+            try:
+                with engine.no_sync() if attempt == "clips early" else contextlib.nullcontext():
+                    (engine(x, flags, step) - y).square().mean().backward()
+                if attempt == "reads":
+                    model.first.weight.grad.sum()
+                nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+                said.append(None)
+            except CourseError as error:
+                said.append(str(error))
+        storage = model.first.weight.grad.untyped_storage().nbytes()
+        engine.zero_grad()
+        found[name] = *said, storage, {p.grad for p in model.parameters()}
     return found
 
 
@@ -351,6 +432,7 @@ def on_ranks():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     return {"trained": {case: trained(case) for case in CASES}, "norms": clipped_in_float64(),
+            "clipped": clipped_by_torch(), "said": what_gradients_say(),
             "written": written_between_steps(), "other ways": other_ways_to_step(), "refusals": refusals()}
 
 
@@ -374,6 +456,27 @@ def test_every_engine_equals_the_plain_loop(found, case):
 def test_norms_of_float64_gradients_are_of_float64(found):
     wanted, *norms = found["norms"]
     assert len(norms) == len(SHARDED) and norms == pytest.approx([wanted] * len(norms), rel=1e-13)
+
+
+@pytest.mark.parametrize("way", CLIPS)
+def test_torch_clips_the_gradients_of_all_ranks(found, way):
+    for build, engines in (("PartlyUsed", [*SHARDED]), ("Unused", ["torch fsdp"])):
+        norms, moved = found["clipped"][way, build]
+        assert (moved > 1e-3) == (way not in ("none", "not needed")), moved
+        assert len(norms) == (0 if way in ("none", "value") else 4)  # torch returns none of these
+        for engine in engines:
+            got, apart = found["clipped"][way, engine]
+            assert got == pytest.approx(norms, rel=1e-5) and apart < 2e-6, engine
+
+
+def test_a_gradient_in_pieces_says_so_where_it_cannot_be_read(found):
+    assert found["said"].keys() == SHARDED.keys()
+    for engine, (reading, early, storage, after) in found["said"].items():
+        assert "the gradient of `first.weight` lies in pieces on all ranks" in reading and "\n" not in reading
+        # Stages 1 and 2 reduce what has come so far, whoever says no_sync; the others keep it, and must not clip less.
+        assert (early is None) == (engine in ("zero1", "zero2")), early
+        assert early is None or "backward within no_sync" in early
+        assert storage == 0 and after == {None}
 
 
 def test_what_is_written_into_bf16_weights_between_steps_is_kept(found):

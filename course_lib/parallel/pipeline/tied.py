@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.parallel.absence import ABSENT, are_absent
+from course_lib.parallel.sharded_gradient import held
 
 
 def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[int, nn.Module],
@@ -33,7 +34,8 @@ def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[in
         stage = next(stage for stage in names if stage_ranks[stage] == rank)
         weight = stages[stage].get_parameter(names[stage])
         # A holder whose loss did not reach it sends what says so: the others wait for its part.
-        own = torch.full_like(weight, ABSENT) if weight.grad is None else weight.grad.contiguous() + 0.0
+        mine = held(weight)  # whole on this rank, also where ZeRO-1 shows the gradient of all ranks
+        own = torch.full_like(weight, ABSENT) if mine is None else mine.contiguous() + 0.0
         parts = {peer: own if peer == rank else torch.empty_like(own) for peer in holders}
         # --- every holder sends to every other: there are two of them, or few, and no group of theirs is needed ---
         exchange = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for peer in holders if peer != rank
@@ -42,7 +44,7 @@ def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[in
             work.wait()
         # --- add in the order of the ranks, the same everywhere: in another order the last bits would differ, and the
         # copies drift apart. holders times (…) -> (…). What no loss reached has no gradient. ---
-        reached = weight.grad is not None
+        reached = mine is not None
         weight.grad = functools.reduce(torch.add, [parts[peer].detach() for peer in holders])
         if not reached and are_absent([weight.grad])[0]:
             weight.grad = None

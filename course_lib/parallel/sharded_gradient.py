@@ -1,0 +1,177 @@
+"""What a parameter has in ``.grad`` under ZeRO and FSDP: a tensor without storage that stands for all ranks' pieces.
+
+After a backward the mean gradient of a parameter lies in pieces on N ranks, and ``nn.utils.clip_grad_norm_`` over the
+module's parameters would find nothing, and clip nothing. So each parameter is given a tensor of its own shape that
+knows its pieces::
+
+    nn.utils.clip_grad_norm_     what it calls            what happens
+    norm of each gradient        linalg.vector_norm(g)    this rank's pieces, then one all-reduce for all parameters
+    scale each gradient          g.mul_(factor)           this rank's piece is scaled
+
+Everything else that looks at elements is refused in a line. FSDP2 has its ``DTensor`` there, for the same reason.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.errors import ModelError
+from course_lib.parallel.absence import zero_present_
+from course_lib.parallel.clipping import norm_dtype
+
+IN_PLACE = {torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar, torch.ops.aten.div_.Tensor,
+            torch.ops.aten.div_.Scalar, torch.ops.aten.clamp_.default}
+"""What is done to each element by itself, with numbers: a piece is changed as the whole would be."""
+
+
+class ShardedGradient(Tensor):
+    """A parameter's gradient whose elements are on several ranks; its shape and dtype are the parameter's.
+
+    Norms of order 0 < p <= inf are those of the mean gradient over all ranks, 0-D and in fp32 (float64 of float64), and
+    collective: every rank asks for them, in the same order.
+
+    Raises:
+        ModelError: anything else is asked of its elements.
+    """
+
+    owner: "ShardedGradients"
+    of: str
+    """The parameter's name."""
+    whole: Tensor | None
+    """ZeRO-1's: what this rank's backwards have added up and nobody has reduced."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own
+
+    @staticmethod
+    def __new__(cls, owner: "ShardedGradients", name: str, parameter: nn.Parameter) -> "ShardedGradient":
+        made = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device,
+                                             storage_size=0)
+        made.owner, made.of, made.whole = owner, name, None
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedGradient({self.of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any,  # type: ignore[override]  # torch's stub has no `cls`
+                           args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        gradient = args[0] if args else None
+        if isinstance(gradient, cls):
+            others = (*args[1:], *given.values())
+            if operator is torch.ops.aten.linalg_vector_norm.default and len(args) < 3 and not given:
+                return gradient.owner.norm(gradient.of, float(args[1]) if len(args) > 1 else 2.0)
+            if operator is torch.ops.aten.zero_.default:
+                gradient.owner.change(gradient.of, zero_present_)
+                return gradient
+            if operator in IN_PLACE and all(not isinstance(other, Tensor) or other.ndim == 0 for other in others):
+                gradient.owner.change(gradient.of, lambda piece: operator(piece, *args[1:], **given))
+                return gradient
+        named = next((a for a in (*args, *given.values()) if isinstance(a, cls)), None)
+        raise ModelError(f"the gradient of {f'`{named.of}`' if named is not None else 'a parameter'} lies in pieces "
+                         f"on all ranks, and {operator} wants its elements",
+                         "clip with nn.utils.clip_grad_norm_ or engine.clip_grad_norm_, and read this rank's piece in "
+                         "engine.pieces()[name].data.grad before engine.step()")
+
+
+class ShardedGradients:
+    """The gradients of an engine's trainable parameters, as their ``.grad`` shows them.
+
+    Args:
+        names: of the trainable parameters, the same order on every rank.
+        pieces: gives this rank's part of each parameter's mean gradient, reduced if it has not been; None or nothing
+            where there is none. Called on every rank.
+        pending: whether there are gradients that only a backward outside ``no_sync`` will reduce.
+        group: of the ranks; the default group by default.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str], pieces: Callable[[], Mapping[nn.Parameter, Tensor | None]],
+                 pending: Callable[[], bool], group: dist.ProcessGroup | None):
+        self.pieces, self.pending, self.group = pieces, pending, group
+        self.parameters = {name: parameter for parameter, name in names.items()}
+        self.shown = {parameter: ShardedGradient(self, name, parameter) for parameter, name in names.items()}
+        self.dtype = norm_dtype(names)
+        self._order, self._norms = 0.0, dict[str, Tensor]()
+        # Before autograd adds to a gradient, what it adds to has to be a plain one. On the nodes: a hook of the tensor
+        # would run in `autograd.grad`, too, which adds nothing.
+        with torch.enable_grad():
+            self._nodes: list[Any] = [p.view_as(p).grad_fn.next_functions[0][0] for p in names]  # type: ignore[union-attr]
+        for parameter, node in zip(names, self._nodes, strict=True):
+            node.register_prehook(lambda _, parameter=parameter: self.unveil(parameter))
+
+    def show(self) -> None:
+        """After a backward: every trainable parameter has its gradient, reached by this rank or by another."""
+        self.changed()
+        for parameter, shown in self.shown.items():
+            if parameter.grad is not shown:
+                shown.whole, parameter.grad = parameter.grad, shown
+
+    def changed(self) -> None:
+        """The engine has changed the pieces: norms are asked anew."""
+        self._norms.clear()
+
+    def unveil(self, parameter: nn.Parameter) -> None:
+        """Let ``.grad`` be what this rank holds whole: a plain tensor, or None."""
+        parameter.grad = take(parameter)
+
+    def norm(self, name: str, order: float) -> Tensor:
+        """Of one parameter's mean gradient over all ranks. All parameters' are reduced together, in the first call."""
+        if not order > 0:
+            raise ModelError(f"a norm of order {order} cannot be added up from the ranks' pieces",
+                             "take an order above 0")
+        if name not in self._norms or order != self._order:
+            self._order, self._norms = order, self._all_norms(order)
+        # Each is given once: who asks again may have changed the pieces by hand, and gets new ones, on every rank.
+        return self._norms.pop(name)
+
+    def _all_norms(self, order: float) -> dict[str, Tensor]:
+        device = next(iter(self.parameters.values())).device
+        pieces = self._reduced()
+        held = [(at, piece) for at, parameter in enumerate(self.shown)
+                if (piece := pieces.get(parameter)) is not None and piece.numel()]
+        norms = torch.zeros(len(self.shown), dtype=self.dtype, device=device)
+        if held:
+            within = torch.float64 if device.type == "cpu" else self.dtype  # as in `clipping.sum_of_squares`
+            taken = torch._foreach_norm([piece for _, piece in held], order, dtype=within)
+            norms[torch.tensor([at for at, _ in held], device=device)] = torch.stack(taken).to(self.dtype)
+        # Each element is on one rank: powers of the pieces' norms add up to that of the whole.
+        if math.isinf(order):
+            dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=self.group)
+        else:
+            norms = norms.pow_(order)
+            dist.all_reduce(norms, group=self.group)
+            norms = norms.pow_(1 / order)
+        return dict(zip(self.parameters, norms.unbind(), strict=True))
+
+    def change(self, name: str, update: Callable[[Tensor], Any]) -> None:
+        """Change this rank's piece of one gradient in place."""
+        piece = self._reduced().get(self.parameters[name])
+        self._norms.pop(name, None)
+        if piece is not None and piece.numel():
+            update(piece)
+
+    def _reduced(self) -> Mapping[nn.Parameter, Tensor | None]:
+        pieces = self.pieces()
+        if self.pending():
+            raise ModelError("gradients of a backward within no_sync are this rank's alone, and cannot be clipped",
+                             "clip after the backward outside no_sync")
+        return pieces
+
+
+def held(parameter: nn.Parameter) -> Tensor | None:
+    """What this rank holds whole of a parameter's gradient: a plain tensor, or None."""
+    gradient = parameter.grad
+    return gradient.whole if isinstance(gradient, ShardedGradient) else gradient
+
+
+def take(parameter: nn.Parameter) -> Tensor | None:
+    """The same, and leave nothing there."""
+    gradient, whole = parameter.grad, held(parameter)
+    if isinstance(gradient, ShardedGradient):
+        gradient.whole = None
+    parameter.grad = None
+    return whole
