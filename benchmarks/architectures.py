@@ -1,6 +1,7 @@
 """Architectures of transformers × tasks × ways to train, each beside one process.
 
     python benchmarks/architectures.py [--architectures bert llama …] [--ways "ddp torch" …] [--out architectures.md]
+    DS_ACCELERATOR=cpu python benchmarks/architectures.py --ways "zero3 deepspeed" --add    # beside what the page has
 
 Each model is built small from its config class, saved, loaded, and trained for a few steps on two CPU ranks in fp32.
 What is compared are the losses of all steps and the final weights with those of the plain loop on the same batches.
@@ -9,6 +10,8 @@ What is compared are the losses of all steps and the final weights with those of
 import argparse
 import datetime
 import json
+import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,30 @@ from typing import Any
 import torch
 import transformers
 
-from course_lib.writing import write_text
-from testing.architectures import ARCHITECTURES, STEPS, TOLERANCE, WAYS, Outcome, outcomes
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from course_lib.writing import write_text  # noqa: E402
+from testing.architectures import ARCHITECTURES, STEPS, TOLERANCE, WAYS, Outcome, outcomes  # noqa: E402
+
 Rows = dict[tuple[str, str], dict[str, Outcome]]
+
+
+def page_rows(page: str) -> Rows:
+    """The rows of a page that :func:`table` wrote; of a cell that agrees it has the loss alone."""
+    said = {}
+    for places, line in re.findall(rf"^- (.+?, (?:{'|'.join(WAYS)})): (.*)$", page, re.M):
+        said |= dict.fromkeys(places.split("; "), line)
+    header, _, *lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    rows: Rows = {}
+    for place, *cells in lines:
+        name, task = place.split(" / ")
+        for way, cell in zip(header[1:], cells, strict=True):
+            numbers = [float(number) for number in re.findall(r"[\d.]+e[-+]\d+", cell)]
+            rows.setdefault((name, task), {})[way] = (
+                Outcome(loss=numbers[0], weight=numbers[-1]) if numbers
+                else Outcome(line=said[f"{place}, {way}"], crashed=cell == "**crash**"))
+    return rows
 
 
 def table(rows: Rows, date: str) -> str:
@@ -54,6 +76,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["classification", "causal_lm", "masked_lm"])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, default=HERE / "architectures.md")
+    parser.add_argument("--add", action="store_true", help="keep what the page has for other ways")
     parser.add_argument("--rows", type=Path, help="a file of rows to go on with, and to add to")
     args = parser.parse_args()
     rows: Rows = {}
@@ -71,9 +94,18 @@ def main() -> None:
                     row: dict[str, Any] = {way: vars(outcome) for way, outcome in rows[name, task].items()}
                     with args.rows.open("a") as file:
                         file.write(json.dumps([name, task, row]) + "\n")
+    date = datetime.date.today().isoformat()
+    if args.add:
+        page = args.out.read_text()
+        made_with = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        if made_with not in page:
+            parser.error(f"{args.out} was not made with {made_with}: make it anew, without --add")
+        date = f"{page.split(', ')[1].split(':')[0]}, and {', '.join(args.ways)} {date}"
+        for place, row in page_rows(page).items():
+            rows[place] = row | rows.get(place, {})
     in_order = {(name, task): rows[name, task] for name in ARCHITECTURES for task in ARCHITECTURES[name][2]
                 if (name, task) in rows}
-    write_text(args.out, table(in_order, datetime.date.today().isoformat()))
+    write_text(args.out, table(in_order, date))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from course_lib.training.unused_parameters import may_leave_out, reached
+from course_lib.training.optimization import parameter_groups
+from course_lib.training.unused_parameters import leave_undecayed, may_leave_out, never_reached, reached
 from testing import tiny_architectures
 
 
@@ -33,3 +34,22 @@ def test_dropped_layers_and_models_that_take_no_such_row_are_looked_at():
 def test_what_a_backward_reaches():
     used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     assert reached((used * 2).sum() + unused.detach().sum()) == {used}
+
+
+def test_what_no_loss_reaches_does_not_decay_where_its_gradient_is_taken_for_zeros():
+    model = tiny_architectures.build(CONFIG_MAPPING["xlnet"], "causal_lm")
+    unused = never_reached(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p in unused}
+    assert before and all(value.any() for value in before.values())
+    for kept, groups in ((False, parameter_groups(model, 0.1)), (True, parameter_groups(model, 0.1))):
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        if kept:
+            before = {name: p.detach().clone() for name, p in model.named_parameters() if p in unused}
+            leave_undecayed(optimizer, unused)
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        now = dict(model.named_parameters())
+        moved = [name for name, value in before.items() if not torch.equal(now[name], value)]
+        assert bool(moved) != kept, moved

@@ -19,6 +19,7 @@ from course_lib.errors import ConfigError, LaunchError
 from course_lib.parallel.sharding import Shard
 from course_lib.training.checkpoints.formats import device_of_step
 from course_lib.training.engines.sharded import ShardedEngine
+from course_lib.training.unused_parameters import leave_undecayed, never_reached
 
 DEFAULT_BUCKET = 500_000_000
 """Elements that DeepSpeed reduces and gathers together, by its own default."""
@@ -126,9 +127,15 @@ class DeepSpeedZero(ShardedEngine):
         return {"cpu": False, "deepspeed_plugin": plugin,
                 "gradient_accumulation_steps": self.config.run.gradient_accumulation_steps}
 
+    def examine(self, model: nn.Module) -> None:
+        super().examine(model)
+        # Now: once ranks share the tokens of a row, the model takes no whole one any more.
+        self.left_out = never_reached(model) or set()
+
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.remember_order()
+        leave_undecayed(optimizer, self.left_out)
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         plugin = self.accelerator.state.deepspeed_plugin
         plugin.deepspeed_config["zero_optimization"] |= zero_settings(self.config, elements)

@@ -1,9 +1,11 @@
 """Architectures of transformers in every way to train, beside one process; the whole table is a long test."""
 
 import collections
+from pathlib import Path
 
 import pytest
 
+from benchmarks import architectures
 from course_lib.training.engines import engine_class
 from testing.architectures import ARCHITECTURES, WAYS, Outcome, config_of, outcomes
 
@@ -65,3 +67,12 @@ def test_the_table_has_all_kinds():
 def test_what_an_outcome_says():
     assert str(Outcome(3e-7, 2e-9)) == "3e-07" and str(Outcome(line="no")) == "refused"
     assert str(Outcome(3e-3, 2e-9)) == "**3e-03, 2e-09**" and str(Outcome(line="no", crashed=True)) == "**crash**"
+
+
+def test_the_page_is_read_back_to_the_letter_and_every_cell_of_it_agrees_or_is_refused():
+    page = (Path(architectures.__file__).parent / "architectures.md").read_text()
+    rows, date = architectures.page_rows(page), page.split("`, ")[1].split(": transformers")[0]
+    assert architectures.table(rows, date) == page
+    assert {way for row in rows.values() for way in row} == set(WAYS) and len(rows) == 82
+    assert all(outcome.agrees or (outcome.line and not outcome.crashed) for row in rows.values()
+               for outcome in row.values())
