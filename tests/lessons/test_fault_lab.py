@@ -1,14 +1,18 @@
 """The hang lab: every fault looks as it is said to, its tool names the culprit, and its cure works, on real ranks."""
 
 import math
+import os
 import re
+import resource
+import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from course_lib.launching.launch import RanksHung, launch
-from course_lib.lessons.faults import lab, numerical_faults
-from course_lib.lessons.faults.tools import TORCH_RECORDER, WATCHDOG
+from course_lib.lessons.faults import elastic, lab, numerical_faults
+from course_lib.lessons.faults.tools import TORCH_RECORDER, WATCHDOG, Tool
 from course_lib.training.cpu_kernels import keep_freed_memory
 from tests.virtual_time import VirtualTime
 
@@ -128,6 +132,29 @@ def test_torchs_recorder_and_the_watchdogs_agree():
     assert [state.sequence for state in watched.reports[0].states] == [4, 3, 4]
     assert [entries[-1]["collective_seq_id"] for entries in recorded.records] == [4, 3, 4]
     assert TORCH_RECORDER.named(lab.run(scenario, RANKS, "fixed")) == set(), "where nobody records"
+
+
+def killed_while_it_writes(folder):
+    """After 8 bytes of the next file that rank 1 writes, the system kills it."""
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))
+    return "longer than eight bytes"
+
+
+@pytest.mark.parametrize("tool", [Tool("none", lambda outcome: set()), TORCH_RECORDER], ids=["its end", "its records"])
+def test_a_rank_that_is_killed_while_it_writes_leaves_nothing(tool):
+    scenario = lab.Scenario("half a file", "error", "", "", tool, "", killed_while_it_writes, killed_while_it_writes)
+    outcome = lab.run(scenario, 2, "inspected")
+    assert outcome.values == ("longer than eight bytes", None) and outcome.records[1] == []
+    assert outcome.said[1] == "was killed by SIGXFSZ"
+
+
+def test_an_error_file_that_is_half_there_says_nothing(tmp_path):
+    for rank, written in enumerate(('{"message": {"message": "whole"}}', '{"message": {"mess', "")):
+        os.makedirs(tmp_path / str(rank))
+        (tmp_path / str(rank) / "error.json").write_text(written)
+    assert elastic._messages(tmp_path) == {0: {"message": "whole"}}
 
 
 def room_beside_freed_memory():

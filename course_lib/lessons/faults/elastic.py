@@ -1,5 +1,6 @@
 """What torchrun does with a rank that fails: it names the first failure, from the error file that the rank left."""
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,8 @@ class Launched:
         code: torchrun's exit code.
         report: what it prints of a failure, less paths; empty where there was none.
         root_cause: the rank that it calls the root cause, None where there was none.
-        errors: by rank, what the rank's error file says; of ranks without ``@record`` there is none.
+        errors: by rank, what the rank's error file says; of ranks without ``@record`` there is none, nor of one that
+            torchrun ended while it wrote its file.
     """
 
     code: int
@@ -48,8 +50,16 @@ def torchrun(script: str, world_size: int, max_restarts: int = 0) -> Launched:
                    "--max-restarts", str(max_restarts), "--log-dir", str(folder / "logs"), str(folder / "fails.py")]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False,
                                env=os.environ | {"OMP_NUM_THREADS": "1"})
-        errors = {int(path.parent.name): json.loads(path.read_text(encoding="utf-8"))["message"]
-                  for path in sorted(folder.rglob("error.json"))}
+        errors = _messages(folder)
         report = ended.stderr.partition("=" * 60)[2].rpartition("=" * 60)[0].replace(f"{folder}/", "")
     cause = re.search(r"Root Cause .*?rank\s+: (\d+)", report, re.DOTALL)
     return Launched(ended.returncode, re.sub(r'"/\S+/', '"', report).strip(), int(cause[1]) if cause else None, errors)
+
+
+def _messages(logs: Path) -> dict[int, Any]:
+    """What the ranks' error files say, by rank. torch writes them in place: one may be half there."""
+    messages = {}
+    for path in sorted(logs.rglob("error.json")):
+        with contextlib.suppress(json.JSONDecodeError):
+            messages[int(path.parent.name)] = json.loads(path.read_text(encoding="utf-8"))["message"]
+    return messages

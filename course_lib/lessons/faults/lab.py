@@ -37,6 +37,7 @@ from course_lib.lessons.faults.tools import (
     FaultOutcome,
     Tool,
 )
+from course_lib.writing import write_text
 
 How = Literal["broken", "inspected", "fixed"]
 OnRank = Callable[[Path], Any]
@@ -229,11 +230,11 @@ def _on_rank(function: OnRank, folder: Path, joined: bool, impatient: bool, tool
         raise
     finally:
         told["at"] = time.monotonic()
-        (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
+        write_text(folder / f"rank{os.environ['RANK']}.json", json.dumps(told))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a rank left in a file; nothing where it had nothing to leave, or no time for it."""
+    """What a rank left in a file; nothing where it had nothing to leave, or was ended before the file stood there."""
     return (json.loads(path.read_text()) if path.exists() else None) or {}
 
 

@@ -17,6 +17,7 @@ from course_lib.hangs.backend_records import backend_records
 from course_lib.hangs.watchdog import HangReport, Watchdog
 from course_lib.launching.launch import RankError
 from course_lib.lessons.faults.scenarios import PATIENCE
+from course_lib.writing import write_text
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _recorded(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (folder / f"records{dist.get_rank()}.json").write_text(json.dumps(backend_records()))
+        write_text(folder / f"records{dist.get_rank()}.json", json.dumps(backend_records()))
 
 
 def _compare_fingerprints() -> None:
