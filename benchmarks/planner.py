@@ -45,6 +45,8 @@ class Compared:
     """Where it was published; empty for what was measured here."""
     regime: str = ""
     """Of REGIMES."""
+    unseen: bool = False
+    """Run in a way of which no source that may be used has a run: see :func:`unseen`."""
 
     @property
     def held_out(self) -> bool:
@@ -63,6 +65,12 @@ def held_out(source: str) -> bool:
     return int(hashlib.sha256(source.encode()).hexdigest(), 16) % 2 == 0
 
 
+def unseen(plan: Plan) -> bool:
+    """Whether a run is of a kind that used sources lack: float8 under FSDP, a sequence over more than two ranks, ZeRO
+    by DeepSpeed."""
+    return (plan.precision == "fp8" and plan.engine == "fsdp") or plan.context > 2 or plan.engine == "deepspeed"
+
+
 def compare(flash2: bool = False) -> tuple[list[Compared], list[str]]:
     """Every row of these kinds, and the names of those that no plan can express; ``flash2``: see :func:`mosaic`."""
     found, left = [], []
@@ -76,7 +84,7 @@ def compare(flash2: bool = False) -> tuple[list[Compared], list[str]]:
             continue
         model, plan, cluster, measured = setting
         predicted = cost.estimate(model, plan, cluster).tokens_per_second / plan.gpus
-        about = row["source"], regime_of(model, plan)
+        about = row["source"], regime_of(model, plan), unseen(plan)
         found.append(Compared(row["id"], kind, "tokens/s/GPU", measured, predicted, *about))
         held = _measured_memory(row)
         if held:
@@ -166,19 +174,52 @@ def used_errors(found: list[Compared]) -> dict[str, dict[str, list[float]]]:
             for quantity in ("tokens/s/GPU", "GiB")}
 
 
+def held(rows: list[Compared]) -> list[bool]:
+    """Whether each true value lies in the interval of its prediction."""
+    spans = [intervals.interval(row.quantity, row.predicted, row.regime) for row in rows]  # type: ignore[arg-type]
+    return [span.low <= row.measured <= span.high for row, span in zip(rows, spans, strict=True)]
+
+
+WANTED = (0.75, 0.90)
+"""Between what the share that intervals hold has to lie in sources that were held out."""
+
+
 def coverage(found: list[Compared]) -> Iterator[str]:
-    """How often the intervals hold, in the sources that they were made of and in those held out."""
+    """How often the intervals hold, in the sources that they were made of and in those held out; and what misses."""
     yield (f"\nIntervals are to hold {intervals.SHARE:.0%} of true values; they are made of the used sources' errors "
            "alone (`course_lib/planning/intervals.py`), and hold\n\n"
            "| | used | held out |\n| --- | ---: | ---: |")
+    missed = []
     for quantity in ("tokens/s/GPU", "GiB"):
         cells = []
         for out in (False, True):
             rows = [each for each in found if each.quantity == quantity and each.source and each.held_out is out]
-            spans = [(each, intervals.interval(quantity, each.predicted, each.regime)) for each in rows]  # type: ignore
-            held = sum(span.low <= each.measured <= span.high for each, span in spans)
-            cells.append(f"{held} of {len(rows)}, {held / len(rows):.0%}")
+            inside = held(rows)
+            cells.append(f"{sum(inside)} of {len(rows)}, {sum(inside) / len(rows):.0%}")
+            if out and not WANTED[0] <= sum(inside) / len(rows) <= WANTED[1]:
+                missed.append(_miss(quantity, rows, inside))
         yield f"| {quantity} | " + " | ".join(cells) + " |"
+    yield from missed
+
+
+def _miss(quantity: str, rows: list[Compared], inside: list[bool]) -> str:
+    """Where the held-out rows lie that an interval did not hold."""
+    outside = [row for row, holds in zip(rows, inside, strict=True) if not holds]
+    regimes = ", ".join(f"{regime} {sum(row.regime == regime for row in outside)} of "
+                        f"{sum(row.regime == regime for row in rows)}" for regime in REGIMES)
+    above = sum(row.error > 0 for row in outside)
+    plain = [holds for row, holds in zip(rows, inside, strict=True) if not row.unseen]
+    return (f"\n**Missed.** {WANTED[0]:.0%} to {WANTED[1]:.0%} of held-out {quantity} were to lie within their "
+            f"intervals; {sum(inside)} of {len(rows)} do, {sum(inside) / len(rows):.0%}. Outside, by regime: "
+            f"{regimes}; in {above} of {len(outside)} the planner promised too much. "
+            f"{sum(row.unseen for row in outside)} of the {len(outside)} were run in ways of which the used sources "
+            "have no run at all: float8 under FSDP, sequences over more than two ranks, ZeRO-3 by DeepSpeed; errors "
+            f"of other ways do not tell theirs. Of all other held-out rows {sum(plain)} of {len(plain)} lie within, "
+            f"{sum(plain) / len(plain):.0%}; but these ways were named after the misses had been seen, so that this "
+            "explains and promises nothing. An interval may not be widened by the rows that it is held against; what "
+            "would mend it is a better model of those ways, or sources that may be used. Until its ranks were exact "
+            "(computed in floats, (1 - 0.8) / 2 is a little less than 0.1) an interval by 9, 19, 29, ... errors was "
+            "one rank too wide, and 44 of 58 lay within, 76%.")
 
 
 def shares() -> dict[tuple[str, str], float]:

@@ -69,7 +69,8 @@ def said(command: str, line: str = "") -> str:
             code = cli.main(shlex.split(command))
         except SystemExit as ended:
             code = ended.code or 0
-    text = " ".join(out.getvalue().split()) if line.startswith("tokens") else out.getvalue()
+    text = re.sub(r" \\\n\s*", " ", out.getvalue())  # a command that was broken for the page, as a shell reads it
+    text = " ".join(text.split()) if line.startswith("tokens") else text
     found = re.search(line, text) if line else None
     return f"[{code}] {found[0].strip() if found else text.strip().splitlines()[-1]}"
 

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,15 @@ if TYPE_CHECKING:  # what --help need not load
     from course_lib.planning.strategy import Candidate, Search
 
 NAME = "plan"
+RULE = """\
+Which plan leads: the fastest that fits with a chance of 80 % or more and that
+`course train` runs, so that there is a command; if it runs none of those, the
+fastest of them, for another trainer; if none fits with such a chance, the
+fastest of 50 % or more; else the likeliest. What is faster elsewhere is named.
+Tried are data, tensor,
+context and pipeline ranks, ZeRO and FSDP, offload, recomputation, and the
+losses `chunked` and `linear`; context ranks where each has 2,048 tokens.
+"""
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
@@ -40,6 +50,7 @@ def tokens(text: str) -> float:
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    parser.epilog = RULE
     parser.add_argument("--model", required=True, metavar="NAME",
                         help="a bundled name (facebook/opt-6.7b), a folder or config.json, or a name on the Hub")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all [one node]")
@@ -59,8 +70,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora_rank", type=int, default=0, metavar="R", help="train adapters of this rank alone")
     parser.add_argument("--base_bits", type=int, default=16, choices=(4, 16),
                         help="what the weights beside adapters are kept in; 4 is QLoRA [16]")
-    parser.add_argument("--loss", default="chunked", choices=LOSSES,
-                        help="of all logits in fp32, in chunks of rows, or joined with the output layer [chunked]")
+    parser.add_argument("--loss", choices=LOSSES, help="of all logits in fp32, in chunks of rows, or joined with the "
+                        "output layer [chunked and linear are tried]")
     parser.add_argument("--what_if", metavar="OPTION=A,B,C", help="vary one thing: gpus, gpu, max_memory_gb, "
                         "global_batch or sequence_length; a line for each value")
     parser.add_argument("--emit", type=Path, metavar="DIR",
@@ -115,8 +126,9 @@ def find(args: argparse.Namespace) -> "Search":
         cluster = calibrated.cluster
         print(*calibrated.lines(), sep="\n", file=sys.stderr if args.json else sys.stdout)
     length = min(2048, model.context or 2048) if args.sequence_length is None else args.sequence_length
+    settings = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     return strategy.search(model, cluster, length, args.global_batch, families=args.families or FAMILIES,
-                           settings={name: getattr(args, name) for name in SETTINGS})
+                           settings=settings, losses=("chunked", "linear")).for_our_trainer()
 
 
 SETTINGS = ("optimizer", "lora_rank", "base_bits", "loss")
@@ -193,7 +205,8 @@ def as_json(result: "Search", budget: float | None, dataset: str | None = None) 
         "answer": answer(result), "explanation": strategy.explain(result),
         "error": {"tokens_per_second": asdict(margins.THROUGHPUT), "memory": asdict(margins.MEMORY)},
         "launch": to_launchers.launch_line(result.best.plan, result.cluster.gpus_per_node, result.model,
-                                           dataset=dataset, tokens=budget)}
+                                           dataset=dataset, tokens=budget)
+        if to_launchers.runs_here(result.best.plan, result.model) else None}
 
 
 def _candidate(candidate: "Candidate", budget: float | None) -> dict[str, Any]:
@@ -225,11 +238,9 @@ def _show(result: "Search", budget: float | None, dataset: str) -> None:
     console.print(answer(result), highlight=False)
     if budget:
         console.print(_bill(result, budget), highlight=False)
-    data = "" if dataset != STAND_IN else f" (on {STAND_IN}, which every machine has: name your data with --dataset)"
-    line = to_launchers.launch_line(result.best.plan, result.cluster.gpus_per_node, model, dataset=dataset,
-                                    tokens=budget)
-    console.print(f"\nStart it with{data}:\n", highlight=False)
-    console.print(f"  {line}\n", highlight=False, soft_wrap=True)
+    for line in command(result, budget, dataset, console.width):
+        console.print(line, highlight=False, markup=False, soft_wrap=line.startswith(" "))
+    console.print()
     console.print(_table(result, budget))
     console.print()
     _bar(console, result)
@@ -256,6 +267,53 @@ def answer(result: "Search") -> str:
             f"about {speed:,.0f} tokens/s ({intervals.SHARE:.0%} of such plans: {between.low:,.0f} to "
             f"{between.high:,.0f}), {held / 2**30:.1f} of {chip.memory / 2**30:.1f} GiB, which fits with a chance of "
             f"{result.best.chance:.0%}.")
+
+
+def command(result: "Search", budget: float | None, dataset: str, width: int) -> list[str]:
+    """Lines of the page: the command that starts the first plan of the search that ``course train`` runs, indented.
+
+    Where that is not the best one it says which it is, and where there is none whose the best one is, in words that
+    no one takes for a command.
+    """
+    from course_lib.planning import to_launchers
+
+    model, node, best = result.model, result.cluster.gpus_per_node, result.best
+    ours = next((candidate for candidate in result.candidates if to_launchers.runs_here(candidate.plan, model)), None)
+    data = "" if dataset != STAND_IN else f" (on {STAND_IN}, which every machine has: name your data with --dataset)"
+    lines = [""]
+    if ours is not best:
+        lines += [f"No command of this course starts it. {to_launchers.launch_line(best.plan, node, model)}", ""]
+    if ours is None:
+        return lines[:-1]
+    start = f"Start it with{data}:" if ours is best else (
+        f"The next that it runs is {ours.plan.strategy}, at "
+        f"{ours.cost.tokens_per_second / best.cost.tokens_per_second:.0%} of that speed, which fits with a chance of "
+        f"{ours.chance:.0%}{data}:")
+    line = to_launchers.launch_line(ours.plan, node, model, dataset=dataset, tokens=budget)
+    return [*lines, start, "", *(f"  {part}" for part in broken(line, width - 2))]
+
+
+def broken(line: str, width: int) -> list[str]:
+    """A command on several lines that a shell reads as one: each but the last ends in a backslash.
+
+    Args:
+        line: the command; it is broken before words that begin with ``-``, so that an option keeps its value, and
+            never inside quotes.
+        width: characters that a line may have, the backslash among them; an option that is longer has its own line.
+    """
+    options: list[str] = []
+    for word in map(shlex.quote, shlex.split(line)):
+        if options and not word.startswith("-"):
+            options[-1] += f" {word}"
+        else:
+            options.append(word)
+    lines = [""]
+    for option in options:
+        if lines[-1] and len(f"{lines[-1]} {option} \\") > width - (2 if len(lines) > 1 else 0):
+            lines.append(option)
+        else:
+            lines[-1] = f"{lines[-1]} {option}".strip()
+    return [f"{'  ' if i else ''}{part}{'' if i == len(lines) - 1 else ' ' + chr(92)}" for i, part in enumerate(lines)]
 
 
 def _table(result: "Search", budget: float | None) -> Any:

@@ -6,7 +6,7 @@ and autocast, which that paper does not have; for a GPT block they are its table
 
 from course_lib.planning.models import Model
 from course_lib.planning.optimizers import JOINT
-from course_lib.planning.plan import Checkpointing
+from course_lib.planning.plan import Checkpointing, Plan
 
 
 def of_block(model: Model, micro_batch: int, sequence_length: int, *, tensor: int = 1, sequence_parallel: bool = False,
@@ -63,6 +63,12 @@ def of_block(model: Model, micro_batch: int, sequence_length: int, *, tensor: in
     elif checkpointing == "none":
         split += (width + (1 + width) * masks) * model.heads * sequence_length  # softmax; its mask, what is left of it
     return tokens * (whole / (tensor if sequence_parallel else 1) + split / tensor)
+
+
+def key_copies(model: Model, plan: Plan) -> float:
+    """Times that Ulysses copies keys and values: as often as there are more ranks than key heads."""
+    ranks = plan.context * plan.tensor
+    return max(model.kv_heads, ranks) / model.kv_heads if plan.context_by == "ulysses" and plan.context > 1 else 1.0
 
 
 def outside_blocks(model: Model, micro_batch: int, sequence_length: int, tensor: int = 1, pipeline: int = 1) -> float:

@@ -10,8 +10,8 @@ userbuffers); ring attention, arXiv 2310.01889 section 3; keys and values gather
 3.3.2; heads for sequence, DeepSpeed-Ulysses, arXiv 2309.14509 section 3.1.
 """
 
-from course_lib.planning import vocabulary, work
-from course_lib.planning.hardware import Cluster
+from course_lib.planning import activations, vocabulary, work
+from course_lib.planning.hardware import NETWORK_EFFICIENCY, NETWORK_LATENCY, Cluster
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 
@@ -35,14 +35,30 @@ def collective(name: str, size: float, members: int, stride: int, cluster: Clust
 
     Args:
         name: a key of ``BUS_FACTOR``.
-        size: bytes of the whole buffer: the input of a reduction, the output of a gather.
+        size: bytes of the whole buffer: the input of a reduction, the output of a gather; of an all-to-all what one
+            rank has. Between nodes each rank sends what is for others by its own share of the node's cards.
         members: ranks that take part.
         stride: how far apart they are in the order of ranks.
         cluster: decides whether they share a node.
     """
     if members == 1:
         return 0.0
+    here = max(1, cluster.gpus_per_node // stride)
+    if name == "all_to_all" and members > here:
+        away = (members - here) / members * size / neighbour_rate(cluster, members, stride)
+        inside = (here - 1) / members * size / cluster.accelerator.bus
+        return max(away, inside) + cluster.latency(members, stride)
     return BUS_FACTOR[name](members) * size / cluster.bus(members, stride) + cluster.latency(members, stride)
+
+
+def neighbour_rate(cluster: Cluster, members: int, stride: int) -> float:
+    """Bytes/s from a rank to the next of its group where they lie furthest apart: the link, or one GPU's network card.
+
+    A collective's rings cross a border of nodes by all cards; one rank's message crosses by its own.
+    """
+    if members * stride <= cluster.gpus_per_node:
+        return cluster.accelerator.bus
+    return min(cluster.network * NETWORK_EFFICIENCY / cluster.gpus_per_node, cluster.accelerator.bus)
 
 
 def calls(plan: Plan) -> tuple[int, int]:
@@ -114,7 +130,7 @@ def _context(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
     tokens = work.local_tokens(plan)
     queries, keys = model.attention_width / plan.tensor, 2 * model.kv_heads * model.head_dim / plan.tensor
     if plan.context_by == "ulysses":
-        there = max(model.kv_heads, ranks * plan.tensor) / model.kv_heads  # heads are copied where there are fewer
+        there = activations.key_copies(model, plan)
         both = sum(collective("all_to_all", tokens * elements * plan.width, ranks, plan.tensor, cluster)
                    for elements in (queries + there * keys, queries))
         return both, both
@@ -122,6 +138,9 @@ def _context(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
     if plan.context_by == "gather":
         return moved, 2 * moved
     pieces, hop = (ranks - 1) / ranks, moved / (ranks - 1)
+    if ranks * plan.tensor > cluster.gpus_per_node:  # every hop waits for the one that crosses the border
+        hop = max(hop, tokens * keys * plan.width / neighbour_rate(cluster, ranks, plan.tensor) + NETWORK_LATENCY)
+        moved = (ranks - 1) * hop
     rate = cluster.accelerator.memory_rate
     merging = (ranks - 1) * MERGED[plan.compiled] * tokens * queries / rate
     adding = (ranks - 1) * SUMMED[plan.compiled] * tokens * (queries + keys) / rate

@@ -24,6 +24,9 @@ NETWORK_EFFICIENCY = 0.9
 congestion), to be measured on your cluster."""
 NETWORK_LATENCY = 20e-6
 """Seconds for one hop of a collective between nodes: an assumption, the order of NCCL's ring step over RDMA."""
+LINK_STEP = 3.4e-6
+"""Seconds for one hop of a ring inside a node: NCCL's own model of its ring over NVLink (NVIDIA/nccl,
+src/graph/tuning.cc, ``hwLat``, Simple protocol). A node's first ring is in the latency that was measured there."""
 LINK_LATENCY = 100e-6
 """Seconds of a collective in a node beyond volume / bus, where it was not measured: between A100's and H100's."""
 ATTENTION_SHARE = (0.5, 0.43)
@@ -119,10 +122,15 @@ class Cluster:
         return min(cards, self.accelerator.bus) if here > 1 else cards
 
     def latency(self, members: int, stride: int) -> float:
-        """Seconds of such a collective beyond its volume: the node's, and a hop for each border it passes."""
+        """Seconds of such a collective beyond its volume: a ring has a hop for each member but one.
+
+        Hops over a border of nodes are the network's, those inside a node the link's; the first node's are in what was
+        measured there.
+        """
         here = min(members, max(1, self.gpus_per_node // stride))
         borders = -(-members // here) - 1
-        return (self.accelerator.latency if here > 1 else 0) + NETWORK_LATENCY * borders
+        inside = members - 1 - borders - (here - 1)
+        return (self.accelerator.latency if here > 1 else 0) + NETWORK_LATENCY * borders + LINK_STEP * inside
 
 
 @functools.cache
@@ -160,7 +168,8 @@ def _resolve(name: str) -> str:
                "a100-sxm4-40gb": "A100-40", "h100-80gb": "H100", "h100-80gb-hbm3": "H100", "h100-80": "H100",
                "h200-141gb": "H200", "v100": "V100-32", "v100-32gb": "V100-32", "v100-16gb": "V100-16",
                "tesla-t4": "T4", "tesla-v100-sxm2-16gb": "V100-16", "tesla-v100-sxm2-32gb": "V100-32",
-               "3090": "RTX-3090", "4090": "RTX-4090", "rtx3090": "RTX-3090", "rtx4090": "RTX-4090", "a10": "A10G"}
+               "3090": "RTX-3090", "4090": "RTX-4090", "rtx3090": "RTX-3090", "rtx4090": "RTX-4090", "a10": "A10G",
+               "b300-sxm6-ac": "B300"}
     if plain in known or plain in aliases:
         return known.get(plain) or aliases[plain]
     raise ConfigError(f"accelerator `{name}` is not in the catalogue",

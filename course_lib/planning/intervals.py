@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from importlib import resources
 from typing import Literal
 
@@ -21,7 +22,9 @@ from course_lib.planning.plan import Plan
 
 Quantity = Literal["tokens/s/GPU", "GiB"]
 REGIMES = ("long context", "many nodes", "large dense", "small", "other")
-SHARE = 0.8
+TAIL = Fraction(1, 10)
+"""Of true values that may lie beyond either end of an interval; exact, because ranks are rounded from it."""
+SHARE = float(1 - 2 * TAIL)
 """Of true values that an interval is to hold."""
 ENOUGH = 15
 """Rows from which on a regime has intervals of its own."""
@@ -75,7 +78,7 @@ def errors_changed() -> None:
 
 def around(predicted: float, known: Sequence[float]) -> Interval:
     """The interval by known errors, sorted: with n of them the truth lies beyond each end in 1 of 10 cases at most."""
-    rank = (len(known) + 1) * (1 - SHARE) / 2
+    rank = (len(known) + 1) * TAIL
     low, high = known[max(math.floor(rank) - 1, 0)], known[min(math.ceil(len(known) + 1 - rank) - 1, len(known) - 1)]
     return Interval(predicted / (1 + high), predicted / (1 + low))
 

@@ -4,19 +4,25 @@ Ranks are laid tensor first (arXiv 2104.04473 section 3.2: tensor parallelism st
 pipeline.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from course_lib.planning import to_launchers
 from course_lib.planning.models import Model
-from course_lib.planning.plan import WHOLE, Loss, Offload, Plan
+from course_lib.planning.plan import WHOLE, Context, Loss, Offload, Plan
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 TOKENS_PER_STEP = 2**20
 """Tokens of a step where no global batch is given: the order of GPT-3's (arXiv 2005.14165 table 2.1)."""
+CONTEXT_TOKENS = 2048
+"""Tokens of a sequence that a context rank has at least. A ring hides the keys and values that go round behind
+attention from about FLOP/s over bytes/s of the link on: 1,000 tokens over NVLink, more over a network (arXiv
+2310.01889 table 2)."""
+TRIED: tuple[Loss, ...] = ("chunked",)
+"""Losses that are tried where none is named."""
 
 
 def default_batch(gpus: int, sequence_length: int) -> int:
@@ -25,45 +31,89 @@ def default_batch(gpus: int, sequence_length: int) -> int:
 
 
 def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, global_batch: int,
-            precision: str, offload: bool = True,
-            settings: Mapping[str, Any] = NOTHING) -> Iterator[Plan]:
+            precision: str, offload: bool = True, settings: Mapping[str, Any] = NOTHING,
+            losses: Collection[Loss] = TRIED) -> Iterator[Plan]:
     """Every legal layout at micro-batch 1, nothing recomputed; as it is really run.
 
     Args:
-        model: its heads and blocks limit tensor and pipeline ranks.
+        model: its heads and blocks limit tensor, context and pipeline ranks.
         gpus: all are used.
         gpus_per_node: tensor ranks stay inside.
-        sequence_length: tokens.
+        sequence_length: tokens; split over context ranks where each has ``CONTEXT_TOKENS`` or more.
         global_batch: sequences of a step; a whole number falls to each replica.
         precision: of the matmuls.
-        settings: fields of :class:`Plan` that all have: an optimizer, adapters, a loss.
         offload: those too that keep state in host memory: FSDP all of it, ZeRO the optimizer, or at stage 3 all.
+        settings: fields of :class:`Plan` that all have: an optimizer, adapters, a loss.
+        losses: to try where ``settings`` name none. The linear one for layers that are not split: there is a fused
+            kernel of it for those (Liger's).
     """
+    for loss in [settings["loss"]] if "loss" in settings else losses:
+        asked = Plan(sequence_length, precision=precision, compiled=True, head="gathered", **settings)
+        base = replace(asked, loss=loss)
+        for context, context_by in contexts(model, gpus, sequence_length):
+            shared = replace(base, context=context, context_by=context_by)
+            yield from _flat(shared, model, gpus, global_batch, offload)
+            if loss != "linear" or "loss" in settings:
+                yield from _split(shared, model, gpus, gpus_per_node, global_batch)
+
+
+def contexts(model: Model, gpus: int, sequence_length: int) -> Iterator[tuple[int, Context]]:
+    """Context ranks and how they attend: one, and more where sequences are long enough and can be cut.
+
+    Keys and values that are gathered first are not among them: attention keeps them whole for its backward pass, and
+    moves them with nothing to hide it, so that a ring is never worse.
+    """
+    yield 1, "ring"
+    if not model.has_head or model.encoder_decoder:  # a label of the whole sequence is no rank's alone
+        return
+    for ranks in (size for size in range(2, sequence_length // CONTEXT_TOKENS + 1) if gpus % size == 0):
+        if sequence_length % (2 * ranks) == 0:
+            yield ranks, "ring"
+        if sequence_length % ranks == 0 and _deals(model, 1, ranks):
+            yield ranks, "ulysses"
+
+
+def _flat(base: Plan, model: Model, gpus: int, global_batch: int, offload: bool) -> Iterator[Plan]:
+    """Layouts in which each rank has all layers: DDP, FSDP, ZeRO."""
+    data = gpus // base.context
+    if global_batch % data:
+        return
     places: tuple[Offload, ...] = ("none", "optimizer", "parameters") if offload else ("none",)
-    base = Plan(sequence_length, precision=precision, compiled=True, head="gathered",
-                **({"loss": "chunked"} | dict(settings)))
     whole = base.optimizer in WHOLE
-    if global_batch % gpus == 0:
-        flat = replace(base, data=gpus, accumulation=global_batch // gpus)
-        yield _as_run(flat, model)
-        for place in (place for place in places if gpus > 1 or place != "none"):  # one GPU shares nothing
-            if place != "optimizer" and not whole:
-                yield _as_run(replace(flat, engine="fsdp", stage=3, offload=place), model)
-            for stage in () if whole else (1, 2, 3) if place != "parameters" else (3,):
-                yield _as_run(replace(flat, engine="deepspeed", stage=stage, offload=place, compiled=False), model)
-    for tensor in (size for size in range(1, gpus_per_node + 1) if gpus % size == 0):
+    # split sequences are trained without torch.compile
+    flat = replace(base, data=data, accumulation=global_batch // data, compiled=base.context == 1)
+    yield _as_run(flat, model)
+    for place in (place for place in places if gpus > 1 or place != "none"):  # one GPU shares nothing
+        if place != "optimizer" and not whole:
+            yield _as_run(replace(flat, engine="fsdp", stage=3, offload=place), model)
+        for stage in () if whole else (1, 2, 3) if place != "parameters" else (3,):
+            yield _as_run(replace(flat, engine="deepspeed", stage=stage, offload=place, compiled=False), model)
+
+
+def _split(base: Plan, model: Model, gpus: int, gpus_per_node: int, global_batch: int) -> Iterator[Plan]:
+    """Layouts in which ranks have parts of layers, or some of them."""
+    whole, ranks = base.optimizer in WHOLE, gpus // base.context
+    for tensor in (size for size in range(1, gpus_per_node + 1) if ranks % size == 0):
         if model.heads % tensor or model.kv_heads % tensor or model.ffn % tensor:
             continue
-        for pipeline in (size for size in range(1, model.layers + 1) if gpus % (tensor * size) == 0):
-            data = gpus // (tensor * pipeline)
+        if base.context_by == "ulysses" and not _deals(model, tensor, base.context):
+            continue
+        for pipeline in (size for size in range(1, model.layers + 1) if ranks % (tensor * size) == 0):
+            data = ranks // (tensor * pipeline)
             if tensor * pipeline == 1 or global_batch % data or (whole and tensor > 1) or base.lora_rank:
                 continue  # PEFT's adapters are for models that are not split
             grid = replace(base, data=data, tensor=tensor, pipeline=pipeline, accumulation=global_batch // data,
                            compiled=False)
-            stage = 1 if data > 1 and not whole else 0
+            stage = 1 if grid.shards > 1 and not whole else 0
             yield _as_run(replace(grid, engine="megatron", stage=stage, recipe="autocast"), model)
-            if pipeline == 1 and data > 1 and not whole:
+            if pipeline == 1 and grid.shards > 1 and not whole:
                 yield _as_run(replace(grid, engine="fsdp", stage=3), model)
+
+
+def _deals(model: Model, tensor: int, context: int) -> bool:
+    """Whether a tensor rank's heads can be dealt to context ranks; key heads are copied where there are fewer."""
+    heads, key_heads = model.heads // tensor, model.kv_heads // tensor
+    return heads % context == 0 and (key_heads % context == 0 or context % key_heads == 0)
 
 
 def _as_run(plan: Plan, model: Model) -> Plan:

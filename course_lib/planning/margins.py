@@ -22,7 +22,7 @@ class Margin:
         return value * (1 - self.ninth), value * (1 + self.ninth)
 
 
-THROUGHPUT = Margin(139, 0.081, 0.331)
+THROUGHPUT = Margin(145, 0.085, 0.331)
 """Of tokens/s per GPU."""
 MEMORY = Margin(21, 0.133, 0.320)
 """Of GiB per GPU."""

@@ -116,10 +116,13 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     width = plan.width
     sequence = plan.sequence_length // plan.context
 
+    copied = (activations.key_copies(model, plan) - 1) * 2 * model.kv_heads * model.head_dim * width / t
+
     def of_block(checkpointing: Checkpointing) -> float:
-        return activations.of_block(model, plan.micro_batch, sequence, tensor=t, width=width, flash=plan.flash,
-                                    sequence_parallel=plan.sequence_parallel, checkpointing=checkpointing,
-                                    fused=plan.compiled, autocast=plan.autocasts)
+        more = {"full": 0.0, "alternate": 0.5}.get(checkpointing, 1.0) * plan.micro_batch * sequence * copied
+        return more + activations.of_block(
+            model, plan.micro_batch, sequence, tensor=t, width=width, flash=plan.flash, fused=plan.compiled,
+            sequence_parallel=plan.sequence_parallel, checkpointing=checkpointing, autocast=plan.autocasts)
 
     depth = 1.0
     if plan.pipeline > 1:

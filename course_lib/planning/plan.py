@@ -175,7 +175,8 @@ class Plan:
         """The name that people use: DDP, FSDP, ZeRO-2, with what is added to it."""
         base = {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": f"ZeRO-{self.stage}",
                 "megatron": f"Megatron, ZeRO-{self.stage}" if self.stage else "Megatron"}[self.engine]
-        degrees = (("TP", self.tensor), ("PP", self.pipeline), ("CP", self.context))
+        degrees = (("TP", self.tensor), ("PP", self.pipeline),
+                   ("Ulysses" if self.context_by == "ulysses" else "CP", self.context))
         extra = [f"{name}={degree}" for name, degree in degrees if degree > 1]
         if self.offload != "none":
             everything = self.engine == "deepspeed" and self.offload == "parameters"
@@ -184,4 +185,6 @@ class Plan:
             extra.append(f"{'QLoRA' if self.base_bits == 4 else 'LoRA'} {self.lora_rank}")
         if self.checkpointing != "none":
             extra.append(f"{self.checkpointing} checkpointing")
+        if self.loss == "linear":
+            extra.append("linear loss")
         return " + ".join([base, *extra])

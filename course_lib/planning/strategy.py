@@ -11,18 +11,20 @@ from math import log
 from typing import Any
 
 from course_lib.errors import ConfigError
-from course_lib.planning import cost, hardware, memory
+from course_lib.planning import cost, hardware, memory, to_launchers
 from course_lib.planning.cost import Cost
 from course_lib.planning.hardware import Cluster, accelerators
 from course_lib.planning.intervals import chance_that_it_fits, regime_of
-from course_lib.planning.layouts import NOTHING, default_batch, layouts, variants
+from course_lib.planning.layouts import NOTHING, TRIED, default_batch, layouts, variants
 from course_lib.planning.memory import RUNTIME, USABLE, Memory
 from course_lib.planning.models import Model
-from course_lib.planning.plan import Plan
+from course_lib.planning.plan import Loss, Plan
 
 FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
-LIKELY = 0.5
-"""Chance to fit from which on a layout is proposed before all that are less likely to."""
+LIKELY = 0.8
+"""Chance to fit from which on a layout is proposed before all that are less likely to, however fast they are."""
+AT_LEAST = 0.5
+"""Chance from which on the faster of two comes first where none is LIKELY; below it the likelier does."""
 WAITING = ("recompute", "launch", "tensor", "pipeline", "bubble", "data", "optimizer")
 """What a step spends beside computing, in the names of :class:`Cost`."""
 
@@ -54,7 +56,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Search:
-    """All that fits, fastest first, those that fit with less than LIKELY chance last, and the families that do not."""
+    """All that fits, in the order of :func:`place`, and the families that do not."""
 
     model: Model
     cluster: Cluster
@@ -64,11 +66,16 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """The fastest of those that are likely to fit; of all, if none is."""
+        """The fastest of those that are likely to fit; if none is, see :func:`place`."""
         return self.candidates[0]
 
+    def for_our_trainer(self) -> "Search":
+        """The same, with what ``course train`` runs and is likely to fit before what other trainers run."""
+        return replace(self, candidates=sorted(self.candidates, key=lambda candidate: (
+            candidate.chance < LIKELY or not to_launchers.runs_here(candidate.plan, self.model))))
+
     def best_of_each(self) -> list[Candidate]:
-        """The fastest of each family, fastest first."""
+        """The first of each family, in the same order."""
         seen: dict[str, Candidate] = {}
         for candidate in self.candidates:
             seen.setdefault(family(candidate.plan), candidate)
@@ -84,8 +91,8 @@ def family(plan: Plan) -> str:
 
 def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None = None,
            precision: str | None = None, families: Collection[str] = FAMILIES,
-           settings: Mapping[str, Any] = NOTHING) -> Search:
-    """Rank every layout that fits.
+           settings: Mapping[str, Any] = NOTHING, losses: Collection[Loss] = TRIED) -> Search:
+    """Rank every layout that fits: see :func:`place`.
 
     Args:
         model: what to train.
@@ -95,6 +102,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
         precision: of the matmuls; default: the accelerator's 16-bit type.
         families: of ``FAMILIES``, those to look at.
         settings: fields of :class:`Plan` that every layout has: an optimizer, adapters, a loss.
+        losses: to try where ``settings`` name none.
 
     Raises:
         ConfigError: a sequence that is too long.
@@ -110,7 +118,7 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
     nearest_fit: dict[str, tuple[Plan, Memory]] = {}
     considered = 0
     for layout in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length, batch, precision,
-                          cluster.accelerator.has_host, settings):
+                          cluster.accelerator.has_host, settings, losses):
         if family(layout) not in families:
             continue
         too_large: tuple[str, str, int] | None = None
@@ -139,14 +147,24 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
             f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the smallest layout "
             f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB per GPU of "
             f"{cluster.accelerator.memory / 2**30:.1f}{host if held.host else ''}",
-            smallest_change(model, cluster, closest, global_batch, families, settings))
-    # What differs by less than a thousandth is equal; fewer, larger micro-batches have fewer kernels to launch.
-    candidates.sort(key=lambda c: (c.chance < LIKELY, -round(1000 * log(c.cost.tokens_per_second)),
-                                   c.plan.accumulation))
+            smallest_change(model, cluster, closest, global_batch, families, settings, losses))
+    candidates.sort(key=place)
     fitting = {family(candidate.plan) for candidate in candidates}
     failed = [Failed(name, *nearest_fit[name], remedy=remedy(model, cluster, nearest_fit[name][0]))
               for name in FAMILIES if name in nearest_fit and name not in fitting]
     return Search(model, cluster, candidates, failed, considered)
+
+
+def place(candidate: Candidate) -> tuple[float, ...]:
+    """What candidates are sorted by.
+
+    First those that fit with a chance of LIKELY or more, then those of AT_LEAST or more, of each the fastest first:
+    what differs by less than a thousandth is equal, and fewer, larger micro-batches have fewer kernels to launch. Then
+    the others, the likeliest first.
+    """
+    speed = -round(1000 * log(candidate.cost.tokens_per_second))
+    group = 0 if candidate.chance >= LIKELY else 1 if candidate.chance >= AT_LEAST else 2
+    return group, -candidate.chance if group == 2 else 0.0, speed, candidate.plan.accumulation
 
 
 def needed(held: Memory) -> float:
@@ -160,7 +178,8 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
         return memory.estimate(model, replace(plan, data=gpus)).fits(cluster.accelerator.memory, cluster.host_memory)
 
     if plan.stage and plan.tensor * plan.pipeline == 1 and fits(64 * plan.data):  # more shards never need more
-        return f"fits from {bisect_left(range(64 * plan.data), True, lo=plan.data, key=fits)} GPUs on"
+        enough = bisect_left(range(64 * plan.data), True, lo=plan.data, key=fits)
+        return f"fits from {enough * plan.context} GPUs on"
     held = memory.estimate(model, plan)
     size = needed(held)
     if size <= cluster.accelerator.memory:
@@ -173,25 +192,27 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
 
 
 def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: int | None,
-                    families: Collection[str] = FAMILIES, settings: Mapping[str, Any] = NOTHING) -> str:
+                    families: Collection[str] = FAMILIES, settings: Mapping[str, Any] = NOTHING,
+                    losses: Collection[Loss] = TRIED) -> str:
     """For a search that found nothing: what would let one layout in, as an option to give."""
     hints = []
     for factor in range(2, 65):
         larger = hardware.cluster(cluster.instance or cluster.accelerator.name, cluster.gpus * factor,
                                   memory_gb=cluster.accelerator.memory / 2**30)
-        if _anything_fits(model, larger, plan.sequence_length, global_batch, plan.precision, families, settings):
+        if _anything_fits(model, larger, plan.sequence_length, global_batch, plan.precision, families, settings,
+                          losses):
             hints.append(f"--gpus {larger.gpus}")
             break
     capacities = sorted((chip for chip in accelerators().values() if chip.memory > cluster.accelerator.memory),
                         key=lambda chip: chip.memory)
     for chip in capacities:
         if _anything_fits(model, hardware.cluster(chip.name, cluster.gpus), plan.sequence_length, global_batch,
-                          chip.half_precision(), families, settings):
+                          chip.half_precision(), families, settings, losses):
             hints.append(f"--gpu {chip.name}")
             break
     shorter = plan.sequence_length // 2
     while shorter >= 128:
-        if _anything_fits(model, cluster, shorter, global_batch, plan.precision, families, settings):
+        if _anything_fits(model, cluster, shorter, global_batch, plan.precision, families, settings, losses):
             hints.append(f"--sequence-length {shorter}")
             break
         shorter //= 2
@@ -199,14 +220,14 @@ def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: in
 
 
 def _anything_fits(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None,
-                   precision: str, families: Collection[str],
-                   settings: Mapping[str, Any]) -> bool:
+                   precision: str, families: Collection[str], settings: Mapping[str, Any],
+                   losses: Collection[Loss]) -> bool:
     """Whether some layout fits at micro-batch 1 with recomputation."""
     return any(memory.estimate(model, replace(plan, checkpointing="full")).fits(cluster.accelerator.memory,
                                                                               cluster.host_memory)
                for plan in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length,
                                    global_batch or default_batch(cluster.gpus, sequence_length), precision,
-                                   cluster.accelerator.has_host, settings)
+                                   cluster.accelerator.has_host, settings, losses)
                if family(plan) in families)
 
 
@@ -216,12 +237,24 @@ def explain(result: Search) -> list[str]:
     shares = sorted(((getattr(spent, name) / spent.step, name) for name in WAITING), reverse=True)
     rest = ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
     free = result.cluster.accelerator.memory - needed(best.memory)
-    likely = sum(candidate.chance >= LIKELY for candidate in result.candidates)
-    among = (f"{likely} of them with a chance of {LIKELY:.0%} or more" if likely
+    likely = [candidate for candidate in result.candidates if candidate.chance >= LIKELY]
+    here = [candidate for candidate in likely if to_launchers.runs_here(candidate.plan, result.model)]
+    among = (f"{len(likely)} of them with a chance of {LIKELY:.0%} or more" if likely
              else f"none of them with a chance of {LIKELY:.0%}")
-    lines = [f"{best.plan.strategy} is the fastest of {len(result.candidates)} layouts that fit, {among}, of "
+    elsewhere = max((candidate for candidate in likely if candidate not in here), default=None,
+                    key=lambda candidate: candidate.cost.tokens_per_second)
+    faster = elsewhere.cost.tokens_per_second / spent.tokens_per_second - 1 if elsewhere else 0.0
+    passed = faster >= 0.005 and best in here
+    first = ("the first by chance and speed" if not likely
+             else "the fastest that `course train` runs" if passed else "the fastest")
+    lines = [f"{best.plan.strategy} is {first} of {len(result.candidates)} layouts that fit, {among}, of "
              f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
              + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free."]
+    if elsewhere and passed:
+        lines.append(f"Faster by {faster:.0%} with {to_launchers.elsewhere(elsewhere.plan, result.model)}: "
+                     f"{elsewhere.plan.strategy}, micro-batch {elsewhere.plan.micro_batch}, with a chance of "
+                     f"{elsewhere.chance:.0%} to fit; `course train` "
+                     f"{to_launchers.why_not(elsewhere.plan, result.model)}.")
     others = [candidate for candidate in result.best_of_each() if family(candidate.plan) != family(best.plan)]
     if others:
         second = others[0]

@@ -5,6 +5,7 @@ without a loss scaler) is refused with the reason.
 """
 
 import math
+import shlex
 from typing import Any
 
 from course_lib.errors import ConfigError
@@ -107,7 +108,7 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         ConfigError: no trainer of ours runs it; the reason is :func:`why_not`'s.
     """
     if reason := why_not(plan, model):
-        raise ConfigError(f"{plan.strategy} of {model.name}: `course train` {reason}", f"use {elsewhere(plan, model)}, "
+        raise ConfigError(f"{plan.strategy} of {model.name}: `course train` {reason}", f"use {elsewhere(plan, model)}; "
                           "or take a plan of another family")
     masked = model.family in MASKED or (model.multiplied and not model.causal)
     asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if masked else "causal_lm"}
@@ -147,21 +148,28 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
 
 def elsewhere(plan: Plan, model: Model) -> str:
     """Whose trainer to carry a plan out with that ours does not run."""
-    splits = plan.pipeline * plan.tensor * plan.context > 1
+    if plan.pipeline * plan.tensor > 1 or (plan.context > 1 and plan.loss != "linear"):
+        return "Megatron-LM or torchtitan"
     adapters = f", PEFT's {'QLoRA' if plan.base_bits == 4 else 'LoRA'}" if plan.lora_rank else ""
-    return "Megatron-LM or torchtitan" if splits else f"the Hugging Face Trainer{adapters}, with these settings"
+    shared = ", Accelerate's ParallelismConfig" if plan.context > 1 else ""
+    loss = ", Liger's loss (use_liger_kernel)" if plan.loss == "linear" else ""
+    return f"the Hugging Face Trainer{adapters}{shared}{loss}"
 
 
 def launch_line(plan: Plan, gpus_per_node: int, model: Model, *, dataset: str | None = None,
                 tokens: float | None = None) -> str:
-    """The command that starts such a run on every node; layouts beyond ours name what has to carry them out."""
+    """The command that starts such a run on every node; for layouts beyond ours a sentence, which says whose they are.
+
+    Where a command has to be, ask :func:`why_not` before.
+    """
     if reason := why_not(plan, model):
-        return (f"{elsewhere(plan, model)}: tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}, "
-                f"{plan.virtual} stages per rank), data {plan.data}; `course train` {reason}")
+        return (f"It is for {elsewhere(plan, model)}: tensor {plan.tensor}, context {plan.context}, pipeline "
+                f"{plan.pipeline} ({plan.schedule}, {plan.virtual} stages per rank), data {plan.data}; `course train` "
+                f"{reason}.")
     nodes = -(-plan.gpus // gpus_per_node)
     processes = f"--nproc_per_node {min(gpus_per_node, plan.gpus)}"
     where = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if nodes > 1 else "--standalone"
-    given = (f"--{name} {str(value).lower() if isinstance(value, bool) else value}"
+    given = (f"--{name} {str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))}"
              for name, value in options(plan, model, dataset=dataset, tokens=tokens).items())
     return f"torchrun {where} {processes} -m course_lib.cli train " + " ".join(given)
 

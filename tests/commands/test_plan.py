@@ -9,8 +9,8 @@ import pytest
 
 from course_lib import cli, config_files
 from course_lib.commands.options import config_from
-from course_lib.commands.plan import tokens
-from course_lib.planning import hardware, margins
+from course_lib.commands.plan import broken, tokens
+from course_lib.planning import hardware, layouts, margins, strategy
 
 ASKED = "plan --model facebook/opt-6.7b --gpus 8 --gpu A100-80 --global-batch 1024 --sequence-length 2048"
 
@@ -76,8 +76,23 @@ def test_a_bare_accelerator_has_the_price_that_select_knows(capsys):
 def test_the_page_fits_80_columns(capsys, monkeypatch, more):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["plan", "--model", "llama-8b", "--gpu", "H100", *more.split()]) == 0
-    page = capsys.readouterr().out.partition("Start it with")[0]
-    assert max(map(len, page.splitlines())) <= 80
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 1000])
+def test_a_broken_command_is_the_same_command(width):
+    line = "torchrun --standalone --nproc_per_node 8 -m course_lib.cli train --dataset 'a  b --c' --max_length 2048"
+    parts = broken(line, width)
+    assert shlex.split("\n".join(parts).replace("\\\n", " ")) == shlex.split(line)
+    assert all(part.endswith(" \\") for part in parts[:-1]) and len(parts) == {20: 6, 60: 3, 80: 2, 1000: 1}[width]
+    assert all(len(part) <= width for part in parts) or width == 20
+    assert any("'a  b --c'" in part for part in parts)
+
+
+def test_data_of_any_name_are_one_word_of_the_command(capsys):
+    assert cli.main(["plan", "--model", "gpt2", "--gpu", "A100-80", "--dataset", "it's my data"]) == 0
+    command = capsys.readouterr().out.partition("torchrun")[2].partition("\n\n")[0]
+    assert "it's my data" in shlex.split(command.replace("\\\n", " "))
 
 
 def test_json_and_a_launch_line_that_our_trainer_reads(capsys):
@@ -118,3 +133,49 @@ def test_numbers_of_tokens():
     for text in ("0", "B", "-3B", "1X", "nan"):
         with pytest.raises(ValueError):
             tokens(text)
+
+
+@pytest.mark.parametrize("asked", ["--model gpt2 --gpu T4", "--model llama-8b --gpu H100 --gpus 64 --sequence-length "
+                                   "131072", "--model facebook/opt-30b --gpu A100-40 --gpus 64"])
+def test_a_command_stands_where_a_command_is_promised(capsys, monkeypatch, asked):
+    """And is that of the plan in the first sentence, which is likely to fit."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["plan", *asked.split(), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["plans"][0]
+    assert best["chance_that_it_fits"] >= 0.8 and best["why_not_here"] is None
+    assert best["strategy"] in told["answer"]
+    assert cli.main(["plan", *asked.split()]) == 0
+    page = capsys.readouterr().out
+    command = page.partition("Start it with")[2].partition(":\n\n")[2].partition("\n\n")[0]
+    assert shlex.split(command.replace("\\\n", " ")) == shlex.split(told["launch"])
+    assert "No command" not in page and all(line.startswith("  ") for line in command.splitlines())
+
+
+def test_without_a_command_it_says_so_and_shows_the_next_that_has_one(capsys):
+    asked = ["plan", "--model", "gpt2", "--gpu", "T4", "--families", "FSDP"]
+    assert cli.main(asked) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "No command of this course starts it. It is for the Hugging Face Trainer" in page and "torchrun" not in page
+    assert cli.main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["launch"] is None
+    assert cli.main(["plan", "--model", "facebook/opt-125m", "--gpu", "A100-80", "--gpus", "1", "--families", "FSDP",
+                     "DDP", "--loss", "linear"]) == 0
+    assert "computes all logits before the loss" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_page_of_options_says_which_plan_leads(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"a chance of {strategy.LIKELY:.0%}".replace("%", " %") in said and "that `course train` runs" in said
+    assert f"of {strategy.AT_LEAST:.0%}".replace("%", " %") in said and f"{layouts.CONTEXT_TOKENS:,} tokens" in said
+
+
+@pytest.mark.parametrize(("planned", "trained"), [
+    ("muon", ("muon", 0.9)), ("sgd", ("sgd", 0.0)), ("adafactor", ("adafactor", 0.9))])
+def test_the_optimizer_that_was_planned_is_in_the_command(capsys, planned, trained):
+    assert cli.main(["plan", "--model", "gpt2", "--gpu", "A100-80", "--optimizer", planned, "--json"]) == 0
+    words = shlex.split(json.loads(capsys.readouterr().out)["launch"])
+    read = config_from(cli.parse(words[words.index("course_lib.cli") + 1:])).optim
+    assert (read.optimizer, read.momentum) == trained

