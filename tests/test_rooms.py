@@ -238,7 +238,7 @@ def test_the_picture_of_the_rooms_is_that_of_the_contract():
 
 def test_the_trees_are_true_to_the_folders():
     packages = {f"{path.name}/" for path in LIBRARY.iterdir() if (path / "__init__.py").is_file()}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     top = {line.partition("/")[0] + "/" for line in tracked.stdout.splitlines() if "/" in line and line[0] != "."}
     page = "docs/architecture.md"
     for wanted, told in ((packages, "parallel/"), (top, "Makefile")):

@@ -23,7 +23,7 @@ from typing import Any
 
 from course_lib.cloud.instance import Instance, packed, put, upload
 from course_lib.cloud.stand_in import ACCOUNT, REGION, stand_in
-from course_lib.launching.launch_environment import free_port
+from course_lib.launching.launch_environment import reserved_port
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 GRACE_SECONDS = 120
@@ -103,8 +103,8 @@ class _Play:
         described, started = self.described, datetime.now(UTC)
         described.training_start_time = started
         try:
-            with tempfile.TemporaryDirectory(prefix="sagemaker-") as folder:
-                status, reason = self.play(Path(folder))
+            with tempfile.TemporaryDirectory(prefix="sagemaker-") as folder, reserved_port() as port:
+                status, reason = self.play(Path(folder), port)
         except Exception as error:  # a thread has nobody to raise to; the job says it
             status, reason = "Failed", f"InternalServerError: the local player: {type(error).__name__}: {error}"
         described.final_metric_data_list = self.metrics()
@@ -116,9 +116,9 @@ class _Play:
         described.secondary_status = status
         described.training_job_status = status  # the last, since whoever waits reads it first
 
-    def play(self, folder: Path) -> tuple[str, str]:
-        """Run the job, again after an interruption; its final status, and why it failed."""
-        count, port = self.request["ResourceConfig"]["InstanceCount"], free_port()
+    def play(self, folder: Path, port: int) -> tuple[str, str]:
+        """Run the job, whose instances meet at a port, again after an interruption; its status, and why it failed."""
+        count = self.request["ResourceConfig"]["InstanceCount"]
         instances = [Instance(folder / f"algo-{number + 1}", number, count, port) for number in range(count)]
         self.player.instances += instances
         while True:

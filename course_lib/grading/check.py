@@ -28,6 +28,7 @@ from course_lib.grading.task import Case, Finding, Observation, Task, earned
 from course_lib.grading.tasks import TASKS
 from course_lib.hangs.rank_state import RankState
 from course_lib.launching.launch import RankError, RanksHung, launch
+from course_lib.launching.own_time import own_share
 
 SECONDS_PER_CASE = 10.0
 """That a rank waits for another in a collective."""
@@ -43,8 +44,8 @@ class CheckJob:
 
     Attributes:
         answer: number of the answer that it is a case of: once its ranks have waited in vain, the rest is not run.
-        seconds: that a rank waits for another in a collective.
-        most: seconds that the case may take; None: as long as the launch.
+        seconds: that a rank waits for another in a collective, longer where ranks have waited for cores.
+        most: seconds that the case may take, likewise; None: as long as the launch.
     """
 
     task: Task
@@ -211,7 +212,7 @@ def _share_pages(ranks: int) -> None:
 
 
 def _seconds(jobs: int) -> float:
-    """Seconds until ranks that still run are ended."""
+    """Of the ranks' own time, until those that still run are ended."""
     return 2 * SECONDS_PER_CASE + 3 * jobs
 
 
@@ -226,7 +227,7 @@ def _observe_on_rank(jobs: Sequence[CheckJob]) -> list[Observation | None]:
         if rank >= world:
             observed.append(None)
             continue
-        meeting = Meeting(dist.PrefixStore(f"case {number}", store), rank, world, 2 * _seconds(len(jobs)))
+        meeting = Meeting(dist.PrefixStore(f"case {number}", store), rank, world)
         meeting.meet("begin")  # the others may still be busy with a case that this rank has no part in
         if not job.task.needs_ranks:
             last = observed[-1] if number and jobs[number - 1].answer == job.answer else None
@@ -250,7 +251,6 @@ class Meeting:
     store: dist.Store
     rank: int
     world_size: int
-    seconds: float
 
     def arrive(self, place: str) -> None:
         """Say that this rank has reached ``place``."""
@@ -259,8 +259,8 @@ class Meeting:
     def meet(self, place: str) -> None:
         """Say so, and wait until all ranks have reached ``place``."""
         self.arrive(place)
-        self.store.wait([f"{place} {rank}" for rank in range(self.world_size)],
-                        datetime.timedelta(seconds=self.seconds))
+        # Whoever waits in vain is ended with the launch.
+        self.store.wait([f"{place} {rank}" for rank in range(self.world_size)], datetime.timedelta(days=1))
 
 
 def _observe_case(job: CheckJob, meeting: Meeting, stop: Callable[[], None]) -> Observation:
@@ -271,7 +271,7 @@ def _observe_case(job: CheckJob, meeting: Meeting, stop: Callable[[], None]) -> 
     """
     page = _pages[meeting.rank] if meeting.rank < len(_pages) else RankState()
     dist.init_process_group("gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.world_size,
-                            timeout=datetime.timedelta(seconds=job.seconds))
+                            timeout=datetime.timedelta(seconds=job.seconds / own_share()))
     meeting.meet("connected")
     try:
         seen = _observe_function(job, meeting.rank, page)
@@ -298,7 +298,7 @@ def _limited(seconds: float | None) -> Iterator[None]:
         raise TimeoutError(LATE)
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds / own_share())
     try:
         yield
     finally:

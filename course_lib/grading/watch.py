@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from course_lib.grading.cgroup import Cgroup
+from course_lib.launching.own_time import OwnTime
 
 WATCH_SECONDS = 0.1
 END_SECONDS = 0.5  # until what was killed is looked for again
 MAX_OUTPUT = 256 << 20  # bytes of all observations together
-START_SECONDS = 120.0  # for importing torch on a machine that is busy
+START_SECONDS = 120.0  # for importing torch
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Limits:
     """What one task's grading may take.
 
     Attributes:
-        seconds: from when the answer starts until all of it is ended.
+        seconds: from when the answer starts until all of it is ended, without those in which it waits for a core.
         memory: bytes, of all its processes together; also of each one's addresses.
         processes: at one time, the ranks and the process that starts them among them.
         file_size: bytes of one file.
@@ -76,7 +77,7 @@ class ProcessWatch:
         self.isolated, self.cgroup = isolated, cgroup
         self.output, self.complaint = bytearray(), bytearray()
         self.began: float | None = None
-        self.deadline = time.monotonic() + START_SECONDS
+        self.clock, self.limit = OwnTime(), START_SECONDS
 
     def result(self) -> Ended:
         with _urgent():
@@ -109,26 +110,26 @@ class ProcessWatch:
                         self.complaint = (self.complaint + data)[-4000:]
                 now = time.monotonic()
                 if self.began is None and self.output.startswith(self.started):
-                    self.began, self.deadline = now, now + self.limits.seconds
+                    self.began, self.limit = now, self.clock.seconds + self.limits.seconds
                 if self.stop.is_set():
                     return "stopped"
-                if now > self.deadline:
-                    return "start" if self.began is None else "timeout"
-                if self.began is not None and now > look_at:
+                if now > look_at:
                     look_at = now + WATCH_SECONDS
-                    broken = self._broken()
+                    # without looking at the thousands that there may be
+                    below = list(itertools.islice(_below(self.process.pid), self.limits.processes + 1))
+                    if self.clock.look(below) > self.limit:
+                        return "start" if self.began is None else "timeout"
+                    broken = "" if self.began is None else self._broken(below)
                     if broken:
                         return broken
         return ""
 
-    def _broken(self) -> str:
+    def _broken(self, below: list[int]) -> str:
         """The limit that all its processes together exceed."""
-        if self._refused():
+        if self._refused() or len(below) > self.limits.processes:
             return "processes"
         resident = 0
-        for count, pid in enumerate(_below(self.process.pid), 1):
-            if count > self.limits.processes:  # without looking at the thousands that there may be
-                return "processes"
+        for pid in below:
             resident += _resident(pid)
             if resident > self.limits.memory:
                 return "memory"

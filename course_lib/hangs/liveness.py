@@ -79,7 +79,16 @@ class Activity:
         main = os.getpid()  # Linux: its number, too
         self.main_spins = _worked(own, {main: own_now[main]} if main in own_now else {}) > SPIN_SHARE * (now - at)
         worked = _worked(others, others_now) + (0.0 if spins else _worked(own, own_now))
-        return worked > BUSY_SHARE * (now - at) or moved_now - moved > BUSY_BYTES * (now - at) or _in_disk_sleep()
+        return (worked > BUSY_SHARE * (now - at) or moved_now - moved > BUSY_BYTES * (now - at)
+                or self._main_state() in ("D" if spins else "DR"))
+
+    def _main_state(self) -> str:
+        """What the kernel says of the main thread, as seen from another: D in wait for a disk, R with a core or in the
+        queue for one, which no account of finished turns shows; S and others, also where nobody can tell."""
+        watchers = {threading.current_thread(), *self._watchers}
+        with contextlib.suppress(ProcessLookupError):
+            return "S" if threading.main_thread() in watchers else _stat(os.getpid())[0]
+        return "S"
 
     def _measure(self) -> tuple[float, Times, Times, int]:
         """Seconds now, the times of this process's threads and of its children's, bytes moved."""
@@ -150,10 +159,3 @@ def _worked(before: Times, after: Times) -> float:
         ran_before, waited_before = before.get(task, (0.0, 0.0))
         total += ran - ran_before + min(waited - waited_before, QUEUE_FACTOR * (ran - ran_before))
     return total
-
-
-def _in_disk_sleep() -> bool:
-    """Whether the main thread waits for a disk."""
-    with contextlib.suppress(ProcessLookupError):
-        return _stat(os.getpid())[0] == "D"
-    return False

@@ -44,7 +44,7 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
     Args:
         function: also one defined in a notebook cell.
         num_processes: ranks; one rank runs in a process of its own too.
-        timeout: seconds until ranks that still run are ended.
+        timeout: seconds until ranks that still run are ended, without those in which one of them waits for a core.
         device: ``cpu``, ``cuda``, or ``auto``: the GPUs where there are enough, else the CPU.
         start_method: ``fork``: the ranks inherit the caller's memory. ``forkserver``: they are forked from a clean
             process, made at the first launch, and ``spawn``: each is a new Python; the function goes to them by

@@ -1,8 +1,9 @@
 """Which ranks a launcher started, by the environment that it left, and whether they are those that were asked for."""
 
+import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from course_lib.errors import LaunchError
@@ -60,8 +61,13 @@ def to_start(ranks: LaunchEnvironment, num_processes: int | None) -> int:
     return wanted if wanted > 1 else 0
 
 
-def free_port() -> int:
-    """A TCP port on the loopback interface that the system chose."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port on the loopback interface that the system chose, and gives to nobody else within the block.
+
+    A server that sets SO_REUSEADDR, as torch's stores do, can listen there.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]

@@ -16,6 +16,7 @@ from typing import Any
 
 from course_lib.errors import EXIT_HUNG, CourseError, LaunchError
 from course_lib.launching.output import LabelledOutput
+from course_lib.launching.own_time import OwnTime
 from course_lib.launching.rank_process import (
     STACK_SIGNAL,
     Failure,
@@ -32,6 +33,7 @@ OF_A_WATCHDOG = f"exited with code {EXIT_HUNG} before the function returned"
 ENDED_BY_LAUNCHER = ("died", "was killed by SIGTERM")  # what becomes of the others once it has seen one fail
 STACK_SECONDS = 2.0  # for the ranks to write their stacks
 EXIT_SECONDS = 60.0  # for the ranks to end, once all have returned
+LOOK_SECONDS = 0.25  # between two looks at how long the ranks waited for a core
 _OURS = tuple(f" in {function.__name__}" for function in (call_launched, run_rank))
 
 
@@ -72,13 +74,13 @@ class RankSupervisor(threading.Thread):
     def __init__(self, own: list[RankEnds], theirs: tuple[RankEnds, ...], timeout: float, shown: LabelledOutput):
         super().__init__(daemon=True, name="course-launch")
         self.own, self.theirs, self.shown = own, theirs, shown
-        self.deadline = time.monotonic() + timeout
+        self.clock, self.limit = OwnTime(), timeout  # all limits are in the ranks' own time
         self.buffers = [bytearray() for _ in own]
         self.stacks: dict[int, bytearray] = {}
         self.pids: dict[int, int] = {}
         self.outcomes: dict[int, Returned | Failure] = {}
         self.told: dict[int, Failure] = {}  # by the launcher
-        self.grace: float | None = None  # when the ranks are ended after a failure
+        self.grace: float | None = None  # when, by that clock, the ranks are ended after a failure
         self.noticed_at = 0.0  # what is read now
         self.children_before = set(multiprocessing.active_children())
         self.returned = self.hung = self.ended = False
@@ -100,9 +102,10 @@ class RankSupervisor(threading.Thread):
             for kind, end in zip(RankEnds._fields, ends, strict=True):
                 self.selector.register(end, selectors.EVENT_READ, (rank, kind))
         while len(self.selector.get_map()) > 1:
-            limits = [self.deadline, *([] if self.grace is None else [self.grace])]
-            ready = self.selector.select(max(0.0, min(*limits, time.monotonic() + 3600) - time.monotonic()))
+            next_limit = self.limit if self.grace is None else min(self.limit, self.grace)
+            ready = self.selector.select(min(LOOK_SECONDS, max(0.0, next_limit - self.clock.seconds)))
             self.noticed_at = time.monotonic()
+            self.clock.look(self.pids.values())
             for key, _ in ready:
                 if key.data is None:
                     self.selector.unregister(self.wake)
@@ -144,23 +147,22 @@ class RankSupervisor(threading.Thread):
             return
         self.outcomes[rank] = message
         if isinstance(message, Failure) and self.grace is None:
-            self.grace = time.monotonic() + (GRACE_SECONDS if message.traceback else DEATH_GRACE_SECONDS)
+            self.grace = self.clock.seconds + (GRACE_SECONDS if message.traceback else DEATH_GRACE_SECONDS)
         if len(self.outcomes) == len(self.own):
             if self.grace is None:
                 if not self.hung:
-                    self.returned, self.deadline = True, time.monotonic() + EXIT_SECONDS
+                    self.returned, self.limit = True, self.clock.seconds + EXIT_SECONDS
                 self._tell_all()
             else:
-                self.grace = time.monotonic()
+                self.grace = self.clock.seconds
 
     def _decide(self) -> None:
         """End the ranks where a failure has had its grace, or the time is over."""
-        now = time.monotonic()
-        if self.grace is not None and now >= self.grace:
+        if self.grace is not None and self.clock.seconds >= self.grace:
             self.kill()
             self.grace = None if not self.pids else float("inf")
-        elif now >= self.deadline:
-            self.hung, self.deadline = not self.returned, float("inf")
+        elif self.clock.seconds >= self.limit:
+            self.hung, self.limit = not self.returned, float("inf")
             self._collect_stacks()
             self.kill()
 
@@ -173,8 +175,8 @@ class RankSupervisor(threading.Thread):
             self.stacks[rank] = bytearray()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], STACK_SIGNAL)
-        end = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < end and not all(self.stacks[rank] for rank in waiting):
+        end = self.clock.seconds + STACK_SECONDS
+        while self.clock.look(self.pids.values()) < end and not all(self.stacks[rank] for rank in waiting):
             for key, _ in self.selector.select(0.1):
                 if key.data is not None:
                     self._read(*key.data)

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import time
 import urllib.parse
 
 import nbformat
@@ -23,6 +22,7 @@ from selenium.webdriver.common.keys import Keys
 
 from book import npm
 from book.build import ROOT
+from tests.waiting import until
 
 CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 pytestmark = [
@@ -134,11 +134,12 @@ def test_search_finds_a_term_of_each_lesson(address, browser):
     missed = {}
     for name, term in terms().items():
         open_(browser, f"{address}search.html?q={urllib.parse.quote(term)}")
-        end = time.monotonic() + 60
-        while not (found := browser.find_elements(By.CSS_SELECTOR, "#search-results .search-summary")) \
-                or "Searching" in found[0].text or not found[0].text:
-            assert time.monotonic() < end, f"no answer to {term}"
-            time.sleep(0.1)
+
+        def answered():
+            found = browser.find_elements(By.CSS_SELECTOR, "#search-results .search-summary")
+            return found and found[0].text and "Searching" not in found[0].text
+
+        until(answered, what=f"an answer to {term}")
         links = [each.get_attribute("href") for each in
                  browser.find_elements(By.CSS_SELECTOR, "#search-results li a")]
         if not any(f"notebooks/{name}.html" in link for link in links):
@@ -166,20 +167,17 @@ def test_the_schedule_bench_answers_with_the_librarys_own_sentences(address, bro
     open_(browser, address + "live/schedule.html")
     answer = functools.partial(browser.find_element, By.CSS_SELECTOR, ".bench-said")
 
-    def until(words):
-        end = time.monotonic() + 300
-        while words not in answer().text:
-            assert time.monotonic() < end, answer().text
-            time.sleep(0.2)
+    def until_it_says(words):
+        until(lambda: words in answer().text, what=words, told=lambda: answer().text)
 
     browser.find_element(By.NAME, "open").click()
-    until("idle 27.3 %")
+    until_it_says("idle 27.3 %")
     browser.execute_script("document.querySelector('[data-rank=\"3\"][data-at=\"0\"]').focus()")
     ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
-    until("rank 3 of 1f1b has 3B0 before 3F0: put it later")
+    until_it_says("rank 3 of 1f1b has 3B0 before 3F0: put it later")
     browser.execute_script("document.querySelector('[data-rank=\"0\"][data-at=\"0\"]').focus()")
     ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
-    until("idle 29.4 %")
+    until_it_says("idle 29.4 %")
     browser.execute_script((npm.folder("axe-core") / "axe.min.js").read_text(encoding="utf-8"))
     assert browser.execute_async_script(AXE, None) == []
     assert not {url for url in asked_for(browser) if not url.startswith((address, "data:", "blob:"))}

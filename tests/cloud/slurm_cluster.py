@@ -10,10 +10,11 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 PACKAGES = ("slurm-client", "slurmctld", "slurmd", "slurm-wlm-basic-plugins")
 DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
@@ -117,11 +118,8 @@ def cluster(folder: Path):
             return done.stdout.strip()
 
         def wait_for(wanted: str, *command: str) -> None:
-            end = time.monotonic() + 100
-            while (answer := said(*command)) != wanted:
-                logs = [f"{name}.log:\n{(folder / f'{name}.log').read_text()}" for name in commands]
-                assert time.monotonic() < end, "\n".join((answer, *logs))
-                time.sleep(0.2)
+            until(lambda: said(*command) == wanted, what=f"{command[0]}: {wanted}", told=lambda: "\n".join(
+                f"{name}.log:\n{(folder / f'{name}.log').read_text()}" for name in commands))
 
         wait_for("2 idle", "sinfo", "-h", "-o", "%D %T")
         try:

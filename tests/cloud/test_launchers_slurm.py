@@ -8,7 +8,6 @@ have no GPUs, so a job that wants some gets as far as the controller's answer th
 import os
 import re
 import subprocess
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from course_lib.cloud.job import Job
 from course_lib.cloud.launchers import slurm
 from course_lib.config import build
 from course_lib.launching.interrupts import NOTE
+from tests.waiting import until
 
 from .slurm_cluster import cluster
 from .test_launchers import JOB
@@ -57,12 +57,6 @@ def submitted(env, file, text):
     return code, told.split()[-1] if told else None, log
 
 
-def until(holds, env, number):
-    """Waits until it holds; 60 s at most."""
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, fields(env, number)
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("job", [JOB, JOB_OF_CPUS], ids=["gpus", "cpus"])
@@ -111,12 +105,12 @@ def test_a_job_that_is_asked_to_stop_goes_on_from_its_checkpoint(there, tmp_path
     def is_now(**wanted):
         return wanted.items() <= fields(env, number).items()
 
-    until(lambda: len(starts()) == 2, env, number)
+    until(lambda: len(starts()) == 2, told=lambda: str(fields(env, number)))
     assert said(env, "scancel", "--signal=TERM", number)[0] == 0  # to the steps alone, as --signal does it
-    until(lambda: is_now(JobState="PENDING", Restarts="1"), env, number)
+    until(lambda: is_now(JobState="PENDING", Restarts="1"), told=lambda: str(fields(env, number)))
     # Slurm itself waits two minutes.
     assert said(env, "scontrol", "update", f"JobId={number}", "StartTime=now")[0] == 0
-    until(lambda: is_now(JobState="COMPLETED", ExitCode="0:0"), env, number)
+    until(lambda: is_now(JobState="COMPLETED", ExitCode="0:0"), told=lambda: str(fields(env, number)))
     assert ["--resume_from_checkpoint auto" in line for line in starts()] == [True] * 4
     given = {"--nnodes 2", "--nproc_per_node 2", "--rdzv_endpoint node1:29500", f"--rdzv_id {number}"}
     assert all(f" {option} " in line for option in given for line in starts())

@@ -9,11 +9,19 @@ import psutil
 import pytest
 
 from course_lib import cli
+from course_lib.launching.launch_environment import reserved_port
 
 CLI = Path(cli.__file__)
 QUICK = ("--model", "tiny-bert", "--max_train_samples", "120", "--max_eval_samples", "61", "--max_length", "32",
          "--batch_size", "4", "--max_steps", "6", "--logging_steps", "1", "--progress_bar", "false",
          "--save_steps", "3", "--learning_rate", "1e-3")
+
+
+@pytest.fixture
+def endpoint():
+    """An address at which machines can meet."""
+    with reserved_port() as port:
+        yield f"127.0.0.1:{port}"
 
 
 @pytest.fixture

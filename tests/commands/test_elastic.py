@@ -22,6 +22,7 @@ from course_lib.launching.forks import end_openmp_threads
 from course_lib.training import run
 from course_lib.training.callbacks import Callback
 from testing.virtual_hosts import torchrun
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -120,11 +121,7 @@ def machine(folder, name, count, endpoint, is_head):
 
 
 def wait_for(path, processes):
-    end = time.monotonic() + 150
-    while not path.exists():
-        assert all(process.is_alive() for process in processes), f"a machine ended before {path.name}"
-        assert time.monotonic() < end, f"no {path.name}"
-        time.sleep(0.05)
+    until(path.exists, *processes, what=path.name)
 
 
 def losses(folder):
@@ -133,11 +130,11 @@ def losses(folder):
 
 
 @pytest.mark.timeout(1600)
-def test_machines_die_and_join_and_the_curve_is_the_undisturbed_one(tmp_path):
+def test_machines_die_and_join_and_the_curve_is_the_undisturbed_one(tmp_path, endpoint):
     undisturbed = config(tmp_path / "undisturbed", training_type="basic", save_steps=0)
     undisturbed.output_dir.mkdir()
     run.build_trainer(undisturbed, [Calm()])[0].train()
-    endpoint, started = f"127.0.0.1:{launch_environment.free_port()}", []
+    started = []
 
     def start(name, count, is_head=False):
         end_openmp_threads()

@@ -2,15 +2,18 @@
 
 import os
 import shutil
-import subprocess
+import signal
 import time
 
 import pytest
+import torch
 
+from course_lib import cli
 from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree
 from testing import fault_injection
 from testing.fault_injection import FaultCase
-from tests.commands.conftest import command, run
+from tests.forked_process import Forked
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -27,27 +30,40 @@ def arguments(case, folder):
     return [text for name, value in case.options(folder).items() for text in (f"--{name}", str(value))]
 
 
+def started(main, said):
+    with open(said, "w") as file:
+        return Forked(main, os.environ, output=(file.fileno(), file.fileno()))
+
+
 @pytest.mark.timeout(800)
 def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undisturbed):
     """By the very command that it was started with, as a scheduler repeats it."""
     case, folder = FaultCase("basic", "SIGKILL", "saving", 0), tmp_path / "run"
     train = ["train", *arguments(case, folder)]
-    process = subprocess.Popen(command(*train), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+    third = checkpoint.beside(folder, 3 * fault_injection.SAVE_STEPS)
+    seal = checkpoint.seal
+
+    def first_process():
+        def stays_there(folder, number):
+            return time.sleep(10_000) if folder == third else seal(folder, number)
+
+        checkpoint.seal = stays_there
+        return second_process()
+
+    def second_process():
+        torch.set_num_threads(1)
+        return cli.main(train)
+
+    process = started(first_process, tmp_path / "said")
     second = folder / checkpoint.name(2 * fault_injection.SAVE_STEPS)
-    end = time.monotonic() + 100
-    while not checkpoint.beside(folder, 3 * fault_injection.SAVE_STEPS).exists():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end, "no checkpoint was begun"
-        time.sleep(0.001)
+    until(third.exists, process, what="a checkpoint is begun")
     process.kill()
-    out, _ = process.communicate(timeout=240)
-    assert "beginning anew" in out
+    assert process.wait() == -signal.SIGKILL
+    assert "beginning anew" in (tmp_path / "said").read_text()
     kept = {path.name for path in folder.iterdir()}
     assert second.name in kept and ".checkpoint-000006.writing" in kept, "it was killed in the middle"
-    done = run(*train, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert f"resumed from {second} (step 4 of 10)" in done.stdout
+    assert started(second_process, tmp_path / "said").wait() == 0, (tmp_path / "said").read_text()
+    assert f"resumed from {second} (step 4 of 10)" in (tmp_path / "said").read_text()
     assert fault_injection.digest(folder) == undisturbed[1]
     assert not list(folder.glob(".checkpoint-*"))
 

@@ -1,15 +1,16 @@
 """SIGTERM, SIGUSR1 and Ctrl-C: all ranks save the same step, an exit code says so, and twice means now."""
 
 import argparse
+import ctypes
 import functools
+import itertools
 import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,17 +21,18 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from course_lib.commands import relaunch
 from course_lib.config import build
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, TrainingInterrupted
-from course_lib.launching import forks
+from course_lib.launching import forks, interrupts
 from course_lib.launching.cores import usable_cores
 from course_lib.launching.forked_ranks import SIGNALS
 from course_lib.launching.forks import end_openmp_threads
-from course_lib.launching.interrupts import NOTE, StopRequest, end_with_launcher, exit_code, leave_note
+from course_lib.launching.interrupts import NOTE, StopRequest, end_with_launcher, exit_code, leave_note, stop_requests
 from course_lib.launching.launch import launch
-from course_lib.launching.launch_environment import free_port
 from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import build_trainer
 from testing.virtual_hosts import torchrun
+from tests.forked_process import Forked
+from tests.waiting import has_lines, until
 
 pytestmark = [pytest.mark.timeout(800), pytest.mark.slow]
 
@@ -86,54 +88,57 @@ def test_one_rank_is_asked_and_all_save_the_same_step(tmp_path):
     assert json.loads((tmp_path / str(signal.SIGTERM) / NOTE).read_text()) == {"step": 4}
 
 
-RANK = """
-import ctypes, os, time
-os.environ["RANK"] = "0"
-from course_lib.launching import interrupts
-interrupts.PATIENCE, interrupts.SAME_WISH = 0.2, {same}
+def rank_that_is_asked_twice(does, folder):
+    """A rank whose clock stands still until a file is there, and which tells in files how far it is."""
+    os.environ["RANK"] = "0"
+    select, signals_read = interrupts.select.select, itertools.count()
 
-def hang():
-    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-    lock(mutex), lock(mutex)  # for ever, in C: as in a collective, no handler of Python's is run
+    def waits_for_signals(*arguments):  # its thread, which has noticed all that came before
+        (folder / f"noticed-{next(signals_read)}").touch()
+        return select(*arguments)
 
-def work(rest):
-    while not request:
-        time.sleep(0.01)
-    time.sleep(rest)  # of the step
+    interrupts.time = SimpleNamespace(monotonic=lambda: 1000.0 + 60.0 * (folder / "later").exists())
+    interrupts.select = SimpleNamespace(select=waits_for_signals)
+    interrupts.PATIENCE = 0.2
 
-with interrupts.stop_requests() as request:
-    print("ready", flush=True)
-    {does}
-print("granted", int(request.signal), flush=True)
-"""
+    def hang():
+        lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        lock(mutex), lock(mutex)  # for ever, in C: as in a collective, no handler of Python's is run
+
+    def work():
+        while not request:
+            time.sleep(0.01)
+        (folder / "asked").touch()
+        while not (folder / "noticed-2").exists():  # the second signal, which the handler has had before
+            time.sleep(0.01)
+
+    with stop_requests() as request:
+        (folder / "ready").touch()
+        {"hangs": hang, "works": work}[does]()
+    return int(request.signal)
 
 
-TWICE = {  # what the rank does, seconds within which it is the same wish and to the second signal, that signal, code
-    "forwarded twice": ("work(5)", 60, 0.05, signal.SIGUSR1, 0),
-    "forwarded as another": ("work(5)", 60, 0.05, signal.SIGTERM, 0),
-    "a second wish": ("work(60)", 0.05, 2, signal.SIGINT, -signal.SIGINT),
-    "a second wish in a collective": ("hang()", 0.05, 2, signal.SIGTERM, 128 + signal.SIGTERM),
+TWICE = {  # what the rank does, whether a minute is between the signals, the second one, exit code
+    "forwarded twice": ("works", False, signal.SIGUSR1, int(signal.SIGUSR1)),
+    "forwarded as another": ("works", False, signal.SIGTERM, int(signal.SIGUSR1)),
+    "a second wish": ("works", True, signal.SIGINT, 1),
+    "a second wish in a collective": ("hangs", True, signal.SIGTERM, 128 + signal.SIGTERM),
 }
-"""Seconds far apart, so that a machine that is busy for a second or two turns none of them into another."""
 
 
-def twice(does, same, apart, second):
-    """What a rank prints and ends with."""
-    process = subprocess.Popen([sys.executable, "-c", RANK.format(does=does, same=same)], stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout.readline() == "ready\n"
+@pytest.mark.parametrize("case", TWICE)
+def test_twice_means_now(tmp_path, case):
+    does, later, second, code = TWICE[case]
+    process = Forked(functools.partial(rank_that_is_asked_twice, does, tmp_path), os.environ)
+    until((tmp_path / "ready").exists, process)
     process.send_signal(signal.SIGUSR1)
-    time.sleep(apart)
-    assert process.poll() is None, "once means after the step"
+    until((tmp_path / "noticed-1").exists, process)
+    if does == "works":
+        until((tmp_path / "asked").exists, process)
+    if later:
+        (tmp_path / "later").touch()
     process.send_signal(second)
-    return process.communicate(timeout=240)[0], process.returncode
-
-
-def test_twice_means_now():
-    with ThreadPoolExecutor(len(TWICE)) as side_by_side:
-        outcomes = dict(zip(TWICE, side_by_side.map(lambda case: twice(*case[:4]), TWICE.values()), strict=True))
-    granted = f"granted {signal.SIGUSR1:d}\n"
-    assert outcomes == {name: ("" if code else granted, code) for name, (*_, code) in TWICE.items()}
+    assert process.wait() == code
 
 
 @pytest.mark.parametrize(("number", "saved", "code"), [
@@ -194,10 +199,8 @@ def launched_apart(folder, does):
 
 def ready(folder, launcher):
     """Process id, threads and world size of each rank, once it is there."""
-    end, files = time.monotonic() + 60, [folder / f"ready-{rank}" for rank in range(2)]
-    while not all(file.exists() and file.read_text() for file in files):
-        assert launcher.is_alive() and time.monotonic() < end
-        time.sleep(0.01)
+    files = [folder / f"ready-{rank}" for rank in range(2)]
+    until(lambda: all(file.exists() and file.read_text() for file in files), launcher, what="both ranks are there")
     return [[int(word) for word in file.read_text().split()] for file in files]
 
 
@@ -235,18 +238,15 @@ def train_for_ever(folder):
         os._exit(error.exit_code)
 
 
-def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path, endpoint):
     (tmp_path / "run").mkdir()
     end_openmp_threads()
     launcher = multiprocessing.get_context("fork").Process(
-        target=functools.partial(torchrun, nodes=(1, 1), ranks=2, endpoint=f"127.0.0.1:{free_port()}", is_head=True),
+        target=functools.partial(torchrun, nodes=(1, 1), ranks=2, endpoint=endpoint, is_head=True),
         args=(train_for_ever, tmp_path / "run"))
     launcher.start()
-    lines, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
     try:
-        while not lines.exists() or len(lines.read_text().splitlines()) < 3:
-            assert launcher.is_alive() and time.monotonic() < end
-            time.sleep(0.05)
+        until(has_lines(tmp_path / "run" / "metrics.jsonl", 3), launcher, what="three steps")
         ranks = psutil.Process(launcher.pid).children(recursive=True)
     finally:
         launcher.kill()

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -20,10 +19,10 @@ import torch
 from course_lib import cli, modeling
 from course_lib.config import build
 from course_lib.data import DataConnector
-from course_lib.launching import launch_environment
 from course_lib.launching.interrupts import NOTE
 from tests.commands.conftest import CLI
 from tests.several_hosts import hosts_or_skip
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 TORCHRUN = Path(sys.executable).parent / "torchrun"
@@ -123,20 +122,12 @@ class Machines:
                     return below
         return None
 
-    def wait_until(self, happened, what):
-        end = time.monotonic() + 150
-        while not (event := happened()):
-            assert time.monotonic() < end, f"not within 150 s: {what}"
-            time.sleep(0.02)
-        return event
-
     def training_with(self, machine, world_size, step):
         """Wait until so many ranks log that step; gives this machine's."""
         def there():
-            assert machine.poll() is None, f"a machine ended before step {step} with {world_size} ranks"
             return self.rank_of(machine, world_size) if max(logged(self.folder / "run"), default=0) >= step else None
 
-        return self.wait_until(there, f"step {step} with {world_size} ranks")
+        return until(there, machine, what=f"step {step} with {world_size} ranks")
 
     def kill(self, machine):
         """SIGKILL to the agent and its rank at once: all that the machine did."""
@@ -170,7 +161,8 @@ def one_dies_and_one_joins(machines, count, die):
         waiting.suspend()
         stood_at = max(logged(machines.folder / "run"))
         joined = machines.start()
-        machines.wait_until(lambda: was_told_to_end(waiting), "the agent ends its rank, since a machine has joined")
+        until(lambda: was_told_to_end(waiting), head, joined,
+              what="the agent ends its rank, since a machine has joined")
         waiting.resume()
         machines.training_with(head, count, stood_at + 1)
         codes = [machine.wait(600) for machine in (head, *others[:-1], joined)]
@@ -192,9 +184,8 @@ def one_dies_and_one_joins(machines, count, die):
 
 @pytest.mark.timeout(1600)
 def test_torchrun_loses_a_machine_and_gains_one_and_the_curve_is_the_undisturbed_one(tmp_path, course, model,
-                                                                                    undisturbed):
-    machines = Machines(tmp_path, training(model, tmp_path / "run", global_batch_size=ROWS), "1:3",
-                        f"127.0.0.1:{launch_environment.free_port()}")
+                                                                                    undisturbed, endpoint):
+    machines = Machines(tmp_path, training(model, tmp_path / "run", global_batch_size=ROWS), "1:3", endpoint)
     one_dies_and_one_joins(machines, 2, machines.kill)
     assert logged(tmp_path / "run") == pytest.approx(undisturbed, rel=TOLERANCE) and len(undisturbed) == STEPS
     # What two ranks of six rows each would do when one of them is left, if accumulation did not follow:
@@ -235,12 +226,11 @@ def test_across_hosts_with_sharded_state(four, tmp_path, model, undisturbed, str
 
 @pytest.mark.long
 @pytest.mark.timeout(1600)
-def test_the_machine_where_they_meet_dies_and_the_same_command_starts_again(tmp_path, model, undisturbed):
+def test_the_machine_where_they_meet_dies_and_the_same_command_starts_again(tmp_path, model, undisturbed, endpoint):
     """No agent outlives the store that the first of them keeps; the checkpoints do."""
     line = training(model, tmp_path / "run", global_batch_size=ROWS)
     (tmp_path / "again").mkdir()
-    both, again = (Machines(folder, line, "1:3", f"127.0.0.1:{launch_environment.free_port()}")
-                   for folder in (tmp_path, tmp_path / "again"))
+    both, again = (Machines(folder, line, "1:3", endpoint) for folder in (tmp_path, tmp_path / "again"))
     try:
         head, other = both.start(), both.start()
         both.training_with(head, 2, DIES_AT)

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -15,6 +14,7 @@ from course_lib import config_files
 from course_lib.training.checkpoints import checkpoint
 from tests.commands.conftest import QUICK, command, run
 from tests.forked_process import run_course
+from tests.waiting import has_lines, until
 
 pytestmark = pytest.mark.slow
 
@@ -125,11 +125,7 @@ def test_ctrl_c_saves_and_exits_130_and_the_run_goes_on(tmp_path, ranks):
 
 
 def wait_for_lines(path, count, process):
-    end = time.monotonic() + 120
-    while not path.exists() or len(path.read_text().splitlines()) < count:
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end, "no step in two minutes"
-        time.sleep(0.1)
+    until(has_lines(path, count), process, what=f"{count} lines of {path.name}")
 
 
 def test_help_imports_nothing_heavy():

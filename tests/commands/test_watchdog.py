@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 
 import psutil
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from course_lib.errors import EXIT_HUNG
 from course_lib.hangs.watchdog import read_reports
 from tests.commands.conftest import QUICK, command
+from tests.waiting import has_lines, until
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +35,8 @@ def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what, seconds):
     options = command("train", *QUICK, "--max_steps", 100_000, "--save_steps", 0, "--eval_steps", 0, "--num_processes",
                       2, "--watchdog", seconds, "--num_workers", 1, "--desync_check", "off", "--output_dir", tmp_path)
     process = subprocess.Popen(options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    log, shared = tmp_path / "metrics.jsonl", set(os.listdir("/dev/shm"))
-    while not log.exists() or len(log.read_text().splitlines()) < 3:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
+    shared = set(os.listdir("/dev/shm"))
+    until(has_lines(tmp_path / "metrics.jsonl", 3), process, what="three steps")
     ranks, below = ranks_of(process), psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) == 2
     ranks[1].send_signal(fault)
@@ -48,10 +46,7 @@ def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what, seconds):
     line, = [line for line in err.splitlines() if line.startswith("watchdog: ")]
     assert f"rank 1 {what}" in line and " #" in line and str(tmp_path / "hang") in line, err
     assert process.returncode == EXIT_HUNG and "Traceback" not in err
-    end = time.monotonic() + 100  # a dead rank's worker looks for its parent every 5 seconds
-    while left := [child for child in below if is_alive(child)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+    until(lambda: not any(map(is_alive, below)), what="a dead rank's worker looks for its parent every 5 seconds")
     theirs = {str(child.pid) for child in below}  # other tests use that folder, too
     assert not [name for name in set(os.listdir("/dev/shm")) - shared if theirs & set(name.split("_"))]
     report, = read_reports(tmp_path / "hang")

@@ -193,7 +193,7 @@ def _rank(rank, barrier, results, folder, tokenizer):
     calls = []
     call = type(tokenizer).__call__
     type(tokenizer).__call__ = lambda *args, **kwargs: calls.append(1) or call(*args, **kwargs)
-    barrier.wait(timeout=30)
+    barrier.wait(timeout=600)
     data = DataConnector(DataConfig(max_train_samples=1500)).load()
     done = DataProcessor(DataConfig(), tokenizer).process(data)
     results.put((data.fingerprint, done.fingerprint, len(calls), sum(done.splits["train"]["length"])))
@@ -209,7 +209,7 @@ def test_ranks_that_start_at_once_tokenize_once(minilm, tmp_path):
         got = [results.get(timeout=240) for _ in ranks]
     finally:
         for rank in ranks:
-            rank.join(timeout=10)
+            rank.join(timeout=600)
             rank.kill()
     assert len({(data, done, tokens) for data, done, _, tokens in got}) == 1
     assert sum(calls for *_, calls, _ in got) == 3, "a batch each of training, validation and test"

@@ -183,7 +183,7 @@ def real_sends(ranks, monkeypatch):
         shares = frozenset(rank for rank in range(ranks) if int(sent[0]) >> rank & 1)
         log.append((here.phase, here.step, here.rank, to, sent.numel() - 1, shares))
         lines[here.rank, to].put(sent.clone())
-        received.copy_(lines[source, here.rank].get(timeout=20))
+        received.copy_(lines[source, here.rank].get(timeout=600))
 
     def run(rank):
         here.rank = rank
@@ -201,7 +201,7 @@ def real_sends(ranks, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=600)
     assert not any(thread.is_alive() for thread in threads)
     return log
 

@@ -35,6 +35,7 @@ from course_lib.hangs.rank_state import (
     spans,
 )
 from course_lib.hangs.rank_state_exchange import Identity, RankStateExchange
+from tests.waiting import until
 
 SECONDS = 5.0
 
@@ -322,20 +323,16 @@ def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
     boards[1].open()
     opening.join()
     try:
-        deadline = time.monotonic() + 100
-        while boards[0].sightings()[1].step != 3 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert boards[0].sightings()[1].step == 3 and boards[0].is_local(1) == (machine == "one")
+        until(lambda: boards[0].sightings()[1].step == 3)
+        assert boards[0].is_local(1) == (machine == "one")
         boards[1].page.write_words({"dead": [0]})
         boards[1].page.write_flags(RUNNING, declared=True, reported=False)
-        while not boards[0].is_alarming() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert boards[0].is_alarming() and boards[0].sightings()[0].life == "dead", "so says rank 1"
+        until(boards[0].is_alarming)
+        assert boards[0].sightings()[0].life == "dead", "so says rank 1"
         boards[1].page.write_flags(LEFT, declared=False, reported=False)
         boards.pop().close()
-        while boards[0].sightings()[1].life != "left" and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert boards[0].sightings()[1].life == "left" and not boards[0].is_alarming(), "its last word arrives"
+        until(lambda: boards[0].sightings()[1].life == "left", what="its last word arrives")
+        assert not boards[0].is_alarming()
     finally:
         for board in boards:
             board.close()
@@ -388,6 +385,25 @@ def test_a_twentieth_of_the_time_or_a_mebibyte_a_second_is_work(monkeypatch, own
         figures = iter([(0.0, {1: (0.0, 0.0)}, {}, 0), (10.0, {1: own}, {2: (child, 0.0)}, moved)])
         monkeypatch.setattr(Activity, "_measure", lambda self, figures=figures: next(figures))
         assert Activity().is_busy(spins) == wanted
+
+
+@pytest.mark.parametrize(("state", "busy", "spinning_busy"), [
+    ("S", False, False), ("R", True, False), ("D", True, True)])
+def test_a_main_thread_that_waits_for_a_core_or_a_disk_works_although_it_got_none(monkeypatch, state, busy,
+                                                                                   spinning_busy):
+    monkeypatch.setattr(liveness, "_stat", lambda pid: [state])
+    monkeypatch.setattr(Activity, "_measure", lambda self: (time.monotonic(), {}, {}, 0))
+    seen = {}
+
+    def look():
+        activity = Activity()
+        seen.update({spins: activity.is_busy(spins) for spins in (False, True)})
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    watcher.join()
+    assert seen == {False: busy, True: spinning_busy}
+    assert not Activity().is_busy(spins=False), "who looks at itself runs"
 
 
 @pytest.mark.parametrize(("shown", "seconds"), [

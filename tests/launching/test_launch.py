@@ -151,7 +151,7 @@ def test_cores_are_shared_out(monkeypatch):
 def look_for_the_store():
     """Rank 1 never looks, and rank 0 does not wait for it."""
     if rank() == 0:
-        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=5)))
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=300)))
         store.set("key", "found")
         return store.get("key")
 

@@ -4,6 +4,7 @@
 packages: chromium and chromium-driver.
 """
 
+import contextlib
 import json
 import os
 import posixpath
@@ -23,6 +24,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from course_lib.lessons import notebook
+from tests import waiting
 from tests.notebooks.test_lab import LINK, ROOT, TOKEN, commands_of_make
 
 CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
@@ -88,17 +90,13 @@ def browser():
     driver.quit()
 
 
-def until(found, what, seconds=240):
+def until(found, what):
     """What a function finds, asked again until it finds something; a page changes while it is read."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            if answer := found():
-                return answer
-        except WebDriverException as error:
-            answer = error
-        assert time.monotonic() < end, f"{what}: {answer}"
-        time.sleep(0.2)
+    def tried():
+        with contextlib.suppress(WebDriverException):
+            return found()
+
+    return waiting.until(tried, what=what)
 
 
 def select(browser, css):

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 def commands_of_make():
     """The lines by which `make lab` trusts the notebooks and starts JupyterLab."""
     asked = ("lab", f"PYTHON={sys.executable}", "ARGS=--no-browser --ServerApp.port=0")
-    lines = subprocess.run(["make", "--dry-run", *asked], cwd=ROOT, capture_output=True, text=True, timeout=30,
+    lines = subprocess.run(["make", "--dry-run", *asked], cwd=ROOT, capture_output=True, text=True, timeout=300,
                            check=True).stdout.splitlines()
     found = [shlex.split(next(line for line in lines if f"bin/jupyter {verb}" in line)) for verb in ("trust", "lab")]
     assert [command[0] for command in found] == [".venv/bin/jupyter"] * 2
@@ -65,7 +65,7 @@ def status(address, path):
     """What the server answers when a page asks for a file, as JupyterLab does where a link is clicked."""
     url = f"{address}api/contents/{urllib.parse.quote(path)}?content=0&token={TOKEN}"
     try:
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=300) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -22,6 +21,7 @@ from course_lib.tracking.base import Guarded, RunInfo, Tracker
 from course_lib.tracking.collect import read_runs
 from course_lib.tracking.trackio_tracker import TrackioTracker, trackio_in
 from course_lib.training.callbacks.histograms import BINS, histograms
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -85,16 +85,13 @@ def asked(port, path, host=None, **data):
     headers = {"Content-Type": "application/json"} | ({"Host": host} if host else {})
     request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(data).encode() if data else None,
                                      headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return answer.headers, answer.read().decode()
 
 
-def until(look, wanted):
-    """What a look gives, once it is as wanted; the last look after two minutes."""
-    end = time.monotonic() + 120
-    while not wanted(value := look()) and time.monotonic() < end:
-        time.sleep(0.2)
-    return value
+def once(look, wanted):
+    """What a look gives, once it is as wanted."""
+    return until(lambda: value if wanted(value := look()) else None)
 
 
 @pytest.fixture
@@ -126,10 +123,10 @@ def test_trackios_dashboard_shows_the_runs_of_all_folders_as_they_come(runs_fold
     def logs():
         return json.loads(asked(served, "api/get_logs", project="project", run=second["name"], run_id=second["id"])[1])
 
-    _, second = until(runs, lambda rows: len(rows) == 2)
-    before = until(logs, lambda answer: answer["data"])["data"]
+    _, second = once(runs, lambda rows: len(rows) == 2)
+    before = once(logs, lambda answer: answer["data"])["data"]
     runs_folder[1].log({"train/loss": 0.25}, 20)
-    after = until(logs, lambda answer: len(answer["data"]) > len(before))["data"]
+    after = once(logs, lambda answer: len(answer["data"]) > len(before))["data"]
     assert after[-1]["train/loss"] == 0.25 and len(after) == len(before) + 1
     with pytest.raises(urllib.error.HTTPError) as error:
         asked(served, "", host="evil.example")

@@ -25,6 +25,7 @@ from course_lib.training.callbacks.guards import guards
 from course_lib.training.checkpoints import checkpoint
 from testing.virtual_hosts import torchrun
 from tests.several_hosts import hosts_or_skip
+from tests.waiting import has_lines, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CLI = Path(cli.__file__)
@@ -162,10 +163,7 @@ def test_a_cable_is_pulled(three, tmp_path, for_good, alone):
     """A short cut is TCP's to mend; a long one ends the ranks on both sides, who accuse nobody but the network."""
     options = {"batch_size": ROWS // 2, "watchdog": 5.0 if for_good else 200.0}
     both = start(three[:2], 1, 29510 + for_good, tmp_path, options, waits=True)
-    end = time.monotonic() + 120
-    while len(list(tmp_path.glob("waits-*"))) < 2:
-        assert time.monotonic() < end and all(process.is_alive() for process in both), told(tmp_path)
-        time.sleep(0.05)
+    until(lambda: len(list(tmp_path.glob("waits-*"))) == 2, *both, what="both ranks wait")
     three[1].cut()
     (tmp_path / "go-on").touch()
     try:
@@ -213,10 +211,7 @@ def test_accelerate_launch_trains_across_hosts_until_one_machine_is_asked_to_sto
         with open(tmp_path / f"{host.name}.log", "w") as log:
             pair.append(host.popen(command, env=host.environment | {"ACCELERATE_USE_CPU": "true"}, stderr=log,
                                    stdout=subprocess.DEVNULL))
-    lines, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
-    while not lines.exists() or len(lines.read_text().splitlines()) < 3:
-        assert time.monotonic() < end and not any(process.poll() for process in pair), told(tmp_path)
-        time.sleep(0.1)
+    until(has_lines(tmp_path / "run" / "metrics.jsonl", 3), *pair, what="three steps", told=lambda: told(tmp_path))
     pair[1].terminate()
     assert all(process.wait(600) for process in pair)
     step = json.loads((tmp_path / "run" / NOTE).read_text())["step"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
 
 from course_lib.hangs.diagnosis import BUSY_FACTOR
-from course_lib.launching.launch_environment import free_port
+from course_lib.launching.launch_environment import reserved_port
 
 GPU_BACKENDS = "cpu:gloo,cuda:nccl"
 """NCCL carries what is on GPUs; gloo what is on the host: offloaded state, Python objects, barriers."""
@@ -36,17 +36,18 @@ def group_of_one() -> Iterator[None]:
     if "RANK" in os.environ:
         yield
         return
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port())}
-    before = {name: os.environ.get(name) for name in alone}
-    os.environ.update(alone)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    with reserved_port() as port:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        before = {name: os.environ.get(name) for name in alone}
+        os.environ.update(alone)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def patience(watchdog_seconds: float) -> timedelta:
