@@ -19,6 +19,9 @@ from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME
 from course_lib.writing import write_text
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LAUNCHER_DIED = getattr(signal, "SIGRTMIN", None)
+"""What the kernel sends when the launcher dies, once for each of its threads, at any distance on a busy machine. So it
+has a number of its own, and is never a second wish; None where there is no such signal."""
 SAME_WISH = 1.0
 """Seconds in which further signals belong to the first: a launcher that gets Ctrl-C forwards it to ranks that may have
 had it too, and a scheduler may signal both."""
@@ -74,11 +77,13 @@ def stop_requests() -> Iterator[StopRequest]:
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first_at
         if request.signal is None:
-            request.signal, first_at = number, time.monotonic()
-        elif time.monotonic() > first_at + SAME_WISH:
+            request.signal = signal.SIGTERM if number == LAUNCHER_DIED else number
+            first_at = time.monotonic()
+        elif number != LAUNCHER_DIED and time.monotonic() > first_at + SAME_WISH:
             raise KeyboardInterrupt(number)
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    handled = SIGNALS if LAUNCHER_DIED is None else (*SIGNALS, LAUNCHER_DIED)
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         with _ended_where_it_hangs() if "RANK" in os.environ else contextlib.nullcontext():
             yield request
@@ -129,22 +134,25 @@ def _end_at_the_second_wish(reader: int) -> None:
         arrived = os.read(reader, 1)[0]
         if not arrived:
             return
-        if arrived in SIGNALS and second_at is None:
-            number, now = arrived, time.monotonic()
+        now = time.monotonic()
+        if arrived == LAUNCHER_DIED:
             first_at = first_at or now
+        elif arrived in SIGNALS and second_at is None:
+            number, first_at = arrived, first_at or now
             if now > first_at + SAME_WISH:
                 second_at = now
 
 
 def end_with_launcher() -> None:
-    """Have the kernel send SIGTERM when the process that started this one dies: a rank saves, and is no orphan.
+    """Have the kernel say when the process that started this one dies: a rank saves as on SIGTERM, and is no orphan.
 
     A launcher passes on the signals that it knows, and dies of the others: SIGUSR1 kills torchrun and accelerate launch
     unless PET_SIGNALS_TO_HANDLE names it. Linux only; elsewhere nothing is done.
     """
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-    _prctl_pr_set_pdeathsig(signal.SIGTERM)
+    if LAUNCHER_DIED is not None:
+        _prctl_pr_set_pdeathsig(LAUNCHER_DIED)
 
 
 def leave_note(folder: Path, step: int) -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from course_lib.launching.launch import launch
 from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import build_trainer
+from course_lib.writing import write_text
 from testing.virtual_hosts import torchrun
 from tests.forked_process import Forked
 from tests.waiting import has_lines, until
@@ -139,6 +141,34 @@ def test_twice_means_now(tmp_path, case):
         (tmp_path / "later").touch()
     process.send_signal(second)
     assert process.wait() == code
+
+
+def test_a_launcher_that_dies_thread_by_thread_is_one_wish(tmp_path):
+    """The kernel tells of the end of each thread; on a busy machine a killed launcher's take their time."""
+    def rank():
+        end_with_launcher()
+        try:
+            ends_with = rank_that_is_asked_twice("works", tmp_path)
+        except KeyboardInterrupt:
+            ends_with = "in the middle of its step"
+        write_text(tmp_path / "code", str(ends_with))
+
+    def launcher():
+        def start():
+            if os.fork() == 0:
+                Forked._child(rank, os.environ, ".", (1, 2), os.open(os.devnull, os.O_RDONLY))
+            until((tmp_path / "ready").exists)
+
+        starter = threading.Thread(target=start)
+        starter.start()
+        starter.join()  # whose end is told, as the rank is its child
+        until((tmp_path / "asked").exists)
+        until((tmp_path / "noticed-1").exists)
+        (tmp_path / "later").touch()  # than a second wish might be
+
+    assert Forked(launcher, os.environ).wait() == 0
+    until((tmp_path / "code").exists, what="the rank's end")
+    assert (tmp_path / "code").read_text() == str(int(signal.SIGTERM))
 
 
 @pytest.mark.parametrize(("number", "saved", "code"), [
