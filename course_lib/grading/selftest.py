@@ -18,7 +18,7 @@ from course_lib.grading.task import Observation, Task
 from course_lib.grading.tasks import TASKS
 from course_lib.launching.launch import RankError, RanksHung
 
-PATIENCE = 2.0
+PATIENCE = 1.0
 """Seconds that a rank of a wrong answer waits for another: most of those that wait do so in vain."""
 MOST = 10.0
 """Seconds that a wrong answer may take for a case."""

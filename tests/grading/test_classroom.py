@@ -116,7 +116,7 @@ def test_a_second_run_grades_only_what_is_new(graded, grading, hall):
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_run_that_was_ended_goes_on_and_leaves_nothing(how, tmp_path, hall, grading):
     for i in range(10):
         (hall / f"more{i}.py").write_text(RIGHT)

@@ -16,11 +16,13 @@ HIDDEN = [Case(1, {"values": [5, 6, 7, 8, 9, 10]})]
 
 
 @pytest.mark.timeout(1200)
-def test_no_honest_answer_loses_a_point(tmp_path):
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)], ids=["every seventh", "all"])
+def test_no_honest_answer_loses_a_point(tmp_path, every):
     for name, data in honest.files().items():
         (tmp_path / name).write_bytes(data)
     submissions = read_submissions([tmp_path], {"toy.total": toy_tasks.TOTAL})
     assert len(submissions) == 200 and not [submission.problems for submission in submissions if submission.problems]
+    submissions = submissions[::every]  # by name: of each body and each style some
     sandbox = Sandbox(tasks="toy_tasks", folders=(Path(toy_tasks.__file__).parent,))
 
     def grade(submission):

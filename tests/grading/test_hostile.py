@@ -103,6 +103,7 @@ def test_there_are_a_hundred_in_ten_families():
     assert len({(attack.family, attack.name) for attack in hostile.ALL}) == len(hostile.ALL)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(960)
 def test_each_works_where_nothing_is_in_its_way(place, listener):
     port = listener.getsockname()[1]

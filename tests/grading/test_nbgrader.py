@@ -3,15 +3,17 @@
 import csv
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+from nbgrader.apps.nbgraderapp import NbGraderApp
 
 from course_lib.grading.masters import answers
 from course_lib.grading.tasks import TASKS
+from tests.forked_process import Forked
+from tests.notebooks.forked_kernel import forked_kernels
 
 pytestmark = [pytest.mark.timeout(1120), pytest.mark.slow]
 
@@ -28,14 +30,18 @@ def graded(tmp_path_factory):
     shutil.copy(ROOT / "nbgrader_config.py", course)
     (course / "exercises").mkdir()
 
+    environment = os.environ | {  # nbgrader calls alembic by its name
+        "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(course / "jupyter"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
     def nbgrader(*arguments):
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # it calls alembic by its name
-        done = subprocess.run([sys.executable, "-m", "nbgrader", *arguments], cwd=course, text=True, timeout=800,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              env=os.environ | {"PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(course / "jupyter"),
-                                                "PATH": path})
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        def main():
+            with forked_kernels():
+                NbGraderApp.launch_instance(list(arguments))
+
+        with open(course / "log", "w") as log:
+            code = Forked(main, environment, course, (log.fileno(), log.fileno())).wait()
+        assert code == 0, (course / "log").read_text()
 
     nbgrader("generate_assignment", "--force", "--notebook", LESSON)
     for learner in ("right", "wrong"):

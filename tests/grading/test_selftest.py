@@ -4,6 +4,7 @@ import os
 import random
 import time
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -12,14 +13,23 @@ from course_lib.errors import ConfigError
 from course_lib.grading import check as checking
 from course_lib.grading import masters, selftest
 from course_lib.grading.check import check
+from course_lib.grading.hidden import hidden_cases
 from course_lib.grading.tasks import TASKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-@pytest.fixture(scope="module")
-def rows():
-    return selftest.table()
+NEED_HIDDEN = ("zero.partition", "cloud.job")
+"""Exercises of which a planted answer is rejected by the hidden cases alone."""
+
+
+@pytest.fixture(scope="module", params=["public cases", pytest.param("all cases", marks=pytest.mark.long)])
+def rows(request):
+    def drawn(task, *arguments):
+        return hidden_cases(task, *arguments) if request.param == "all cases" or task.name in NEED_HIDDEN else []
+
+    with mock.patch.object(selftest, "hidden_cases", drawn):
+        return selftest.table()
 
 
 def test_every_answer_goes_as_it_should(rows):

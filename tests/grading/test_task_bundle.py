@@ -63,7 +63,7 @@ def test_every_exercise_is_a_task_and_what_a_program_gets_tells_no_solution(task
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [SAMPLE[0], *(pytest.param(name, marks=pytest.mark.long) for name in SAMPLE[1:])])
 def test_a_stub_scores_0_and_the_solution_1(tasks, tmp_path, name):
     code, result = graded(tasks, name, (tasks / TASKS[name].grade_id / "workspace" / "answer.py").read_text(), tmp_path)
     assert code == 1 and result["score"] == 0 and "write your answer here" in result["error"]

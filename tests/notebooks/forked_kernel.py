@@ -17,7 +17,9 @@ def start(command, env=None, cwd=None, **options):
         sys.argv = ["ipykernel_launcher", *command[command.index("-f"):]]
         sys.path.insert(0, "")
         from ipykernel import kernelapp
+        from traitlets.config import Application
 
+        Application.clear_instance()  # that of whoever starts the kernel, such as nbgrader
         kernelapp.launch_new_instance()
 
     return Forked(kernel, (env or {}) | {"JPY_PARENT_PID": str(os.getpid())}, cwd or ".")

@@ -30,6 +30,8 @@ CASES = {
     "zero1": SHARED | {"strategy": "zero1", "activation_checkpointing": True},
     "zero2": {"expert_parallel_size": 4, "strategy": "zero2"},
 }
+SOME = ("itself", "zero1 to four")
+"""In `make test`; all are in `make long`."""
 ONWARDS = {  # what goes on from whose checkpoint
     "itself": ("ddp", SHARED),
     "dense to zero2": ("one", SHARED | {"strategy": "zero2"}),
@@ -74,14 +76,16 @@ def test_every_strategy_equals_one_process(found, one):
         assert cell.agrees and cell.norm < NORM_TOLERANCE * max(one.norms), cell
 
 
-def test_checkpoints_go_to_other_layouts_and_to_the_same_one_to_the_bit(folder, found, one):
+@pytest.mark.parametrize("names", [SOME, pytest.param([*ONWARDS], marks=pytest.mark.long)], ids=["some", "all"])
+def test_checkpoints_go_to_other_layouts_and_to_the_same_one_to_the_bit(folder, found, one, names):
     def saved(name):
         return str(folder / name / checkpoint.name(SAVED))
 
-    cases = {name: options | {"resume_from_checkpoint": saved(source)} for name, (source, options) in ONWARDS.items()}
-    again = launch(runs, folder / "again", cases, num_processes=4, timeout=1000)[0]
-    again["one process"] = one_process(folder / "basic", resume_from_checkpoint=saved("ddp"))
-    assert len(again) == len(ONWARDS) + 1 == 5
+    cases = {name: options | {"resume_from_checkpoint": saved(source)}
+             for name, (source, options) in ONWARDS.items() if name in names}
+    again = launch(runs, folder / f"again-{len(names)}", cases, num_processes=4, timeout=1000)[0]
+    again["one process"] = one_process(folder / f"basic-{len(names)}", resume_from_checkpoint=saved("ddp"))
+    assert len(again) == len(names) + 1 and len(ONWARDS) == 4
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
         largest = max(float((trace.weights[key] - one.weights[key]).abs().max()) for key in one.weights)

@@ -20,18 +20,22 @@ from course_lib.training.run import build_trainer, train
 pytestmark = pytest.mark.slow
 
 ROWS = parity.GLOBAL_ROWS // 2
-COMMON = {"max_eval_samples": 7, "eval_batch_size": 2, "save_steps": 3, "save_total_limit": None}
+STEPS = 5
+COMMON = {"max_eval_samples": 7, "eval_batch_size": 2, "max_steps": STEPS, "save_steps": 3, "save_total_limit": None}
 ONE_PIPELINE = {"training_type": "pipeline", "batch_size": ROWS, "pipeline_chunks": 4}
 TWO_BY_TWO = {"training_type": "pipeline", "batch_size": ROWS // 2, "pipeline_chunks": 2, "data_parallel_size": 2}
 TWO = {
-    "1f1b": {"schedule": "1f1b"}, "gpipe": {"schedule": "gpipe", "activation_checkpointing": True},
-    "interleaved": {"schedule": "interleaved"}, "zb_h1": {"schedule": "zb_h1"}, "zbv": {"schedule": "zbv"},
-    "fitted": {"schedule": "zb_auto"}, "fitted V": {"schedule": "v_half"},
+    "1f1b": {"schedule": "1f1b"}, "zbv": {"schedule": "zbv"},
     "torch's runtime": {"schedule": "zbv", "engine": "torch"},
     "split by name": {"schedule": "1f1b", "split_spec": "transformer.h.0:end"},
     "naive weights": {"schedule": "1f1b", "loss_weighting": "micro_batch"},
     "bf16": {"schedule": "1f1b", "mixed_precision": "bf16"},
 }
+MORE = {
+    "gpipe": {"schedule": "gpipe", "activation_checkpointing": True}, "interleaved": {"schedule": "interleaved"},
+    "zb_h1": {"schedule": "zb_h1"}, "fitted": {"schedule": "zb_auto"}, "fitted V": {"schedule": "v_half"},
+}
+"""In `make long`."""
 FOUR = {
     "2x2": {"schedule": "1f1b"}, "2x2 zero1": {"schedule": "zbv", "strategy": "zero1", "bucket_mb": 0.1},
     "2x2 in buckets": {"schedule": "gpipe", "bucket_mb": 0.1},
@@ -111,8 +115,12 @@ def plain(folder):
                                   "bf16": {"training_type": "basic", "mixed_precision": "bf16"}})
 
 
-def on_two(folder):
-    return run(folder, {name: ONE_PIPELINE | each for name, each in TWO.items()}) | {"refusals": refusals(folder)}
+def on_two(folder, cases):
+    return run(folder, {name: ONE_PIPELINE | each for name, each in cases.items()})
+
+
+def on_two_and_refused(folder):
+    return on_two(folder, TWO) | {"refusals": refusals(folder)}
 
 
 def on_four(folder):
@@ -121,7 +129,12 @@ def on_four(folder):
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return launch(on_two, folder / "two", num_processes=2, timeout=800, device="cpu", stream=False)
+    return launch(on_two_and_refused, folder / "two", num_processes=2, timeout=800, device="cpu", stream=False)
+
+
+@pytest.fixture(scope="module")
+def more(folder):
+    return launch(on_two, folder / "more", MORE, num_processes=2, timeout=800, device="cpu", stream=False)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +143,7 @@ def four(folder):
 
 
 def agrees(found, wanted, tolerance=parity.LOSS_TOLERANCE):
-    assert found["losses"] == pytest.approx(wanted["losses"], abs=tolerance) and len(found["losses"]) == parity.STEPS
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=tolerance) and len(found["losses"]) == STEPS
     assert found["norms"] == pytest.approx(wanted["norms"], rel=5e-2 if tolerance > 1e-5 else 5e-5)
     assert found["evaluations"] == pytest.approx(wanted["evaluations"], abs=tolerance) and found["evaluations"]
     return furthest(found, wanted)
@@ -146,6 +159,12 @@ def furthest(found, wanted):
 @pytest.mark.parametrize("name", [name for name in TWO if name not in ("naive weights", "bf16")])
 def test_one_pipeline_trains_like_the_plain_loop(two, plain, name):
     assert agrees(two[0][name], plain["basic"]) <= parity.WEIGHT_TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE)
+def test_one_pipeline_of_another_schedule_does_too(more, plain, name):
+    assert agrees(more[0][name], plain["basic"]) <= parity.WEIGHT_TOLERANCE
 
 
 @pytest.mark.slow
@@ -213,7 +232,8 @@ def resume(folder, saved_by, number, options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("number", range(len(RESUMED)), ids=lambda i: f"{RESUMED[i][0]}-to-{RESUMED[i][1]}")
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long),
+                                    3, 4], ids=lambda i: f"{RESUMED[i][0]}-to-{RESUMED[i][1]}")
 def test_resumed_with_another_split_or_strategy(two, four, plain, folder, number):
     saved_by, ranks, options = RESUMED[number]
     found = launch(resume, folder, saved_by, number, options, num_processes=ranks, timeout=400, device="cpu",
@@ -225,7 +245,7 @@ def test_resumed_with_another_split_or_strategy(two, four, plain, folder, number
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_resumed_by_the_plain_loop(two, four, plain, folder):
-    for saved_by in ("two/zb_h1", "four/2x2-zero1"):
+    for saved_by in ("two/zbv", "four/2x2-zero1"):
         found = resume(folder, saved_by, saved_by.replace("/", "-"), {"training_type": "basic"})
         assert found["losses"] == pytest.approx(plain["basic"]["losses"][3:], abs=parity.LOSS_TOLERANCE)
 

@@ -43,6 +43,8 @@ CASES = {
     "plain fsdp": {"strategy": "fsdp", "engine": "scratch"},
     "plain pipeline": PIPELINE,
 }
+SOME = ("zero3", "fsdp, torch", "fsdp, sequence", "pipeline, zero1", "pipeline, sequence")
+"""In `make test`; all are in `make long`."""
 ONWARDS = {  # what goes on from whose checkpoint, on four ranks
     "one process to ddp": ("one", "ddp", TWO),
     "one process to pipeline": ("one", "pipeline", TWO | PIPELINE | {"strategy": "zero1"}),
@@ -87,13 +89,14 @@ def one(folder):
                                     save_total_limit=None))
 
 
-@pytest.fixture(scope="module")
-def found(folder, one):
-    return launch(runs, folder, CASES, save_steps=SAVED, save_total_limit=None, num_processes=4, timeout=2200)[0]
+@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.long)])
+def found(request, folder, one):
+    cases = {name: CASES[name] for name in (CASES if request.param == "all" else SOME)}
+    return launch(runs, folder, cases, save_steps=SAVED, save_total_limit=None, num_processes=4, timeout=2200)[0]
 
 
 def test_every_layout_equals_one_process(found, one):
-    assert len(found) == len(CASES) == 18
+    assert len(found) in (len(SOME), len(CASES)) and (len(SOME), len(CASES)) == (5, 18)
     cells = [parity.compare(trace, one, name, "", 4) for name, trace in found.items()]
     assert [cell for cell in cells if not cell.agrees] == []
     assert all(cell.norm < 1e-4 * max(one.norms) for cell in cells)
@@ -104,15 +107,15 @@ def test_any_layout_goes_on_from_any_other(folder, found, one):
         return str(folder / name.replace(" ", "-") / checkpoint.name(SAVED))
 
     cases = {name: options | {"resume_from_checkpoint": last(source)}
-             for name, (source, _, options) in ONWARDS.items()}
+             for name, (source, _, options) in ONWARDS.items() if source in {*found, "one"}}
     again = launch(runs, folder / "again", cases, num_processes=4, timeout=1600)[0]
-    assert len(again) == len(ONWARDS) == 12
+    assert len(ONWARDS) == 12 and len(again) == (12 if len(found) == len(CASES) else 5)
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
         largest = max((trace.weights[key] - one.weights[key]).abs().max().item() for key in one.weights)
         assert largest <= parity.WEIGHT_TOLERANCE, name
     basic = parity.trace(parity.task(folder / "basic", 1, training_type="basic", max_steps=STEPS,
-                                     resume_from_checkpoint=last("fsdp, sequence")))
+                                     resume_from_checkpoint=last("pipeline, zero1")))
     assert basic.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE)
 
 
