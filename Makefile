@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test gpu long quick check lab browser notebooks exercises book book-test pins clean
+.PHONY: help setup train test gpu long room quick check lab browser notebooks exercises book book-test pins clean
 
 help:  ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -21,26 +21,32 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 
 # No test demands how a measured time comes out (tests/test_counted.py), so three files, which wait a lot, run at a time.
 # The folders with the longest files first, so that at the end nobody waits for one of them.
-FIRST := $(patsubst %,tests/%/,commands gpu cloud notebooks training)
+FIRST := $(patsubst %,tests/%/,grading notebooks training commands cloud)
 REST := $(filter-out $(FIRST),$(sort $(dir $(wildcard tests/*/test_*.py)))) $(wildcard tests/test_*.py)
+# Threads of OpenMP that wait for each other sleep: there are more of them than cores.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest --dist loadfile
 
 test: check  ## everything that needs no GPU: linters, types, all tests
 	$(BIN)/python tests/gpu_sim/build.py
-	OMP_WAIT_POLICY=passive $(BIN)/pytest $(FIRST) $(REST) \
-	    -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+	$(PYTEST) $(FIRST) $(REST) -m "not long" -n 3 --no-loadscope-reorder
 
 gpu: setup  ## what runs on the GPUs here: a report to attach to an issue; everything with ARGS=--full
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-long: setup  ## more cases of what `make test` shows
-	$(BIN)/pytest -m long
+long: setup  ## more cases of what `make test` shows; the third of twelve parts with SLICE=3/12
+	$(BIN)/python tests/gpu_sim/build.py
+	$(PYTEST) tests -m long -n 2 $(SLICE:%=--slice %) --times build/long-$(subst /,-of-,$(or $(SLICE),1/1)).json
+
+room: setup  ## one room's tests, fast and long: ROOM=planning
+	@test -d "tests/$(ROOM)" -a -n "$(ROOM)" || { echo "make room: ROOM=$(ROOM) is no folder of tests/, such as ROOM=planning"; exit 2; }
+	$(PYTEST) tests/$(ROOM) -n 2
 
 # Files with slow tests alone are not imported either: importing is much of what the fast ones take.
 SLOW := tests/gpu tests/notebooks tests/cloud tests/grading $(shell grep -rlE '^pytestmark = .*\bslow\b' tests --include=*.py)
 
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check
-	OMP_WAIT_POLICY=passive $(BIN)/pytest tests $(SLOW:%=--ignore=%) -m "not slow" -n 2 --dist loadfile
+	$(PYTEST) tests $(SLOW:%=--ignore=%) -m "not slow and not long" -n 2
 
 check: setup  ## ruff, import-linter and mypy
 	$(BIN)/ruff check

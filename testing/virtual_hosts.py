@@ -175,7 +175,8 @@ def torchrun(function: Callable[..., Any], *args: Any, nodes: tuple[int, int], r
 
 
 def _as_rank(function: Callable[..., Any], args: tuple) -> Any:
-    """Call a function in a process that has none of the agent's signal handlers."""
+    """Call a function in a process that has none of the agent's signal handlers, and no Accelerator of its caller's."""
+    forget_accelerators()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     return function(*args)

@@ -57,6 +57,7 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter, config):
     tests = {name: seconds for name, seconds in cpu.items() if name != OUTSIDE}
     if config.option.times:
+        config.option.times.parent.mkdir(parents=True, exist_ok=True)
         config.option.times.write_text(json.dumps({name: [wall[name], seconds] for name, seconds in tests.items()},
                                                   indent=0))
     rooms = collections.Counter()

@@ -181,6 +181,9 @@ def test_ci_and_the_workflow_run_make_test():
     assert read(".ci/run").rstrip().endswith("exec make test")
     steps = yaml.safe_load(read(".github/workflows/test.yml"))["jobs"]["test"]["steps"]
     assert [each["run"] for each in steps if "run" in each] == ["make test"]
+    nightly = yaml.safe_load(read(".github/workflows/nightly.yml"))["jobs"]["long"]
+    assert [each["run"] for each in nightly["steps"] if "run" in each] == ["make long SLICE=${{ matrix.slice }}/12"]
+    assert nightly["strategy"]["matrix"]["slice"] == list(range(1, 13))
 
 
 def test_the_console_command_is_the_cli():
@@ -202,14 +205,15 @@ def test_the_quickstart_is_among_them():
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_the_cpu_configuration_gives_two_processes_and_launches_do_not_collide(tmp_path):
+@pytest.mark.parametrize("launches", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_cpu_configuration_gives_two_processes_and_launches_do_not_collide(tmp_path, launches):
     script = tmp_path / "ranks.py"
     script.write_text("from accelerate import Accelerator\nhere = Accelerator()\n"
                       "print(f'rank {here.process_index} of {here.num_processes} on {here.device.type}\\n', end='')\n"
                       "here.wait_for_everyone()\nhere.end_training()\n")
     command = [BIN / "accelerate", "launch", "--config_file", ROOT / "configs/accelerate/cpu2.yaml", script]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "TMPDIR": str(tmp_path)}
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(launches)]
     try:
         for launch in both:
             said, _ = launch.communicate(timeout=1120)
@@ -241,7 +245,7 @@ def test_what_contributing_names_is_there():
     assert len(paths) > 25 and not [path for path in paths if not (ROOT / path).exists()]
     targets = set(re.findall(r"^(\w+):.*##", read("Makefile"), re.M))
     named = set(re.findall(r"make (\w+)", text))
-    assert {"quick", "test", "long", "gpu", "notebooks", "exercises", "check"} == named and named <= targets
+    assert {"quick", "room", "test", "long", "gpu", "notebooks", "exercises", "check"} == named and named <= targets
 
 
 # --- names and layers

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cloud.stand_in_hub import LIMITED, TOKEN, Hub
+from tests.long_cases import some
 
 COURSE = Path(sys.executable).parent / "course"
 TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_steps", "2",
@@ -29,7 +30,7 @@ def run(*arguments, url, token, home, check=None):
     return done
 
 
-@pytest.fixture(scope="module", params=["regular", "lfs"])
+@pytest.fixture(scope="module", params=some(["regular", "lfs"], "regular"))
 def pushed(request, tmp_path_factory):
     """A run that trains and pushes to a private repository, in one of the two upload modes."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -221,7 +221,7 @@ def test_what_cannot_work_is_refused_with_the_reason(build_it, told):
 
 @pytest.mark.parametrize(("more", "keys", "told"), [
     ([], False, "is no ARN of a role"),
-    (["--role", ROLE], False, "no AWS credentials were found"),
+    pytest.param(["--role", ROLE], False, "no AWS credentials were found", marks=pytest.mark.long),
     (["--role", ROLE], True, "AWS cannot be used: Could not connect to the endpoint URL"),
 ], ids=["no role", "no credentials", "no network"])
 def test_what_the_job_costs_and_what_lacks_is_said_before_anything_is_sent(tmp_path, more, keys, told):

@@ -85,6 +85,7 @@ def test_no_key_of_this_machine_is_in_the_job(two):
     assert "secret-of-this-machine" not in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_failed_job_says_the_trainers_own_reason(tmp_path):
     done = submit(tmp_path, "--text_column", "tweet")
     assert done.returncode == 1

@@ -55,7 +55,7 @@ def test_a_run_that_fails_is_named(tmp_path):
         scaling.study(["--dataset", str(tmp_path / "nowhere.csv")], (1, 2), tmp_path / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_command_measures_and_leaves_table_and_figure(tmp_path):
     done = run("bench", "scaling", *TINY, "--num_processes", "1", "2", "--steps", "6", "--out", tmp_path / "out")

@@ -10,7 +10,7 @@ from course_lib.planning.plan import Plan
 from tests.commands.conftest import run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(960)
 def test_the_emitted_run_trains(tmp_path):
     asked = ["plan", "--model", "gpt2", "--gpu", "CPU", "--gpus", "2", "--sequence-length", "32", "--global-batch", "8"]

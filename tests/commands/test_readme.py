@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import run
+from tests.forked_process import run_course
 from tests.test_shown_commands import shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def test_it_runs(tmp_path, line, monkeypatch):
     monkeypatch.chdir(ROOT)
     ranks = int(shlex.split(line)[shlex.split(line).index("--num_processes") + 1])
     small = SMALL[2:] if "--model tiny-" in line else SMALL
-    done = run(*shlex.split(line)[1:], *small, "--output_dir", tmp_path / "run", timeout=720, OMP_NUM_THREADS="1")
+    done = run_course(*shlex.split(line)[1:], *small, "--output_dir", tmp_path / "run", timeout=720)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["world_size"] == ranks and summary["eval"]["loss"] > 0

@@ -31,7 +31,7 @@ def losses_of(folder):
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
-    done = run(BIN / "course", "train", *TINY, "--num_processes", "2", "--output_dir", folder / "run")
+    done = run_course("train", *TINY, "--num_processes", "2", "--output_dir", folder / "run")
     assert done.returncode == 0, done.stderr
     return losses_of(folder / "run")
 
@@ -89,7 +89,7 @@ accelerator.end_training()  # gloo's threads may abort a process that ends with 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(960)
 def test_the_generated_files_serve_any_script(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

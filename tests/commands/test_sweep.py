@@ -24,16 +24,12 @@ parameters:
 """
 
 
-def run(*arguments):
-    return subprocess.run([str(COURSE), "sweep", *map(str, arguments)], capture_output=True, text=True, timeout=600)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(SWEEP.replace("[1.0e-3, 1.0e-9]", "[1.0e-3, 1.0e-9, 1.0e+30]"))
-    done = run(sweep, *TINY, "--parallel", "2", "--sweep_dir", tmp_path / "runs")
+    done = run_course("sweep", sweep, *TINY, "--parallel", "2", "--sweep_dir", tmp_path / "runs")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     results = pd.read_csv(tmp_path / "runs" / "results.csv")
     losses = results["loss"].dropna()
@@ -54,7 +50,7 @@ def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
     assert other.returncode == 2 and "holds a sweep of other settings or options" in other.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(800)
 def test_a_stopped_sweep_goes_on(tmp_path):
     """SIGTERM while the second of four runs: it saves, the third never starts, and the same command goes on."""

@@ -182,6 +182,7 @@ def one_dies_and_one_joins(machines, count, die):
     assert not (machines.folder / "run" / NOTE).exists()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1600)
 def test_torchrun_loses_a_machine_and_gains_one_and_the_curve_is_the_undisturbed_one(tmp_path, course, model,
                                                                                     undisturbed, endpoint):

@@ -11,7 +11,7 @@ from tests.notebooks.test_all_lessons import LESSONS
 
 QUICK = {"00_start_here": {"device": "cpu", "repeats": 1, "steps": 8},
          "03_accelerate": {"device": "auto", "steps": 6, "world_sizes": [1, 2]}}
-"""Lessons that run on the GPUs in a short time, and the parameters that make them short; `make test` runs the last."""
+"""Lessons that run on the GPUs in a short time, and the parameters that make them short."""
 
 
 @pytest.fixture
@@ -33,8 +33,9 @@ def has_device(name):
     return any("\ndevice = " in "\n" + cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [pytest.param("00_start_here", marks=pytest.mark.long), "03_accelerate"])
+@pytest.mark.parametrize("name", QUICK)
 def test_a_short_run(lesson, name):
     assert lesson(name, 2, **QUICK[name])
 

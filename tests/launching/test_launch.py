@@ -28,7 +28,7 @@ from accelerate.state import AcceleratorState
 from torch.distributed.rendezvous import rendezvous
 
 from course_lib.errors import EXIT_HUNG, ConfigError, LaunchError
-from course_lib.launching import forks, rank_process, supervisor
+from course_lib.launching import forks, own_time, rank_process, supervisor
 from course_lib.launching import launch as start
 from course_lib.launching.launch import RankError, RanksHung, launch
 
@@ -305,7 +305,7 @@ def wait_for_the_other(folder):
 
 @pytest.mark.usefixtures("either")
 def test_a_hang_ends_with_every_ranks_stack(tmp_path, time_is_over_once):
-    time_is_over_once(supervisor, tmp_path / "there0", tmp_path / "there1")
+    time_is_over_once(own_time, tmp_path / "there0", tmp_path / "there1")
     with pytest.raises(RanksHung) as error:
         launch(wait_for_the_other, tmp_path, timeout=0.2)
     assert set(error.value.stacks) == {0, 1}
@@ -330,7 +330,7 @@ def test_ranks_that_hang_before_they_have_started_are_ended_too(monkeypatch, stu
 
     monkeypatch.setattr(rank_process, "leave_caller", hang)
     monkeypatch.setattr(supervisor.RankSupervisor, "_take", started)
-    time_is_over_once(supervisor, tmp_path / "there0", tmp_path / "there1")
+    time_is_over_once(own_time, tmp_path / "there0", tmp_path / "there1")
     with pytest.raises(RanksHung) as error:
         launch(rank, timeout=0.2)
     assert {r for r in (0, 1) if "it had not started" in error.value.stacks[r]} == stuck

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def values(run_lesson):
-    return run_lesson("04_distributed_evaluation", device="auto", world_size=2, steps=60)
+    return run_lesson("04_distributed_evaluation", device="auto", world_size=2, steps=30)
 
 
 @pytest.mark.timeout(1200)

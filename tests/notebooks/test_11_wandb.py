@@ -24,7 +24,7 @@ STEPS, SEEDS, SWEEP_STEPS = 20, 2, 16
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), timeout=1440, world_size=2, steps=STEPS, seeds=SEEDS,
+    return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), world_size=2, steps=STEPS, seeds=SEEDS,
                      sweep_steps=SWEEP_STEPS)
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.errors import ModelError
-from course_lib.launching import supervisor
+from course_lib.launching import own_time
 from course_lib.launching.launch import RanksHung, launch
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.zero import Zero1, Zero2
@@ -94,7 +94,7 @@ def skips_a_step(name, folder):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["zero2", "fsdp"])
 def test_a_rank_that_skips_a_collective_ends_with_both_stacks(name, tmp_path, time_is_over_once):
-    time_is_over_once(supervisor, tmp_path / "elsewhere", tmp_path / "waits")
+    time_is_over_once(own_time, tmp_path / "elsewhere", tmp_path / "waits")
     with pytest.raises(RanksHung) as hung:
         launch(skips_a_step, name, tmp_path, num_processes=2, timeout=0.2)
     waiting, busy = hung.value.stacks[0], hung.value.stacks[1]

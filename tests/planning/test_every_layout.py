@@ -221,7 +221,7 @@ def train_all(folder, name, ranks, one_of_a_kind):
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("name", "ranks", "kinds", "which"), [
-    ("tiny-bert", 2, 5, "one of a kind"), ("tiny-gpt2", 4, 7, "one of a kind"),
+    ("tiny-bert", 2, 5, "one of a kind"), pytest.param("tiny-gpt2", 4, 7, "one of a kind", marks=pytest.mark.long),
     *(pytest.param(name, ranks, kinds, "all", marks=pytest.mark.long) for name, ranks, kinds in [
         ("tiny-bert", 2, 5), ("tiny-llama", 2, 5), ("tiny-bert", 4, 7), ("tiny-gpt2", 4, 7), ("tiny-llama", 4, 7),
         ("tiny-gpt2", 8, 7)]),

@@ -14,6 +14,7 @@ from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.batching import GlobalBatchSampler
 from course_lib.training.callbacks import Callback
 from course_lib.training.trainer import Trainer as OurTrainer
+from tests.long_cases import some
 
 pytestmark = pytest.mark.timeout(1200)
 OWN = {"model": "tiny-bert", "dataset": "tweets", "max_length": "16", "max_train_samples": "70",
@@ -121,7 +122,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, "linear with warm-up", "restarts", "sgd", "the last rows left out",
+                                      "each epoch logged", "evaluation waits for steps", "so many steps"))
 def test_the_same_arguments_train_the_same(case, prepared, tmp_path):
     """Losses (nats) and learning rates of the same logged steps; the loss of a last, smaller batch too."""
     arguments = {name: value for name, value in (COMMON | CASES[case]).items() if value is not None}

@@ -24,6 +24,7 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.checkpoints import checkpoint
 from testing.virtual_hosts import torchrun
+from tests.long_cases import some
 from tests.several_hosts import hosts_or_skip
 from tests.waiting import has_lines, until
 
@@ -150,7 +151,7 @@ def test_torchrun_meets_across_hosts_with_names_and_addresses_of_their_own(three
     assert found == [[[f"host{i}", f"10.77.0.{i + 1}", 6]] for i in range(3)]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", some(STRATEGIES, "hybrid"))
 def test_a_strategy_across_hosts_gives_the_losses_of_one_process(three, tmp_path, name, alone):
     count, each, options = STRATEGIES[name]
     port = 29500 + list(STRATEGIES).index(name)  # these hosts have nobody else on them
@@ -200,6 +201,7 @@ def test_packets_are_delayed_or_the_kernel_is_named_as_the_reason(three):
     assert min(round_trip(three) for _ in range(20)) < 300, "the least: a process may wait for a core, not twenty times"
 
 
+@pytest.mark.long
 def test_accelerate_launch_trains_across_hosts_until_one_machine_is_asked_to_stop(three, tmp_path):
     leaves = QUICK | {"batch_size": ROWS // 2, "max_steps": 100_000, "output_dir": tmp_path / "run"}
     pair = []

@@ -130,6 +130,7 @@ def trained(folder, ranks, steps, more=()):
                   stream=False)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_many_steps_on_two_ranks_leave_nothing_behind(tmp_path):
     """With evaluations, checkpoints, epochs and comparisons of the ranks among them."""
@@ -171,6 +172,7 @@ def peak_of(folder, by_hand=False):
     return (tracemalloc.get_traced_memory()[1] + pa.default_memory_pool().max_memory()) / load.MIB
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_four_times_the_rows_take_no_more_memory(tmp_path):
     few, many = 20_000, 80_000

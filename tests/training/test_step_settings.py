@@ -204,6 +204,7 @@ def test_a_model_without_blocks_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_a_block_through_inductor_computes_the_same():
     torch._dynamo.reset()
     block = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)])

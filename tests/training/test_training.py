@@ -21,6 +21,7 @@ from course_lib.training.checkpoints import checkpoint, manifest, resuming, safe
 from course_lib.training.optimization import learning_rate_factor, make_optimizer, parameter_groups
 from course_lib.training.run import build_trainer
 from testing import tiny_architectures
+from tests.long_cases import some
 
 pytestmark = pytest.mark.slow
 
@@ -149,13 +150,15 @@ def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, 
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("options", [
+@pytest.mark.parametrize("options", some([
     {"optimizer": "sgd", "learning_rate": 0.1}, {"optimizer": "adafactor", "learning_rate": 1e-2},
     {"lr_scheduler": "cosine", "warmup_ratio": 0.3}, {"lr_scheduler": "constant", "warmup_steps": 2},
     {"mixed_precision": "bf16"}, {"activation_checkpointing": True}, {"dynamic_padding": False},
     {"group_by_length": False}, {"num_workers": 1}, {"attention": "eager"}, {"pad_to_multiple_of": 8},
     {"training_type": "accelerated"}, {"training_type": "accelerated", "gradient_accumulation_steps": 2},
-], ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()))
+], {"optimizer": "adafactor", "learning_rate": 1e-2}, {"mixed_precision": "bf16"}, {"dynamic_padding": False},
+   {"group_by_length": False}, {"num_workers": 1}),
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()))
 def test_every_switch_trains(trainer_of, options):
     rows = 8 // options.get("gradient_accumulation_steps", 1)
     trainer = trainer_of(**({"max_steps": 20, "max_train_samples": 8, "batch_size": rows} | options))

@@ -35,6 +35,7 @@ print(json.dumps([*imported, len(weights)]))
 """
 
 
+@pytest.mark.long
 def test_deepspeed_is_not_imported_to_write_a_model(tmp_path):
     done = subprocess.run([sys.executable, "-c", WRITE, str(tmp_path)], capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stderr
