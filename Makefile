@@ -24,7 +24,7 @@ train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options i
 FIRST := $(patsubst %,tests/%/,grading notebooks training commands cloud)
 REST := $(filter-out $(FIRST),$(sort $(dir $(wildcard tests/*/test_*.py)))) $(wildcard tests/test_*.py)
 # Threads of OpenMP that wait for each other sleep: there are more of them than cores.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --dist loadfile
 
 test: check  ## everything that needs no GPU: linters, types, all tests
 	$(BIN)/python tests/gpu_sim/build.py

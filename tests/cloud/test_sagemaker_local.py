@@ -42,6 +42,7 @@ def two(tmp_path_factory):
     return done, job
 
 
+@pytest.mark.long
 def test_both_instances_trained_together_and_their_log_was_streamed(two):
     done, job = two
     assert "[algo-1] Running Torchrun Driver" in done.stdout and "[algo-2] Running Torchrun Driver" in done.stdout
@@ -52,6 +53,7 @@ def test_both_instances_trained_together_and_their_log_was_streamed(two):
         line for line in done.stdout.splitlines() if line.startswith("[algo-")]
 
 
+@pytest.mark.long
 def test_the_status_and_the_metrics_are_true(two):
     done, job = two
     described = json.loads((job / "job.json").read_text())
@@ -64,6 +66,7 @@ def test_the_status_and_the_metrics_are_true(two):
     assert f"train:loss: {metrics['train:loss']:.6g}" in done.stdout
 
 
+@pytest.mark.long
 def test_the_model_came_back_and_loads(two):
     from transformers import AutoModelForSequenceClassification
 
@@ -71,6 +74,7 @@ def test_the_model_came_back_and_loads(two):
     assert len(model.config.id2label) == 3
 
 
+@pytest.mark.long
 def test_the_best_weights_came_back_though_the_instances_share_no_disk(two):
     done, job = two
     validation = [float(loss) for loss in re.findall(r"metrics: .*eval\.loss=(\S+)", done.stdout)]
@@ -78,6 +82,7 @@ def test_the_best_weights_came_back_though_the_instances_share_no_disk(two):
     assert len(validation) == 4 and float(loss) < 2 * validation[0] < validation[-1] / 2
 
 
+@pytest.mark.long
 def test_no_key_of_this_machine_is_in_the_job(two):
     done, job = two
     files = [path for path in job.rglob("*") if path.is_file()]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="module")
 def values(run_lesson):
-    return run_lesson("00_start_here", forked=False, world_size=WORLD_SIZE, steps=16, repeats=2)
+    return run_lesson("00_start_here", forked=False, world_size=WORLD_SIZE, steps=10, repeats=2)
 
 
 def test_it_says_how_fast_bf16_was_measured_to_be(values):

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("15_experts", device="auto", world_size=2, steps=4)
+    return run_lesson("15_experts", needs=["deepspeed"], device="auto", world_size=2, steps=4)
 
 
 def test_an_untrained_router_is_more_uneven_than_chance(lesson):
