@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --dist loadfil
 
 test: check  ## everything that needs no GPU: linters, types, all tests
 	$(BIN)/python tests/gpu_sim/build.py
-	$(PYTEST) $(FIRST) $(REST) -m "not long" -n 3 --no-loadscope-reorder
+	$(PYTEST) $(FIRST) $(REST) -m "not long" -n 3 --no-loadscope-reorder $(ARGS)
 
 gpu: setup  ## what runs on the GPUs here: a report to attach to an issue; everything with ARGS=--full
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
@@ -41,12 +41,9 @@ room: setup  ## one room's tests, fast and long: ROOM=planning
 	@test -d "tests/$(ROOM)" -a -n "$(ROOM)" || { echo "make room: ROOM=$(ROOM) is no folder of tests/, such as ROOM=planning"; exit 2; }
 	$(PYTEST) tests/$(ROOM) -n 2
 
-# Files with slow tests alone are not imported either: importing is much of what the fast ones take.
-SLOW := tests/gpu tests/notebooks tests/cloud tests/grading $(shell grep -rlE '^pytestmark = .*\bslow\b' tests --include=*.py)
-
 quick: setup  ## what to run while working: ruff and the fast tests
 	$(BIN)/ruff check
-	$(PYTEST) tests $(SLOW:%=--ignore=%) -m "not slow and not long" -n 2
+	$(PYTEST) tests --quick -m "not long" -n 2
 
 check: setup  ## ruff, import-linter and mypy
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""Pytest plugin: CPU-seconds per room, in a table at the end of a run; ``--times FILE`` keeps them by test as JSON.
+"""Pytest plugin: CPU-seconds per room, in a table at the end of a run; ``--times FILE`` writes those of each test.
 
 Counted are the processes of the tests and all that they start and wait for. It fails nothing.
 """
@@ -13,6 +13,7 @@ import pytest
 OUTSIDE = "importing, collecting"
 cpu = collections.Counter()
 wall = collections.Counter()
+are_long = set()
 last = 0.0
 
 
@@ -42,6 +43,8 @@ def pytest_runtest_makereport():
 def pytest_runtest_logreport(report):
     cpu[report.nodeid] += report.cpu
     wall[report.nodeid] += report.duration
+    if "long" in report.keywords:
+        are_long.add(report.nodeid)
 
 
 def pytest_sessionfinish(session):
@@ -58,8 +61,8 @@ def pytest_terminal_summary(terminalreporter, config):
     tests = {name: seconds for name, seconds in cpu.items() if name != OUTSIDE}
     if config.option.times:
         config.option.times.parent.mkdir(parents=True, exist_ok=True)
-        config.option.times.write_text(json.dumps({name: [wall[name], seconds] for name, seconds in tests.items()},
-                                                  indent=0))
+        config.option.times.write_text(json.dumps(
+            {name: [wall[name], seconds, name in are_long] for name, seconds in tests.items()}, indent=0))
     rooms = collections.Counter()
     for name, seconds in tests.items():
         folders = name.split("::")[0].split("/")

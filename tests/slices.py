@@ -1,9 +1,11 @@
-"""Pytest plugin: ``--slice K/N`` runs the K-th of N parts of the tests, balanced by the times that were measured last.
+"""Pytest plugin: parts of the tests, chosen by the times that were measured last.
 
-A part has whole files, whose tests share what they set up, but for files that take longer than LARGEST by themselves.
+``--slice K/N`` runs the K-th of N parts, of about the same time. A part has whole files, whose tests share what they
+set up, but for files that take longer than LARGEST by themselves. ``--quick`` runs the files that take QUICK at most,
+and imports no others.
 
     make long SLICE=3/12                         which writes build/long-3-of-12.json
-    python -m tests.slices build/long-*.json     takes the times of such files over
+    python -m tests.slices build/*.json          takes the times of such files over
 """
 
 import collections
@@ -13,10 +15,16 @@ from pathlib import Path
 
 import pytest
 
-MEASURED = Path(__file__).with_name("measured_seconds.json")
-"""Wall seconds of each long test by file and name, as measured beside one other."""
+TESTS = Path(__file__).resolve().parent
+MEASURED = TESTS / "measured_seconds.json"
+"""Wall seconds, beside one or two others: of each file what `make test` runs of it, and of each test that is long."""
 UNMEASURED = 20.0
 LARGEST = 300.0
+QUICK = 4.0
+
+
+def measured():
+    return json.loads(MEASURED.read_text())
 
 
 def parts(seconds, count):
@@ -30,20 +38,31 @@ def parts(seconds, count):
     return found
 
 
-def units(names, measured):
-    """The unit of each test: its file, or its own name where the file takes too long; and the units' seconds."""
-    per_file = collections.Counter()
+def units(names, seconds):
+    """The unit of each test, which is its file, or itself where the file takes too long; and the units' seconds."""
+    per_file, per_unit = collections.Counter(), collections.Counter()
     for name in names:
-        per_file[name.split("::")[0]] += measured.get(name, UNMEASURED)
+        per_file[name.split("::")[0]] += seconds.get(name, UNMEASURED)
     of = {name: file if per_file[file := name.split("::")[0]] <= LARGEST else name for name in names}
-    seconds = collections.Counter()
     for name, unit in of.items():
-        seconds[unit] += measured.get(name, UNMEASURED)
-    return of, seconds
+        per_unit[unit] += seconds.get(name, UNMEASURED)
+    return of, per_unit
 
 
 def pytest_addoption(parser):
     parser.addoption("--slice", help="K/N: run the K-th of N parts")
+    parser.addoption("--quick", action="store_true", help=f"run the files that take {QUICK:.0f} seconds at most")
+
+
+def pytest_configure(config):
+    config.seconds_of_files = measured()["files"] if config.option.quick else {}
+
+
+def pytest_ignore_collect(collection_path, config):
+    if config.option.quick and collection_path.is_relative_to(TESTS):
+        name = f"tests/{collection_path.relative_to(TESTS).as_posix()}"
+        return config.seconds_of_files.get(name, 0.0) > QUICK or None
+    return None
 
 
 @pytest.hookimpl(trylast=True)  # what -m leaves
@@ -53,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
     number, _, count = config.option.slice.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(f"--slice {config.option.slice}: give K/N with K from 1 to N, such as 3/12")
-    of, seconds = units([item.nodeid for item in items], json.loads(MEASURED.read_text()))
+    of, seconds = units([item.nodeid for item in items], measured()["long"])
     mine = set(parts(seconds, int(count))[int(number) - 1])
     config.hook.pytest_deselected(items=[item for item in items if of[item.nodeid] not in mine])
     items[:] = [item for item in items if of[item.nodeid] in mine]
@@ -61,10 +80,17 @@ def pytest_collection_modifyitems(config, items):
 
 def main(files):
     """Take over the times in files that ``--times`` wrote."""
-    measured = json.loads(MEASURED.read_text())
+    known = measured()
     for file in files:
-        measured |= {name: round(wall, 1) for name, (wall, _) in json.loads(Path(file).read_text()).items()}
-    MEASURED.write_text(json.dumps(dict(sorted(measured.items())), indent=0) + "\n")
+        times, per_file = json.loads(Path(file).read_text()), collections.Counter()
+        for name, (wall, _, is_long) in times.items():
+            if is_long:
+                known["long"][name] = round(wall, 1)
+            else:
+                per_file[name.split("::")[0]] += wall
+        known["files"] |= {name: round(wall, 1) for name, wall in per_file.items()}
+    known = {kind: dict(sorted(seconds.items())) for kind, seconds in known.items()}
+    MEASURED.write_text(json.dumps(known, indent=0) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ from course_lib.training.checkpoints import checkpoint, manifest, resuming
 from course_lib.training.run import build_trainer
 from course_lib.writing import write_text
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
 
@@ -80,7 +78,6 @@ def configs(draw):
     return yaml.safe_dump(tree, allow_unicode=True).encode()
 
 
-@pytest.mark.timeout(800)
 def test_config_files(tmp_path):
     path, ends = tmp_path / "fuzzed.yaml", Counter()
 
@@ -156,7 +153,6 @@ def lines(draw):
     return [draw(st.sampled_from([command] * 20 + ["", command[:-1]])), *tokens]
 
 
-@pytest.mark.timeout(800)
 def test_command_lines():
     """Every command's options are read and its config is built; what the command then does is left out."""
     ends = Counter()
@@ -193,7 +189,6 @@ def test_there_are_options_to_fuzz():
     assert len(KNOWN) == len(cli.COMMANDS) >= 16 and len(KNOWN["train"]) > 100
 
 
-@pytest.mark.timeout(800)
 def test_schedules(tmp_path):
     ends = Counter()
 
@@ -214,7 +209,6 @@ def test_schedules(tmp_path):
     assert ends[0] and ends[2]
 
 
-@pytest.mark.timeout(800)
 def test_plans(tmp_path):
     ends = Counter()
 
@@ -252,7 +246,6 @@ def sweep_files(draw):
     return yaml.safe_dump(tree, allow_unicode=True)
 
 
-@pytest.mark.timeout(800)
 def test_sweeps(tmp_path):
     ends, path = Counter(), tmp_path / "sweep.yaml"
 
@@ -324,7 +317,6 @@ def data_files(draw):
     return kind, bytes(content)
 
 
-@pytest.mark.timeout(800)
 def test_data_files(tmp_path):
     ends = Counter()
 
@@ -408,7 +400,6 @@ def damaged(folder, damage, but=""):
     return path.name
 
 
-@pytest.mark.timeout(800)
 def test_damaged_checkpoints(saved, tmp_path):
     """Whatever is done to one file is noticed, and the file is named."""
     manifest.verify(saved)
@@ -426,7 +417,6 @@ def test_damaged_checkpoints(saved, tmp_path):
     check()
 
 
-@pytest.mark.timeout(800)
 def test_checkpoints_whose_sums_are_right_and_whose_content_is_not(saved, tmp_path):
     """As someone leaves them who edits a file and makes the manifest anew: refused in one line, or gone on from."""
     folder, ends = copied(saved, tmp_path), Counter()

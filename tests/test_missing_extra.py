@@ -144,8 +144,6 @@ def check(results):
                          rf"pip install '{COURSE}\[{extra}\]'", said), (command, said)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(800)
 def test_what_needs_the_base_alone_runs_and_what_needs_more_says_what(tmp_path):
     check(run_all([*COMMANDS, *NEEDS], tmp_path))
 
@@ -211,7 +209,6 @@ def base(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_what_is_built_installs_and_works_in_an_empty_environment(built, base, tmp_path, kind):
     (archive,) = built.glob(kind)

@@ -203,8 +203,6 @@ def test_the_quickstart_is_among_them():
     assert config_files.load([ROOT / "configs/quickstart.yaml"]).run.num_processes is None
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("launches", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_cpu_configuration_gives_two_processes_and_launches_do_not_collide(tmp_path, launches):
     script = tmp_path / "ranks.py"

@@ -14,7 +14,6 @@ from course_lib.pytest_plugin import assert_moved, assert_order
 from tests.audit import subjects
 
 pytest_plugins = ["course_lib.pytest_plugin"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 WIDTH = 8
 BYTES = (WIDTH * WIDTH + WIDTH) * 4

@@ -11,7 +11,6 @@ from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.training.run import train
 
-pytestmark = pytest.mark.timeout(1200)
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 32, "max_eval_samples": 8, "max_length": 16, "num_epochs": 0.25,
          "batch_size": 4, "mixed_precision": "no", "watchdog": 0.0, "progress_bar": False, "tracker": "jsonl"}
 TRAINERS = {"basic": {"training_type": "basic"}} | {

@@ -13,8 +13,6 @@ from course_lib import cli
 from course_lib.attach import command, inside
 from course_lib.errors import ConfigError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
-
 BIN, ROOT = Path(sys.executable).parent, str(Path(cli.__file__).parents[1])
 SCRIPT = """
 import sys

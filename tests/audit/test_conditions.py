@@ -14,7 +14,6 @@ from course_lib.audit import Layout, audit
 from tests.audit import subjects
 from tests.audit.subjects import averaged, mean_loss, part_of, reduce_all, sgd, small
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DP = Layout(dp=3)
 
 

@@ -5,8 +5,6 @@ import pytest
 from course_lib.audit import Layout, audit
 from tests.audit import upstream
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 
 @pytest.mark.parametrize("told", upstream.TOLD, ids=lambda told: told.where.replace(" ", ""))
 def test_it_is_named(told):

@@ -11,8 +11,6 @@ from course_lib.audit import Layout, audit, layouts
 from course_lib.errors import CourseError
 from tests.audit import subjects
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 
 def verdicts(make, *chosen):
     return audit(make, chosen or [Layout(dp=2), Layout(dp=3)], timeout=240).verdicts

@@ -11,7 +11,6 @@ from course_lib.errors import CourseError
 from course_lib.launching.launch import launch
 from tests.audit import subjects
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 REFERENCE = Reference(subjects.small, subjects.mean_loss)
 
 

@@ -7,7 +7,7 @@ import urllib.parse
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.long
 LIMIT = 30e6
 """Bytes of the whole site."""
 

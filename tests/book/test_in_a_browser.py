@@ -26,7 +26,7 @@ from tests.waiting import until
 
 CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 pytestmark = [
-    pytest.mark.long, pytest.mark.timeout(3600),
+    pytest.mark.long,
     pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
 
 WIDE, NARROW = (1400, 1000), (360, 800)

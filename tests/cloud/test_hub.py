@@ -15,7 +15,6 @@ from tests.long_cases import some
 COURSE = Path(sys.executable).parent / "course"
 TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_steps", "2",
         "--max_length", "32", "--baselines", "false", "--progress_bar", "false", "--device", "cpu", "--save_steps", "1"]
-pytestmark = [pytest.mark.timeout(720), pytest.mark.slow]
 
 
 def run(*arguments, url, token, home, check=None):

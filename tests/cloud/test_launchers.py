@@ -21,7 +21,6 @@ from course_lib.commands.options import config_from
 from course_lib.config import build
 from course_lib.launching.interrupts import NOTE
 
-pytestmark = pytest.mark.timeout(240)
 CONFIG = build({"model": "tiny-bert", "run_name": "it's a run", "max_steps": 4, "output_dir": "runs/my job",
                 "text_column": None, "group_by_length": False})
 JOB = Job(CONFIG, "ml.p4d.24xlarge", 2, 8, max_hours=2.5, spot=True, max_wait_hours=5, name="tweets")

@@ -51,7 +51,6 @@ def load(tmp_path_factory):
     return loaded
 
 
-@pytest.mark.timeout(960)
 @pytest.mark.long  # SkyPilot's packages are downloaded
 def test_skypilot_loads_both_tasks_and_refuses_wrong_ones(load):
     texts = [skypilot(JOB), skypilot(ALONE)]

@@ -20,7 +20,7 @@ from tests.waiting import until
 from .slurm_cluster import cluster
 from .test_launchers import JOB
 
-pytestmark = [pytest.mark.timeout(960), pytest.mark.long]  # Slurm's packages are downloaded
+pytestmark = [pytest.mark.long]  # Slurm's packages are downloaded
 CONFIG = build({"model": "tiny-bert", "output_dir": "out"})
 JOB_OF_CPUS = Job(CONFIG, "ml.m5.xlarge", 2, 2, max_hours=2.5, name="stops")
 TORCHRUN = f"""#!/bin/bash
@@ -55,8 +55,6 @@ def submitted(env, file, text):
     file.write_text(text)
     code, told, log = said(env, "sbatch", "-v", file, cwd=file.parent)
     return code, told.split()[-1] if told else None, log
-
-
 
 
 @pytest.mark.parametrize("job", [JOB, JOB_OF_CPUS], ids=["gpus", "cpus"])

@@ -25,7 +25,7 @@ from course_lib.config_files import load
 from course_lib.errors import ConfigError
 from course_lib.training.checkpoints import checkpoint, manifest
 
-pytestmark = [pytest.mark.timeout(480), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -16,7 +16,6 @@ from course_lib.cloud.sagemaker import NO_TELEMETRY
 from course_lib.cloud.stand_in import ROLE, stand_in
 from course_lib.launching.netns import in_own_network
 
-pytestmark = [pytest.mark.timeout(1120), pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "course_lib", "submit", "--local", "--config", "configs/quickstart.yaml",
            "--instance_type", "ml.m5.xlarge", "--model", "tiny-bert", "--max_train_samples", "64", "--batch_size", "4",

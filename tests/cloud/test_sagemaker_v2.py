@@ -39,7 +39,6 @@ def version_2(tmp_path_factory):
     return python
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.long  # version 2's packages are downloaded
 def test_the_estimator_asks_for_the_same_job(version_2, tmp_path):
     config = build({"model": "tiny-bert", "max_steps": 4, "resume_from_checkpoint": "s3://mine/kept"})

@@ -6,8 +6,6 @@ import pytest
 
 from tests.forked_process import run_course
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 TRAINING = '''
 import torch
 import torch.distributed as dist

@@ -71,7 +71,6 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("name", CASES)
 def test_one_clear_line(name, course, tmp_path):
     make, told = CASES[name]
@@ -107,7 +106,6 @@ def finished(tmp_path_factory):
     return folder
 
 
-@pytest.mark.timeout(480)
 def test_an_output_folder_with_a_run_is_left_alone(course, finished):
     before = (finished / "summary.json").read_text()
     code, _, err = course(*BASE, "--output_dir", finished)
@@ -115,13 +113,11 @@ def test_an_output_folder_with_a_run_is_left_alone(course, finished):
     assert (finished / "summary.json").read_text() == before
 
 
-@pytest.mark.timeout(480)
 def test_overwriting_deletes_nothing_before_the_new_run_can_begin(course, finished):
     code, _, _ = course(*BASE, "--output_dir", finished, "--overwrite_output_dir", "--dataset", "nothing-such")
     assert code != 0 and (finished / "summary.json").exists() and len(checkpoint.in_order(finished)) == 2
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize(("damage", "told"), [
     (lambda folder: os.truncate(folder / "model.safetensors", 1000), "model.safetensors has 1000 bytes"),
     (lambda folder: (folder / "optimizer.safetensors").unlink(), "lacks optimizer.safetensors"),
@@ -134,7 +130,6 @@ def test_a_damaged_checkpoint_is_refused(course, finished, tmp_path, damage, tol
     assert code != 0 and told in err and err.count("\n") == 1
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize(("options", "told"), [
     (("--model", "tiny-gpt2"), "is from another model"),
     (("--optimizer", "sgd"), "state of another optimizer"),
@@ -148,7 +143,6 @@ def test_a_checkpoint_of_another_run_is_refused(course, finished, tmp_path, opti
     assert code != 0 and told in err and spoken(err) == 1
 
 
-@pytest.mark.timeout(480)
 def test_a_loss_that_is_no_number_stops_at_its_step(course, tmp_path):
     code, _, err = course(*BASE, "--output_dir", tmp_path, "--learning_rate", "1e30", "--save_steps", "1",
                           "--max_grad_norm", "0", "--optimizer", "sgd")
@@ -159,8 +153,6 @@ def test_a_loss_that_is_no_number_stops_at_its_step(course, tmp_path):
     manifest.verify(kept[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_a_disk_that_fills_up_while_saving(tmp_path):
     """A process that may make no file of over 15 MB: the weights fit, the optimizer's state does not."""
     arguments = command(*BASE, "--output_dir", tmp_path / "run", "--keep_best", "false")
@@ -171,8 +163,6 @@ def test_a_disk_that_fills_up_while_saving(tmp_path):
     assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_two_ranks_say_it_once(tmp_path):
     done = run_course("train", *QUICK, "--num_processes", "2", "--output_dir", tmp_path, "--dataset", "tweet")
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -49,14 +49,12 @@ def test_efficiency_is_throughput_by_the_growth_in_processes(tmp_path, monkeypat
     assert list(perfect.get_ydata()) == [100, 200, 400] and list(measured.get_ydata()) == pytest.approx([100, 150, 200])
 
 
-@pytest.mark.slow
 def test_a_run_that_fails_is_named(tmp_path):
     with pytest.raises(CourseError, match="^num_processes 1: .*nowhere"):
         scaling.study(["--dataset", str(tmp_path / "nowhere.csv")], (1, 2), tmp_path / "out")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_the_command_measures_and_leaves_table_and_figure(tmp_path):
     done = run("bench", "scaling", *TINY, "--num_processes", "1", "2", "--steps", "6", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr

@@ -24,8 +24,6 @@ from course_lib.training.callbacks import Callback
 from testing.virtual_hosts import torchrun
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
-
 STEPS, DIES_AT, JOINS_AT = 12, 5, 8
 TOLERANCE = 1e-5
 """Largest relative difference of a step's loss from that of the undisturbed run, in fp32 without dropout."""
@@ -40,7 +38,6 @@ def dealt(processes, rows=4, accumulation=1, global_batch_size=None):
     return [sorted(key.row for key in step if not key.is_filler) for step in steps], {len(batch) for batch in micro}
 
 
-@pytest.mark.timeout(120)
 def test_any_number_of_ranks_deals_out_the_same_global_batches():
     assert dealt(2)[0] != dealt(3)[0], "left to itself, the step grows with the ranks"
     alone, _ = dealt(1, *layout(32, 1, 4), 32)
@@ -52,14 +49,12 @@ def test_any_number_of_ranks_deals_out_the_same_global_batches():
     assert layout(32, 3, 8) == (6, 2)
 
 
-@pytest.mark.timeout(120)
 def test_what_makes_a_step_depend_on_the_ranks_is_refused():
     for leaves in ({"split_batches": True}, {"loss_weighting": "micro_batch"}, {"gradient_accumulation_steps": 2}):
         with pytest.raises(ConfigError, match="global_batch_size"):
             build({"global_batch_size": 32} | leaves)
 
 
-@pytest.mark.timeout(120)
 def test_an_elastic_launcher_may_start_any_number():
     launched = {"RANK": "0", "WORLD_SIZE": "3", "TORCHELASTIC_MAX_RESTARTS": "0"}
     with pytest.raises(LaunchError, match="num_processes is 2, and the launcher started 3"):
@@ -129,7 +124,6 @@ def losses(folder):
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.timeout(1600)
 def test_machines_die_and_join_and_the_curve_is_the_undisturbed_one(tmp_path, endpoint):
     undisturbed = config(tmp_path / "undisturbed", training_type="basic", save_steps=0)
     undisturbed.output_dir.mkdir()

@@ -15,8 +15,6 @@ from testing.fault_injection import FaultCase
 from tests.forked_process import Forked
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
@@ -35,7 +33,6 @@ def started(main, said):
         return Forked(main, os.environ, output=(file.fileno(), file.fileno()))
 
 
-@pytest.mark.timeout(800)
 def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undisturbed):
     """By the very command that it was started with, as a scheduler repeats it."""
     case, folder = FaultCase("basic", "SIGKILL", "saving", 0), tmp_path / "run"
@@ -69,7 +66,6 @@ def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undistur
 
 
 @pytest.mark.long
-@pytest.mark.timeout(800)
 def test_a_killed_rank():
     """benchmarks/reliability.py does all seven trainers, four faults and six phases."""
     wanted = fault_injection.undisturbed("pipeline", 1)
@@ -79,7 +75,6 @@ def test_a_killed_rank():
     assert result.finished and result.equal
 
 
-@pytest.mark.timeout(800)
 def test_a_wrong_resume_would_be_seen(undisturbed):
     """A run that goes on from a checkpoint without the first moments: the comparison can fail."""
     run_dir, wanted = undisturbed

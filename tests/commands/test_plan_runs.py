@@ -11,7 +11,6 @@ from tests.commands.conftest import run
 
 
 @pytest.mark.long
-@pytest.mark.timeout(960)
 def test_the_emitted_run_trains(tmp_path):
     asked = ["plan", "--model", "gpt2", "--gpu", "CPU", "--gpus", "2", "--sequence-length", "32", "--global-batch", "8"]
     assert cli.main([*asked, "--emit", str(tmp_path / "plan")]) == 0
@@ -25,9 +24,7 @@ def test_the_emitted_run_trains(tmp_path):
     assert (summary["strategy"], summary["world_size"]) == ("fsdp", 2)
 
 
-@pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(960)
 def test_a_benchmark_runs_here_and_calibrates_the_planner(tmp_path, capsys):
     results = tmp_path / "results.json"
     assert cli.main(["bench", "--model", "gpt2", "--hardware", "cpu", "--run", "--output", str(results)]) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_process import run_course
+from tests.long_cases import some
 from tests.test_shown_commands import shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,8 +20,8 @@ LINES = [text for page in PAGES for _, line in shown(page) for text in [line.par
 LINES = list(dict.fromkeys(LINES))  # each once
 SMALL = ("--model", "tiny-bert", "--max_train_samples", "64", "--max_eval_samples", "16", "--max_length", "16",
          "--max_steps", "2", "--baselines", "false", "--progress_bar", "false", "--device", "cpu")
-OFTEN = ("pipeline", "tensor", "context")
-"""Words of lines that run in every test, since nothing else starts the like by the command line."""
+OFTEN = [next(line for line in LINES if word in line) for word in ("pipeline", "tensor", "context")]
+"""Run in every test, since nothing else starts the like by the command line."""
 
 
 def test_lines_of_every_kind_are_there():
@@ -30,10 +31,7 @@ def test_lines_of_every_kind_are_there():
         assert any(word in line for line in LINES)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(800)
-@pytest.mark.parametrize("line", [pytest.param(line, marks=() if any(word in line for word in OFTEN)
-                                               else pytest.mark.long) for line in LINES])
+@pytest.mark.parametrize("line", some(LINES, *OFTEN))
 def test_it_runs(tmp_path, line, monkeypatch):
     monkeypatch.chdir(ROOT)
     ranks = int(shlex.split(line)[shlex.split(line).index("--num_processes") + 1])

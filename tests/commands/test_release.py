@@ -10,8 +10,6 @@ from course_lib.grading.hidden import load
 from course_lib.grading.masters import answers
 from course_lib.grading.tasks import TASKS
 
-pytestmark = pytest.mark.timeout(480)
-
 SOLUTIONS = Path(__file__).resolve().parents[2] / "solutions"
 
 
@@ -24,7 +22,6 @@ def bundle(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
 def test_the_bundle_has_the_exercises_and_nothing_of_the_instructors(bundle):
     assert len(list((bundle / "exercises").glob("*.ipynb"))) == 16
     assert (bundle / "exercises" / "README.md").is_file() and (bundle / "course_lib" / "cli.py").is_file()
@@ -102,7 +99,6 @@ def test_check_lists_the_exercises(course):
     assert code == 0 and len(out.splitlines()) == len(TASKS) and "ddp.ring" in out and "ring_all_reduce" in out
 
 
-@pytest.mark.slow
 def test_check_of_a_notebook_and_of_a_file(course, tmp_path):
     code, out, _ = course("check", SOLUTIONS / "04_distributed_evaluation.ipynb", "--tasks", "evaluation.perplexity")
     assert code == 0 and "evaluation.perplexity: 4 of 4 points" in out

@@ -79,7 +79,6 @@ def test_costs_are_exact_and_for_all_the_stages_of_a_rank(course):
     assert "between a rank's own first and last action" in out and "a rank waits" not in out
 
 
-@pytest.mark.slow
 def test_figures_are_written_and_svgs_repeat(course, tmp_path):
     line = f"--schedule zbv --ranks 3 --microbatches 6 --svg {tmp_path}/a.svg --png {tmp_path}/a.png"
     assert course(line)[0] == 0

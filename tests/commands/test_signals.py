@@ -36,8 +36,6 @@ from testing.virtual_hosts import torchrun
 from tests.forked_process import Forked
 from tests.waiting import has_lines, until
 
-pytestmark = [pytest.mark.timeout(800), pytest.mark.slow]
-
 
 def test_the_ranks_codes_are_those_of_the_wish():
     asked = {number: StopRequest() for number in (None, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -234,7 +232,6 @@ def ready(folder, launcher):
     return [[int(word) for word in file.read_text().split()] for file in files]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_the_forked_ranks_are_told_each_signal_once(tmp_path, number):
     launcher = launched_apart(tmp_path, "waits")
@@ -247,7 +244,6 @@ def test_the_forked_ranks_are_told_each_signal_once(tmp_path, number):
     assert [(tmp_path / f"told-{rank}").read_text() for rank in range(2)] == [f"[{int(number)}]"] * 2
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("does", "code", "told"), [("ends", 0, ""), ("fails", 3, ""),
                                                     ("raises", 1, "told: a defect\n")])
 def test_a_forked_ranks_own_end_is_the_commands(tmp_path, does, code, told):

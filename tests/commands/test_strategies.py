@@ -36,8 +36,6 @@ def ddp(tmp_path_factory):
     return losses_of(folder / "run")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(960)
 @pytest.mark.parametrize("strategy, engine", [
     pytest.param("zero3", "scratch", marks=pytest.mark.long), ("fsdp", None)])
 def test_course_train_with_a_strategy(tmp_path, ddp, strategy, engine):
@@ -53,8 +51,7 @@ def test_course_train_with_a_strategy(tmp_path, ddp, strategy, engine):
     assert "accuracy" in summary["eval"] and (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(960)
+@pytest.mark.long
 def test_under_plain_torchrun(tmp_path, ddp):
     done = run(BIN / "torchrun", "--standalone", "--nproc_per_node", "2", "course_lib/cli.py", "train", *TINY,
                "--strategy", "zero2", "--output_dir", tmp_path / "run")
@@ -90,7 +87,6 @@ accelerator.end_training()  # gloo's threads may abort a process that ends with 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(960)
 def test_the_generated_files_serve_any_script(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig  # here, or each rank would import it anew
@@ -109,8 +105,6 @@ def test_the_generated_files_serve_any_script(tmp_path, monkeypatch):
         assert (tmp_path / f"said-{rank}").read_text() == f"rank {rank} of 2: DEEPSPEED, stage 2"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(960)
 def test_course_train_in_stages(tmp_path, ddp):
     done = run_course("train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--schedule", "zbv",
                       "--batch_size", "32", "--pipeline_chunks", "4", "--output_dir", tmp_path / "run")

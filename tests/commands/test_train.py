@@ -16,8 +16,6 @@ from tests.commands.conftest import QUICK, command, run
 from tests.forked_process import run_course
 from tests.waiting import has_lines, until
 
-pytestmark = pytest.mark.slow
-
 ACCELERATE = ("-m", "accelerate.commands.launch")
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -26,7 +24,6 @@ def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-@pytest.mark.timeout(1200)
 def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_path):
     code, out, _ = course("train", *QUICK, "--training-type", "basic", "--output_dir", tmp_path / "run")
     assert code == 0 and "fine-tuned" in out and "majority class" in out and "TF-IDF" in out
@@ -65,7 +62,6 @@ def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_
     assert scores["interval95"]["accuracy"] == ends["accuracy"] and scores["notes"] == []
 
 
-@pytest.mark.timeout(1200)
 def test_causal_and_masked_language_models(course, tmp_path):
     for task, model in (("causal_lm", "tiny-gpt2"), ("masked_lm", "tiny-bert")):
         code, out, err = course("train", *QUICK, "--task", task, "--model", model, "--training_type", "basic",
@@ -76,7 +72,6 @@ def test_causal_and_masked_language_models(course, tmp_path):
         assert all(low < scores[name] < high for name, (low, high) in scores["interval95"].items())
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("launcher", "options", "env"), [
     ((), ("--num_processes", "2"), {}),
     ((*ACCELERATE, "--cpu", "--num_processes", "2"), (), {}),
@@ -94,7 +89,6 @@ def test_two_ranks_however_it_is_started(tmp_path, launcher, options, env):
         assert "asked for 2 processes and started one" in done.stdout
 
 
-@pytest.mark.timeout(480)
 def test_fewer_ranks_than_asked_for_are_refused(tmp_path):
     done = run("train", *QUICK, "--output_dir", tmp_path, "--num_processes", "3",
                launcher=(*TORCHRUN, "--standalone", "--nproc_per_node", "2"), OMP_NUM_THREADS="1")
@@ -102,7 +96,6 @@ def test_fewer_ranks_than_asked_for_are_refused(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_saves_and_exits_130_and_the_run_goes_on(tmp_path, ranks):
     options = ("train", *QUICK, "--output_dir", tmp_path, "--max_steps", "2000", "--save_steps", "0",

@@ -12,8 +12,6 @@ from course_lib.hangs.watchdog import read_reports
 from tests.commands.conftest import QUICK, command
 from tests.waiting import has_lines, until
 
-pytestmark = pytest.mark.slow
-
 
 def ranks_of(process):
     """The training processes that a launcher started, by rank: it forks them in that order."""
@@ -28,7 +26,6 @@ def is_alive(process):
         return False
 
 
-@pytest.mark.timeout(1600)
 @pytest.mark.parametrize(("fault", "what", "seconds"), [
     (signal.SIGSTOP, "is stopped", 2), pytest.param(signal.SIGKILL, "is gone", 3600, marks=pytest.mark.long)])
 def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what, seconds):

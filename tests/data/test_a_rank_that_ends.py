@@ -48,7 +48,6 @@ def stderr_of(*arguments):
     return ended.stderr
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("loader", ["training", "evaluation"])
 @pytest.mark.parametrize("moment", some(["at once", "in the middle"], "at once"))
 def test_its_worker_says_nothing(loader, moment):

@@ -114,7 +114,6 @@ class Numbers:
         return [row["input_ids"][0] for row in rows], os.getpid()
 
 
-@pytest.mark.timeout(240)
 def test_workers_stay_and_the_order_is_that_without_them():
     """Two epochs, the first left in its middle, as a run that ends or resumes there leaves it."""
     rows = datasets.Dataset.from_dict({"input_ids": [[row] for row in range(len(LENGTHS))]})

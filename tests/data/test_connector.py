@@ -272,7 +272,6 @@ def test_pydocs(monkeypatch):
     assert "PSF licence" in data.source and data.splits["train"]["text"][0] == "topic 0 is this"
 
 
-@pytest.mark.slow
 def test_the_documents_of_this_python():
     documents = list(pydocs.documents())
     assert len(documents) > 400 and sum(map(len, documents)) > 1_500_000

@@ -123,7 +123,6 @@ def load(name, **options):
     return DataConnector(DataConfig(dataset=name, **options)).load()
 
 
-@pytest.mark.slow
 def test_a_data_set_on_the_hub_loads_and_then_loads_offline(hub, monkeypatch):
     online = load("dair-ai/emotion")
     assert online.label_names == tuple(NAMES)

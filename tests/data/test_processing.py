@@ -227,7 +227,6 @@ print(data.fingerprint, DataProcessor(config, AutoTokenizer.from_pretrained(fold
 """
 
 
-@pytest.mark.slow
 def test_fingerprints_are_the_same_in_another_process(minilm, tmp_path):
     config = DataConfig(max_train_samples=200)
     data = DataConnector(config).load()

@@ -105,7 +105,6 @@ def test_the_script_refuses_another_raw_file(tmp_path):
         make_tweets.make(tmp_path)
 
 
-@pytest.mark.slow
 def test_the_script_is_a_module_and_fails_in_one_line(tmp_path):
     said = subprocess.run([sys.executable, "-m", "tools.make_tweets", tmp_path], capture_output=True,
                           text=True, timeout=240)

@@ -18,7 +18,6 @@ from course_lib.training import evaluation, precision, run
 from course_lib.training.engines import build_engine, process_group
 from tests.gpu import training as t
 
-pytestmark = pytest.mark.timeout(2400)
 FIRST = [("ddp", "torch"), ("zero1", "torch"), ("zero3", "scratch"), ("fsdp", "torch")]
 GROUPS = {  # pairs that can share a process: DeepSpeed and Accelerate's plugin leave their marks on it
     "some": FIRST,

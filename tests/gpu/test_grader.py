@@ -6,8 +6,6 @@ import pytest
 
 from course_lib.grading.tasks import TASKS
 
-pytestmark = pytest.mark.timeout(2400)
-
 
 def graded(lessons, planted):
     """Answers that did not go as they should, and how many did, in a process that has trained already."""

@@ -227,7 +227,6 @@ def test_fsdp_keeps_no_whole_parameters_beside_its_shards(gpus, engine, tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_the_whole_of_it_runs_on_a_simulated_gpu(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {"GPU_SIM": "1", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}

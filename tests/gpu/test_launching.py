@@ -9,8 +9,6 @@ import pytest
 
 from tests.gpu.machine import HERE, SITE
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 def step_on_the_cpu():
     """One backward and one optimizer step: afterwards this process cannot be forked any more."""

@@ -34,14 +34,12 @@ def has_device(name):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_short_run(lesson, name):
     assert lesson(name, 2, **QUICK[name])
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LESSONS)
 def test_as_it_stands(lesson, name):
     assert lesson(name, 2)
@@ -52,7 +50,6 @@ def test_all_lessons_but_one_have_a_device():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", [name for name in LESSONS if has_device(name)])
 def test_on_the_gpus(lesson, name, count):

@@ -32,7 +32,6 @@ def trains_saves_and_goes_on(gpus, tmp_path, plain, ways):
     t.agree(gpus.run(t.launched, tmp_path / "without", 2, without, timeout=1200), plain, from_step=t.SAVED_AT)
 
 
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("way", [TORCH, pytest.param(PLUGIN, marks=pytest.mark.long)], ids=t.name_of)
 def test_fsdp(gpus, tmp_path, plain, way):
     trains_saves_and_goes_on(gpus, tmp_path, plain, [way])
@@ -51,14 +50,12 @@ def cpu_adam(gpus):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2400)
 def test_deepspeed(gpus, tmp_path, plain, cpu_adam):
     assert cpu_adam == "cpu_adam"
     trains_saves_and_goes_on(gpus, tmp_path, plain, DEEPSPEED)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2400)
 def test_deepspeed_goes_on_from_what_others_saved(gpus, tmp_path, plain, cpu_adam):
     """Its count of steps, an int, comes from the tensors of a DDP run and of a sharded one."""
     before = [("ddp", "torch"), ("zero1", "scratch")]

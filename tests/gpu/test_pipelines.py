@@ -17,7 +17,6 @@ from course_lib.parallel.topology import RankGrid
 from course_lib.training.engines import process_group
 from tests.gpu import training as t
 
-pytestmark = pytest.mark.timeout(2400)
 ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
              "dualpipev", "zb_auto", "zbv_auto", "v_half", "v_min")

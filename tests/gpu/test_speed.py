@@ -8,8 +8,6 @@ import torch.nn.functional as F
 
 from course_lib.training import loss as losses
 
-pytestmark = pytest.mark.timeout(1200)
-
 PAIRS = [("ddp", "torch"), ("zero1", "torch"), ("zero1", "scratch"), ("zero2", "scratch"), ("zero3", "torch"),
          ("zero3", "scratch"), ("fsdp", "scratch"), ("fsdp", "accelerate")]
 CAST = [pair for pair in PAIRS if pair[0] in ("zero3", "fsdp")]

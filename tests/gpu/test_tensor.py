@@ -13,7 +13,7 @@ from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParalle
 from course_lib.training.engines import process_group
 from tests.parallel import tensor_cases as cases
 
-pytestmark = pytest.mark.timeout(1200)
+
 def ours(model, **options):
     return TensorParallel(model, dist.group.WORLD, **options)
 

@@ -22,8 +22,6 @@ from course_lib.parallel.clock import Clock
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import train
 
-pytestmark = pytest.mark.timeout(720)
-
 SECONDS, CULPRIT = 3.0, 1  # kernels are the CPU's here, and the cores may be taken
 RUN = {"model": "tiny-bert", "max_steps": 4, "max_train_samples": 60, "max_eval_samples": 16, "batch_size": 4,
        "eval_steps": 0, "save_steps": 0, "logging_steps": 4, "overwrite_output_dir": True, "progress_bar": False,

@@ -14,8 +14,6 @@ from course_lib.grading.rules import near, ratio
 from course_lib.grading.task import Case, described
 from course_lib.grading.tasks import TASKS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 SUM = """
 import torch.distributed as dist
 def average_gradients(model):

@@ -104,7 +104,6 @@ def test_there_are_a_hundred_in_ten_families():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(960)
 def test_each_works_where_nothing_is_in_its_way(place, listener):
     port = listener.getsockname()[1]
     with ThreadPoolExecutor(3) as pool:
@@ -112,7 +111,6 @@ def test_each_works_where_nothing_is_in_its_way(place, listener):
     assert [attack.name for attack, did in zip(hostile.ALL, worked, strict=True) if not did] == []
 
 
-@pytest.mark.timeout(1200)
 def test_none_gains_a_point_or_leaves_a_trace(place, listener, tmp_path):
     while True:  # the controls' calls
         try:

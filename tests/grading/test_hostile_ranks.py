@@ -65,7 +65,6 @@ def graded(source, sandbox, task=toy_tasks.MEAN):
     return grade_source(task, source, hidden=HIDDEN, limits=limits, sandbox=sandbox)
 
 
-@pytest.mark.timeout(480)
 def test_each_works_on_the_naive_grader(tmp_path):
     assert [(a + b) / 2 for a, b in zip(*naive_torch.PUBLIC, strict=True)] == PUBLIC
     attacks = LIES | HANGS
@@ -79,7 +78,6 @@ def test_each_works_on_the_naive_grader(tmp_path):
     assert all("HANGS" in line for line in said[len(LIES):]), said
 
 
-@pytest.mark.timeout(1200)
 def test_none_gains_a_point_and_the_right_one_has_all(sandbox):
     attacks = LIES | HANGS
     with ThreadPoolExecutor(2) as pool:
@@ -89,7 +87,6 @@ def test_none_gains_a_point_and_the_right_one_has_all(sandbox):
     assert [verdict.error for verdict in verdicts[len(LIES):]] == ["timeout"] * len(HANGS)
 
 
-@pytest.mark.timeout(480)
 def test_collectives_that_never_were_are_not_on_the_wire(sandbox):
     """The forger reads all ranks' inputs out of its caller's frame, computes alone, and notes an all-reduce."""
     with mock.patch.object(wire_check, "not_on_the_wire", return_value=[]):
@@ -101,7 +98,6 @@ def test_collectives_that_never_were_are_not_on_the_wire(sandbox):
     assert honest.points == 3
 
 
-@pytest.mark.timeout(480)
 def test_the_first_cause_is_told_and_not_its_consequence(sandbox):
     source = RIGHT.replace("    dist.all", "    if dist.get_rank() == 1: raise ValueError('mine')\n    dist.all")
     verdict = graded(source, sandbox)

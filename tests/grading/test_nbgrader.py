@@ -15,8 +15,6 @@ from course_lib.grading.tasks import TASKS
 from tests.forked_process import Forked
 from tests.notebooks.forked_kernel import forked_kernels
 
-pytestmark = [pytest.mark.timeout(1120), pytest.mark.slow]
-
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = "04_distributed_evaluation"
 WRONG = {"    dist.all_reduce(both)\n": "", ".flatten(0, 1)[:total]": ".flatten(0, 1)"}

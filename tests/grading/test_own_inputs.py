@@ -61,7 +61,6 @@ def points(task, source):
     return {name: score.points for name, score in verdict.scores.items()}
 
 
-@pytest.mark.timeout(960)
 @pytest.mark.parametrize("name", ALONE)
 def test_who_computes_from_everybodys_inputs_has_none_of_them(name):
     task = TASKS[name]

@@ -50,7 +50,6 @@ def total(values):
 """
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("name", PROBES)
 def test_what_works_outside_is_refused_inside(name, sandbox, limits, monkeypatch, tmp_path):
     monkeypatch.setenv("COURSE_TEST_SECRET", "1")
@@ -67,7 +66,6 @@ def test_what_works_outside_is_refused_inside(name, sandbox, limits, monkeypatch
     assert within.points == 0, within
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("look", ["open(f'/proc/{who}/mem', 'rb').close()", "os.readlink(f'/proc/{who}/fd/0')",
                                   "os.close(os.open(f'/proc/{who}/fd/0', os.O_RDONLY))",
                                   "open(f'/proc/{who}/environ', 'rb').read()"])
@@ -80,7 +78,6 @@ def test_an_answer_can_look_into_itself_but_not_into_the_trusted_process(look, s
     assert points("1").points == 0 and "PermissionError" in points("1").error
 
 
-@pytest.mark.timeout(240)
 def test_an_answer_cannot_end_the_trusted_process(sandbox, limits):
     ends_itself = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n" + RIGHT
     ends_the_other = "import os, signal\nos.kill(1, signal.SIGKILL)\nos.kill(1, signal.SIGSTOP)\n" + RIGHT
@@ -117,14 +114,12 @@ def test_there_is_a_filter_for_two_processors_and_no_third():
         seccomp.program("riscv64")
 
 
-@pytest.mark.timeout(240)
 def test_what_fails_before_the_answer_costs_nobody_points(sandbox, limits):
     broken = Sandbox(tasks="no_such_module")
     with pytest.raises(SandboxError, match="before the answer began.*no_such_module"):
         grade_source(toy_tasks.TOTAL, RIGHT, hidden=None, limits=limits, sandbox=broken)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("source", "error"), [
     (None, "no answer"), ("  \n", "no answer"), ("def total(:", "raised SyntaxError"), ("x = 1", "raised NameError"),
     ("total = 3", "raised NameError"), ("def total(values):\n    1 / 0", "raised ZeroDivisionError"),
@@ -140,7 +135,6 @@ def test_what_is_wrong_is_said(source, error, sandbox, limits):
     assert verdict.points == 0 and error in said, verdict
 
 
-@pytest.mark.timeout(240)
 def test_a_hidden_case_fails_without_a_word_of_it(sandbox, limits):
     by_heart = {str(case.inputs["values"]): toy_tasks.weighted(case.inputs["values"])
                 for case in toy_tasks.TOTAL.cases(random.Random(0))}
@@ -153,7 +147,6 @@ def test_a_hidden_case_fails_without_a_word_of_it(sandbox, limits):
     assert hidden.points == 0 and hidden.error == "failed in a hidden case" and "271828" not in str(hidden)
 
 
-@pytest.mark.timeout(240)
 def test_a_judge_that_stumbles_sees_nothing_hold(sandbox, limits):
     findings = runner._judged(toy_tasks.MEAN, Case(2, {"shares": [[1], [2]]}), [{"mean": 3}, {}])
     assert [finding.holds for finding in findings] == [False] and "cannot read" in findings[0].found

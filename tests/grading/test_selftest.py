@@ -16,9 +16,6 @@ from course_lib.grading.check import check
 from course_lib.grading.hidden import hidden_cases
 from course_lib.grading.tasks import TASKS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-
-
 NEED_HIDDEN = ("zero.partition", "cloud.job")
 """Exercises of which a planted answer is rejected by the hidden cases alone."""
 

@@ -61,8 +61,6 @@ def test_every_exercise_is_a_task_and_what_a_program_gets_tells_no_solution(task
         assert "<details>" not in prompt and "](.." not in prompt and not [text for text in hidden if text in prompt]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", [SAMPLE[0], *(pytest.param(name, marks=pytest.mark.long) for name in SAMPLE[1:])])
 def test_a_stub_scores_0_and_the_solution_1(tasks, tmp_path, name):
     code, result = graded(tasks, name, (tasks / TASKS[name].grade_id / "workspace" / "answer.py").read_text(), tmp_path)
@@ -72,8 +70,7 @@ def test_a_stub_scores_0_and_the_solution_1(tasks, tmp_path, name):
     assert result["seed"] == 3 and result["id"] == TASKS[name].grade_id
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
+@pytest.mark.long
 def test_planted_wrong_answers_and_attacks_fail_in_this_form_too(tasks, tmp_path):
     name = "evaluation.perplexity"
     folder = tasks / TASKS[name].grade_id
@@ -92,7 +89,6 @@ def test_planted_wrong_answers_and_attacks_fail_in_this_form_too(tasks, tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", TASKS)
 def test_all_of_it_for_every_task(tasks, tmp_path, name):
     folder, task = tasks / TASKS[name].grade_id, TASKS[name]

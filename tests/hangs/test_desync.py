@@ -7,7 +7,6 @@ import os
 import re
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +20,6 @@ from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.training.callbacks import Callback, desync
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
-
-pytestmark = pytest.mark.slow
 
 QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_samples": 24, "max_eval_samples": 8,
          "max_length": 16, "max_steps": 4, "batch_size": 2, "logging_steps": 100, "progress_bar": False,
@@ -87,7 +84,6 @@ def heard(topics):
     return None
 
 
-@pytest.mark.timeout(240)
 def test_every_bit_counts_in_a_full_comparison_and_the_copy_that_differs_is_named():
     every = launch(said_of_tensors, None, num_processes=3, timeout=200)
     said = every[0]
@@ -102,7 +98,6 @@ def test_every_bit_counts_in_a_full_comparison_and_the_copy_that_differs_is_name
     assert "by up to nan" in said["no_number"] and "`mask` of rank 1" in said["flipped"]
 
 
-@pytest.mark.timeout(240)
 def test_a_sample_finds_what_moves_a_whole_tensor_at_once_and_a_single_bit_in_time():
     said = launch(said_of_tensors, 64, num_processes=3, timeout=200)[0]
     assert "`table` of rank 1 is not that of ranks 0, 2, by up to 0.25" in said["all_moved"]
@@ -142,7 +137,6 @@ def said_of_facts():
             for name, (each, part) in facts.items()}
 
 
-@pytest.mark.timeout(240)
 def test_facts_are_told_with_every_ranks_value():
     every = launch(said_of_facts, num_processes=3, timeout=200)
     assert every[0] == every[1] == every[2]
@@ -247,7 +241,6 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.timeout(640)
 def test_each_disagreement_of_a_run_is_named_and_goes_unnoticed_without_the_guard(tmp_path):
     runs = {name: dict(run) for name, (run, _) in DISAGREEMENTS.items()}
     silent = ("config", "parameters")
@@ -277,7 +270,6 @@ SHARDED = {
 HOLD_ALL = ("zero1 torch", "zero2 scratch", "hsdp")
 
 
-@pytest.mark.timeout(640)
 def test_what_is_sharded_is_not_compared_and_what_is_held_alike_is(tmp_path):
     """Full comparisons after every step, of healthy ranks and of one whose copy was changed just before."""
     often = {"desync_check": "full", "desync_steps": 1, "max_steps": 2}
@@ -294,7 +286,6 @@ def test_what_is_sharded_is_not_compared_and_what_is_held_alike_is(tmp_path):
     assert len(healthy) == 6 and len(planted) == 3
 
 
-@pytest.mark.timeout(640)
 def test_the_copies_of_a_stage_are_compared_with_each_other_alone(tmp_path):
     """Two pipelines of two ranks: ranks 1 and 3 hold the second stage."""
     options = {"training_type": "pipeline", "data_parallel_size": 2, "pipeline_parallel_size": 2, "desync_steps": 1,
@@ -327,7 +318,6 @@ def tensor_parallel(seeds_alike):
     return heard(lambda: [replicas(whole, "seed the ranks of a group alike")])
 
 
-@pytest.mark.timeout(240)
 def test_the_replicated_parameters_of_tensor_parallelism():
     """Ranks that draw other dropout masks drift apart in what each of them has whole."""
     assert launch(tensor_parallel, True, num_processes=2, timeout=200) == [None, None]

@@ -125,9 +125,6 @@ def ends(tmp_path_factory):
     return {name: [results[name] for results in every] for name in RUNS}
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1120)]
-
-
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_healthy_ranks_are_left_alone(ends, strategy):
     (step, weights, _), (other_step, other_weights, _) = ends[strategy]

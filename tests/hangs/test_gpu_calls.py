@@ -116,7 +116,6 @@ def test_in_a_circle_the_rank_whose_host_does_not_wait_for_its_gpu_is_the_one(sp
     assert [(verdict.rank, verdict.what) for verdict in diagnose(stages)] == culprits
 
 
-@pytest.mark.timeout(240)
 def test_who_stands_still_and_keeps_a_core_busy_spins():
     activity = Activity()
     torch.ones(2)

@@ -29,8 +29,6 @@ from course_lib.hangs.watchdog import ANSWER_SECONDS, LOOK_SECONDS, Watchdog, re
 from course_lib.launching.launch import RankError, launch
 from course_lib.metering.meter import Meter
 
-pytestmark = pytest.mark.slow
-
 SECONDS, LONG_SECONDS = 1.0, 3600.0
 STEPS, FAULTY, CULPRIT = 6, 3, 1
 HERE = os.path.relpath(__file__)
@@ -113,7 +111,6 @@ def work_may_take_for_ever(monkeypatch):
     monkeypatch.setattr(diagnosis, "BUSY_FACTOR", 10**6)
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.usefixtures("work_may_take_for_ever")
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, monkeypatch):
@@ -148,7 +145,6 @@ def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, mon
         assert backend["entries"][-1]["profiling_name"] == "gloo:all_reduce" and not backend["entries"][-1]["retired"]
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.usefixtures("work_may_take_for_ever")
 def test_a_receive_whose_send_never_comes(tmp_path):
     """Rank 0 waits for rank 1's send, and rank 1 for rank 0's all-reduce: a circle, of which both are named."""
@@ -194,7 +190,6 @@ def works(folder):
     return done, len(threading.enumerate())
 
 
-@pytest.mark.timeout(360)
 def test_no_accusation_of_ranks_that_work(tmp_path):
     for done, threads in launch(works, tmp_path, num_processes=2, timeout=320, stream=False):
         assert done == ["evaluates", "compiles", "saves"]
@@ -251,7 +246,6 @@ def waits(folder, clock, beats):
     return clock.monotonic()
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize("beats", [False, True])
 def test_ranks_that_wait_are_accused_unless_they_beat(tmp_path, beats):
     """Slow steps, and ranks that wait for each other in turns, are no hang; the same time without a beat is one."""
@@ -308,7 +302,6 @@ def seen():
     return found
 
 
-@pytest.mark.timeout(240)
 def test_every_engine_is_seen_and_a_meter_may_run_at_the_same_time():
     for found in launch(seen, num_processes=2, timeout=200, stream=False):
         assert found["DDP"] == [("all_reduce", line_of("DDP"), True)]
@@ -329,7 +322,6 @@ def ends_on_request(holds, folder):
         time.sleep(300)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("holds", [False, True])
 def test_sigterm_is_held_back_for_the_report_and_no_longer(holds, tmp_path):
     with pytest.raises(RankError) as error:
@@ -346,7 +338,6 @@ def hangs_alone(folder, ends):
     return read_reports(folder)
 
 
-@pytest.mark.timeout(1040)
 def test_one_process_without_a_group_is_watched_too(tmp_path):
     (tmp_path / "hang-rank3.json").write_text(json.dumps({"left by": "an earlier run with more ranks"}))
     os.utime(tmp_path / "hang-rank3.json", (1, 1))
@@ -373,7 +364,6 @@ def answers_late(folder):
         time.sleep(600)
 
 
-@pytest.mark.timeout(480)
 def test_a_rank_that_only_answers_late_is_left_to_report_for_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "LATE_SECONDS", 40.0)  # however late a busy machine lets it answer
     with pytest.raises(RankError) as error:

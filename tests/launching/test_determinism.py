@@ -39,7 +39,6 @@ def differs_within(tries):
     return any(not torch.equal(gradient_of_a_look_up(), first) for _ in range(tries))
 
 
-@pytest.mark.timeout(240)
 def test_an_operator_whose_threads_race_gives_the_same_bits(two_threads):
     assert differs_within(1000), "it is not deterministic by itself, also on a CPU"
     with deterministic():
@@ -83,7 +82,6 @@ def weights_of(folder, *options):
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.timeout(480)
 def test_two_runs_give_the_same_file_and_say_what_that_means(tmp_path, capsys):
     first, second = (weights_of(tmp_path / name, "--deterministic") for name in ("first", "second"))
     assert first == second and capsys.readouterr().out.count(PROMISE["cpu"]) == 2
@@ -91,7 +89,6 @@ def test_two_runs_give_the_same_file_and_say_what_that_means(tmp_path, capsys):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.timeout(240)
 def test_a_run_that_cannot_be_deterministic_ends_in_one_line(tmp_path, monkeypatch, capsys):
     def put_back(input, weight, *rest):
         return embedding(input, weight, *rest) + torch.zeros(1).put_(torch.tensor([0]), torch.zeros(1))
@@ -147,8 +144,6 @@ def draws_of_epochs(loader, sampler, epochs):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_workers_draw_by_rank_worker_and_epoch_and_the_rank_itself_is_left_alone():
     rows = datasets.Dataset.from_dict({"input_ids": [[1]] * 8, "labels": [0] * 8})
 

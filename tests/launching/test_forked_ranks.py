@@ -12,8 +12,6 @@ import pytest
 from course_lib.launching import forked_ranks
 from course_lib.launching.forked_ranks import RanksEnded, run_forked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
 
 def rank():
     return int(os.environ["RANK"])

@@ -31,8 +31,7 @@ from course_lib.errors import EXIT_HUNG, ConfigError, LaunchError
 from course_lib.launching import forks, own_time, rank_process, supervisor
 from course_lib.launching import launch as start
 from course_lib.launching.launch import RankError, RanksHung, launch
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
+from tests.long_cases import some
 
 
 def is_tracker(process):
@@ -55,7 +54,7 @@ def nothing_is_left():
     assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
 
 
-@pytest.fixture(params=["fork", "forkserver"])
+@pytest.fixture(params=some(["fork", "forkserver"], "fork"))
 def either(request, monkeypatch):
     """The test runs with ranks that are forked from here, and with such from the fork server."""
     monkeypatch.setattr(forks, "default_start_method", lambda: request.param)
@@ -436,7 +435,6 @@ def ended(number):
     return caller.returncode, left, "KeyboardInterrupt" in told
 
 
-@pytest.mark.timeout(800)
 def test_nothing_outlives_a_caller_that_is_killed_or_interrupted():
     signals = [signal.SIGKILL, signal.SIGINT]
     with ThreadPoolExecutor(2) as side_by_side:

@@ -35,8 +35,6 @@ def backwards():
     return bucket_lab.buckets_over_link(WAYS, LAYERS, WIDTH, 4, tries=1)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_the_engine_takes_as_long_as_on_paper_and_a_few_buckets_win():
     for ran in launch(backwards, num_processes=2, timeout=400, device="cpu"):
         assert [ran[name].backward for name in WAYS] == pytest.approx([LAYERS * BLOCK] * 3)

@@ -14,8 +14,6 @@ from course_lib.lessons.capstone.rubric import Criterion
 from course_lib.training.run import train
 from tests.notebooks.test_13_capstone import DECISIONS
 
-pytestmark = pytest.mark.timeout(960)
-
 
 class KillAtSave(KillAt):
     """Dies just after a checkpoint of its step was written."""

@@ -34,8 +34,6 @@ def runs():
     return lab.trainings(methods, 2, 200, steps=STEPS, sync_every=EVERY, seed=0, width=16, evaluate_every=EVERY)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
 def test_every_way_learns_and_sends_what_it_should(runs):
     elements = runs["all-reduce"].parameters
     for name, run in runs.items():
@@ -55,7 +53,6 @@ def test_every_way_learns_and_sends_what_it_should(runs):
     assert len({run.losses[STEPS] for run in runs.values()}) == len(runs)
 
 
-@pytest.mark.slow
 def test_seconds_and_the_first_step_below_a_loss(runs):
     run = runs["DiLoCo"]
     slow, fast = (run.seconds(Link(0.0, rate), compute=0.1)[-1] for rate in (1e5, 1e9))
@@ -64,8 +61,6 @@ def test_seconds_and_the_first_step_below_a_loss(runs):
     assert run.first_below(run.losses[STEPS]) == STEPS and run.first_below(0.0) is None
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_kernel_slows_the_ranks_network_down_or_says_why_not():
     options = {"steps": 1, "sync_every": 1, "seed": 0, "width": 16, "evaluate_every": 1}
     try:

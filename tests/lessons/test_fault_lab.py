@@ -14,9 +14,8 @@ from course_lib.launching.launch import RanksHung, launch
 from course_lib.lessons.faults import elastic, lab, numerical_faults
 from course_lib.lessons.faults.tools import TORCH_RECORDER, WATCHDOG, Tool
 from course_lib.training.cpu_kernels import keep_freed_memory
+from tests.long_cases import some
 from tests.virtual_time import VirtualTime
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 
 RANKS = 3
 LEFT_WAITING = r"Timed out waiting 1000ms|Connection (closed|reset)|was still waiting"
@@ -97,7 +96,7 @@ def test_the_list_is_complete():
     assert len({scenario.tool.name for scenario in lab.SCENARIOS.values()}) == 8
 
 
-@pytest.fixture(scope="module", params=LOOKS)
+@pytest.fixture(scope="module", params=some(LOOKS, "skipped step", "dead rank", "straggler", "full disk"))
 def trial(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "straggler":

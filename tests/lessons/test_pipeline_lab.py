@@ -20,8 +20,6 @@ from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import in_flight
 from tests.virtual_time import VirtualTime
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]
-
 RANKS, MICROBATCHES = 4, 8
 COSTS = Costs(forward=36, backward_input=36, backward_weight=36)  # ms
 HURRIED = "zb_h1 in the order of 1f1b"

@@ -209,7 +209,6 @@ def test_the_stored_copy_has_no_widgets():
         without_widgets(bare, "lesson")
 
 
-@pytest.mark.timeout(480)
 def test_a_headless_run_has_the_question_and_the_authors_answer_folded(tmp_path):
     cells = ("from course_lib.lessons.notebook import measure, predict, show_widget\n"
              "from ipywidgets import IntSlider, VBox",

@@ -11,7 +11,6 @@ from course_lib.lessons.fsdp_lab import sizes, small_gpt2
 from course_lib.lessons.slow_link import Link, timeline
 from tests.virtual_time import VirtualTime
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 LAYERS, LINK, BLOCK = 4, 0.7, 1.0
 
 

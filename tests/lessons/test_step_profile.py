@@ -98,7 +98,6 @@ def two_batches(trainer):
     return [batch for batch, _ in zip(trainer.train_loader, range(2), strict=False)]
 
 
-@pytest.mark.timeout(240)
 def test_the_timeline_of_two_steps(trainer):
     before, phases = {name: value.clone() for name, value in trainer.model.state_dict().items()}, trainer.phases
     torch.manual_seed(0)
@@ -124,7 +123,6 @@ def test_the_timeline_of_two_steps(trainer):
     assert len(moments) == seen
 
 
-@pytest.mark.timeout(240)
 def test_turns_are_taken_one_after_the_other(trainer):
     order, phases = [], trainer.phases
     first, second = two_batches(trainer)
@@ -135,7 +133,6 @@ def test_turns_are_taken_one_after_the_other(trainer):
         assert set(of_run) == {"forward", "backward", "optimizer"} and min(of_run.values()) > 0
 
 
-@pytest.mark.timeout(240)
 def test_the_gradient_over_micro_batches(trainer):
     """Filler rows have no targets, so three rows and one are unlike micro-batches; two and two are alike."""
     batch = two_batches(trainer)[0]

@@ -15,8 +15,6 @@ from course_lib.launching.launch import launch
 from course_lib.metering import job_report
 from course_lib.metering.job_log import begin
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
 WIDTH, ROWS, UNITS = 16, 4, 2
 THEIRS = {"all_reduce": "all_reduce", "allreduce_": "all_reduce", "all_gather_into_tensor": "all_gather",
           "_allgather_base_": "all_gather", "reduce_scatter_tensor": "reduce_scatter",

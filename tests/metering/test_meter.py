@@ -21,8 +21,6 @@ from course_lib.launching.launch import launch
 from course_lib.launching.netns import in_own_network
 from course_lib.metering.meter import Meter
 
-pytestmark = pytest.mark.slow
-
 WIDTH, UNITS = 32, 3
 PARAMETERS = UNITS * WIDTH * (WIDTH + 1)  # 3168: even, so that two ranks split it without padding
 
@@ -212,7 +210,6 @@ def two():
     return launch(two_ranks, num_processes=2, timeout=240)
 
 
-@pytest.mark.timeout(360)
 def test_own_calls_in_order_with_their_payload(four):
     all_four = (0, 1, 2, 3)
     common: list[tuple] = [("all_reduce", 384, all_four), ("all_reduce", 192, all_four), ("all_gather", 384, all_four),
@@ -231,7 +228,6 @@ def test_own_calls_in_order_with_their_payload(four):
         assert four[rank]["total"] == 384 + 192 + sum(size for name, size, _ in own[rank] if name == "all_reduce")
 
 
-@pytest.mark.timeout(360)
 def test_bytes_sent_under_the_ring_model(four):
     # all_reduce 2(N-1)/N, gathers, scatters and exchanges (N-1)/N; broadcast from 1 ends at 0, reduce at 2.
     first = [576, 288, 288, 1152, 288, 288]
@@ -242,13 +238,11 @@ def test_bytes_sent_under_the_ring_model(four):
         assert four[rank]["bytes_sent"] == sum(four[rank]["sent"])
 
 
-@pytest.mark.timeout(360)
 def test_a_second_meter_is_refused_and_leaves_nothing_behind(four):
     assert "a meter is running already" in four[0]["refusal"]
     assert four[0]["again"] == [("all_reduce", 384, (0, 1, 2, 3))]
 
 
-@pytest.mark.timeout(360)
 def test_ddp_reduces_four_bytes_per_parameter(two):
     for rank in two:
         found = rank["ddp"]
@@ -259,7 +253,6 @@ def test_ddp_reduces_four_bytes_per_parameter(two):
         assert all(start <= end for start, end in found["spans"])
 
 
-@pytest.mark.timeout(360)
 def test_ddp_holds_the_formulas_bytes(two):
     resident = two[0]["ddp"]["resident"]
     steps = 4 * 2 * UNITS  # AdamW keeps a step count of 4 bytes for each of its tensors
@@ -268,7 +261,6 @@ def test_ddp_holds_the_formulas_bytes(two):
     assert resident["communication buffers"] == 4 * PARAMETERS  # the reducer's buckets
 
 
-@pytest.mark.timeout(360)
 def test_fsdp2_gathers_and_scatters_as_torch_counts_them(two):
     for rank in two:
         found = rank["fsdp"]
@@ -278,7 +270,6 @@ def test_fsdp2_gathers_and_scatters_as_torch_counts_them(two):
         assert found["sent"] == 3 * 4 * PARAMETERS // 2
 
 
-@pytest.mark.timeout(360)
 def test_fsdp2_holds_half_and_gathers_a_unit_at_a_time(two):
     for rank in two:
         resident, peak = rank["fsdp"]["resident"], rank["fsdp"]["peak"]
@@ -288,7 +279,6 @@ def test_fsdp2_holds_half_and_gathers_a_unit_at_a_time(two):
         assert half + unit <= peak["parameters"] < half + UNITS * unit
 
 
-@pytest.mark.timeout(360)
 def test_overlap_is_zero_when_blocking_and_positive_behind_compute(two):
     for rank in two:
         blocking, inside, hidden = rank["overlap"]
@@ -297,7 +287,6 @@ def test_overlap_is_zero_when_blocking_and_positive_behind_compute(two):
         assert 0 < hidden[0] <= hidden[1]
 
 
-@pytest.mark.timeout(360)
 def test_functional_collectives_are_seen_with_their_waits(two):
     for rank in two:
         found = rank["functional"]
@@ -306,7 +295,6 @@ def test_functional_collectives_are_seen_with_their_waits(two):
         assert math.isnan(found["never"])
 
 
-@pytest.mark.timeout(360)
 def test_storages_are_counted_once_and_while_they_live(two):
     found = two[0]["kept"]
     assert found["tied"]["parameters"] == 10 * 8 * 4
@@ -337,7 +325,6 @@ def crossing(numel):
     return meter.bytes_sent * dist.get_world_size(), min(wire, key=lambda each: each or 0), meter.wire_reason
 
 
-@pytest.mark.timeout(480)
 def test_bytes_on_the_wire_are_the_rings_or_there_is_a_reason():
     shared = launch(crossing, 1 << 10, num_processes=2, timeout=240)
     assert all(wire is None and "shared" in reason for _, wire, reason in shared)
@@ -364,8 +351,6 @@ def test_nothing_is_sent_twice_in_ones_own_network():
     assert tcp_settings() == before != within, "the caller's network is as it was"
 
 
-
-@pytest.mark.timeout(240)
 def test_what_fails_in_its_own_network_fails_for_the_caller():
     with pytest.raises((ZeroDivisionError, LaunchError)):
         in_own_network(lambda: 1 // 0)
@@ -407,7 +392,6 @@ def through_deepspeed():
     return found
 
 
-@pytest.mark.timeout(960)
 def test_deepspeed_is_seen_at_every_stage():
     ranks = launch(through_deepspeed, num_processes=2, timeout=880)
     whole, half = 4 * PARAMETERS, 4 * PARAMETERS // 2

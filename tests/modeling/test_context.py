@@ -30,8 +30,6 @@ from course_lib.modeling import context
 from course_lib.modeling.context import ATTENTION, METHODS, ContextParallel, check
 from course_lib.training.loss import count_targets, summed_loss
 
-pytestmark = pytest.mark.timeout(480)
-
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
     "llama": ("causal_lm", lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=64))),

@@ -13,8 +13,6 @@ from course_lib.parallel.experts import expert_groups
 from course_lib.parallel.sharding import Shard
 from tests.modeling.test_mixtures import CONFIGS, model, stepped
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 TOLERANCE = 1e-6
 """Transformers' loss and softmax are float32 also for a model in float64: a unit of a loss of 4 is 2.4e-7."""
 SHARED_BY = {2: (1, 2), 4: (2, 4)}

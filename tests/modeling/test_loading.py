@@ -131,7 +131,6 @@ def test_the_head_of_a_pretrained_model_depends_on_the_seed_alone(bert):
     assert torch.equal(head(1), head(1)) and not torch.equal(head(1), head(2))
 
 
-@pytest.mark.slow
 def test_every_process_trains_the_same_tokenizers():
     """Ranks are processes of their own, and hash maps are ordered anew in each."""
     code = ("import sys, json; from course_lib.modeling import presets; texts = json.load(sys.stdin);"
@@ -155,7 +154,6 @@ def test_the_library_s_own_wordpiece_trainer_would_not_do():
     assert len({presets.build("tiny-bert", TEXTS, 64)[1].backend_tokenizer.to_str() for _ in range(5)}) == 1
 
 
-@pytest.mark.slow
 def test_vocabulary_is_bounded_also_for_many_scripts():
     # 20,000 different CJK characters would overflow any vocabulary that keeps the whole alphabet.
     many = ["".join(chr(0x4E00 + start + step) for step in range(100)) for start in range(0, 20_000, 100)]

@@ -10,8 +10,6 @@ from course_lib.launching.launch import launch
 from course_lib.modeling.mixtures import ExpertCounts, spread_experts
 from course_lib.parallel.experts import average_gradients, expert_groups
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 1}
 CONFIGS = {"olmoe": lambda: OlmoeConfig(**SIZES, num_experts=4),

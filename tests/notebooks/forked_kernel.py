@@ -1,10 +1,11 @@
-"""A lesson's kernel that is forked from this process; those of lessons 00 and 03, about starting, are a user's."""
+"""A lesson's kernel that is forked from this process; that of lesson 00, about starting, is a user's."""
 
 import os
 import sys
 
 from jupyter_client.provisioning import local_provisioner
 
+from course_lib.launching.rank_process import forget_accelerators
 from course_lib.replacing import replaced
 from tests.forked_process import Forked
 
@@ -20,6 +21,7 @@ def start(command, env=None, cwd=None, **options):
         from traitlets.config import Application
 
         Application.clear_instance()  # that of whoever starts the kernel, such as nbgrader
+        forget_accelerators()
         kernelapp.launch_new_instance()
 
     return Forked(kernel, (env or {}) | {"JPY_PARENT_PID": str(os.getpid())}, cwd or ".")

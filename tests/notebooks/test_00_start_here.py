@@ -13,7 +13,6 @@ from course_lib.system import machine
 from tests.notebooks.conftest import NOTEBOOKS, says
 
 WORLD_SIZE = 2
-pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

@@ -15,20 +15,17 @@ def values(run_lesson):
                       world_size=2)
 
 
-@pytest.mark.timeout(1200)
 def test_the_loop_from_scratch_is_the_trainers(values):
     assert values["largest_difference_of_losses"] < 1e-5
     assert values["gradient_without_zero_grad"] == pytest.approx(2, rel=1e-4)
 
 
-@pytest.mark.timeout(1200)
 def test_16_bytes_per_parameter_to_the_byte(values):
     assert values["gradient_bytes"] == values["parameter_bytes"]
     assert values["optimizer_state_bytes"] == 2 * values["parameter_bytes"] + values["bytes_over_8P"]
     assert values["bytes_over_8P"] > 0 == values["bytes_over_8P_without_step_counters"]
 
 
-@pytest.mark.timeout(1200)
 def test_activations_by_the_papers_formula_and_by_the_corrected_one(values):
     sizes = TINY["tiny-bert"].sizes
     layers, width, heads = (sizes[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
@@ -40,27 +37,23 @@ def test_activations_by_the_papers_formula_and_by_the_corrected_one(values):
     assert 1.0 < values["activation_bytes_without_dropout"] / (tokens * 64 * width) < 1.06
 
 
-@pytest.mark.timeout(1200)
 def test_the_peak_is_in_step_2_and_less_than_the_sum(values):
     assert values["peak_bytes"] == pytest.approx(3 * values["parameter_bytes"] + values["activation_bytes"], rel=1e-4)
     assert values["peak_moment"] == "in step 2, when forward ends"
     assert values["peak_of_step_1_bytes"] < values["peak_bytes"] < values["sum_of_all_kinds_bytes"]
 
 
-@pytest.mark.timeout(1200)
 def test_checkpointing_keeps_little_and_changes_nothing(values):
     assert values["checkpointed_share"] < 0.12
     assert values["checkpointed_loss_difference"] < 1e-6
 
 
-@pytest.mark.timeout(1200)
 def test_it_says_how_long_the_phases_took(values):
     assert min(values["forward_ms"], values["matmul_rate"], values["backward_over_forward"]) > 0
     assert says(values, f"here it was {values['backward_over_forward_without_dropout']:.2f} without dropout and "
                         f"{values['backward_over_forward_with_dropout']:.2f} with it.")
 
 
-@pytest.mark.timeout(1200)
 def test_padding_is_counted_and_what_it_cost_is_said(values):
     assert values["padding in random batches"] > 0.4 > 0.25 > values["padding grouped by length"]
     assert values["tokens"]["random"] > 1.3 * values["tokens"]["grouped"] and values["random_over_grouped_seconds"] > 0
@@ -69,7 +62,6 @@ def test_padding_is_counted_and_what_it_cost_is_said(values):
                         f"{'more' if saved > optimizer else 'less'} than the optimizer's {optimizer:.2f} s.")
 
 
-@pytest.mark.timeout(1200)
 def test_naive_accumulation_gives_another_gradient(values):
     assert values["difference_naive"] > 0.05
     assert values["difference_naive_sorted"] > values["difference_naive"] > values["difference_naive_ranks"] > 0.01
@@ -77,7 +69,6 @@ def test_naive_accumulation_gives_another_gradient(values):
     assert values["difference_naive_classification"] < 1e-5
 
 
-@pytest.mark.timeout(1200)
 def test_a_stopped_run_goes_on_to_the_bit(values):
     assert values["steps_compared"] == STEPS
     assert values["resumed_difference"] == 0

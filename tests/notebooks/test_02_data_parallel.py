@@ -19,8 +19,6 @@ from course_lib.lessons.notebook import recorded
 from course_lib.parallel.ddp import DataParallel
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):

@@ -10,13 +10,11 @@ from torch import nn
 from course_lib.launching.launch import RankError, launch
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
     # Two epochs: the order of the second counts too.
-    return run_lesson("03_accelerate", forked=False, device="auto", world_size=2, steps=8)
+    return run_lesson("03_accelerate", device="auto", world_size=2, steps=8)
 
 
 def test_the_five_lines(lesson):

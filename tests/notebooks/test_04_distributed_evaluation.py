@@ -5,10 +5,9 @@ import pytest
 
 @pytest.fixture(scope="module")
 def values(run_lesson):
-    return run_lesson("04_distributed_evaluation", device="auto", world_size=2, steps=30)
+    return run_lesson("04_distributed_evaluation", device="auto", world_size=2, steps=24)
 
 
-@pytest.mark.timeout(1200)
 def test_the_right_figures_are_the_single_process_s(values):
     assert values["difference_on_ranks"] < 1e-6
     assert values["rows_on_ranks"] == [455] * 3
@@ -16,7 +15,6 @@ def test_the_right_figures_are_the_single_process_s(values):
     assert values["rows_counted"] == 455
 
 
-@pytest.mark.timeout(1200)
 def test_the_short_cuts_are_off_and_within_their_limits(values):
     assert values["accuracy"] > 0.62, "the model has to beat the commonest class, 0.587"
     assert 0 < values["error_of_repeats"] <= 57 / 512
@@ -26,7 +24,6 @@ def test_the_short_cuts_are_off_and_within_their_limits(values):
     assert len(set(values["macro_f1_of_each_rank"])) == 2
 
 
-@pytest.mark.timeout(1200)
 def test_the_page_says_what_the_score_hides(values):
     """The sampling error, and a class that is never answered, stand beside the scores."""
     confusion = values["confusion"]
@@ -41,7 +38,6 @@ def test_the_page_says_what_the_score_hides(values):
     assert sum(values["f1_by_class"]) / 3 == pytest.approx(values["macro_f1"])
 
 
-@pytest.mark.timeout(1200)
 def test_perplexities_and_bytes(values):
     assert values["perplexity_on_ranks"] == pytest.approx(values["perplexity"], rel=1e-9)
     assert values["perplexity_from_mean_of_losses"] != pytest.approx(values["perplexity"], rel=1e-3)

@@ -10,8 +10,6 @@ from course_lib.launching.launch import launch
 from course_lib.lessons import zero_lab
 from course_lib.metering.meter import Meter
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):

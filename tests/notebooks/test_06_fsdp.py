@@ -21,8 +21,6 @@ from course_lib.planning import hardware
 from course_lib.training.checkpoints import manifest
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(1200)
-
 LAYERS, WIDTH, LINK_ROWS = 4, 64, 4
 
 

@@ -17,8 +17,6 @@ from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(1200)
-
 MEASURED = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev", "only_split")
 
 

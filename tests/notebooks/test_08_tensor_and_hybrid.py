@@ -15,8 +15,6 @@ from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.topology import RankGrid
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(1200)
-
 LAYERS, WIDTH, VOCABULARY = 4, 32, 128
 
 

@@ -12,8 +12,6 @@ from course_lib.planning import activations, hardware, margins, memory, models, 
 from course_lib.planning.plan import RECIPES, Plan
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(1200)
-
 MODEL, GPU, GPUS = "llama-1b", "H100", 64
 
 

@@ -14,8 +14,6 @@ import torch
 from course_lib.lessons.faults.lab import SCENARIOS
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(1200)
-
 BY_LUCK = ("mismatched collectives", "different shapes", "wrong port", "wrong address")
 """Faults in which the culprit may be the first to speak: it depends on which message, or time-out, comes first."""
 

@@ -17,8 +17,6 @@ from course_lib.tracking.jsonl import JsonLinesTracker
 from tests.notebooks.alone import run_alone
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = pytest.mark.timeout(1600)
-
 STEPS, SEEDS, SWEEP_STEPS = 20, 2, 16
 
 

@@ -12,14 +12,14 @@ from course_lib.figures.cloud import losses_by_attempt
 from course_lib.launching.netns import in_own_network
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 STEPS, INTERRUPT_AFTER = 24, 3
 
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
     """Run in a network namespace that has the loopback interface alone."""
-    return in_own_network(run_lesson, "12_sagemaker", world_size=2, steps=STEPS, interrupt_after=INTERRUPT_AFTER)
+    return in_own_network(run_lesson, "12_sagemaker", world_size=1, steps=STEPS, interrupt_after=INTERRUPT_AFTER)
 
 
 def test_the_request_and_its_cost(lesson):

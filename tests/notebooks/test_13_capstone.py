@@ -18,8 +18,6 @@ from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
 from tests.notebooks.conftest import NOTEBOOKS, says, takeaways
 
-pytestmark = pytest.mark.timeout(1600)
-
 DECISIONS = {
     "dataset": "tweets", "recipe": {"task": "classification", "learning_rate": 5e-4, "max_length": 32},
     "model": "tiny-bert", "strategy": "fsdp", "world_size": 2, "device": "cpu", "global_batch": 16, "steps": 16,

@@ -4,8 +4,6 @@ import pytest
 
 from tests.notebooks.conftest import says
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):

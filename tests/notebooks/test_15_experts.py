@@ -5,8 +5,6 @@ import pytest
 
 from tests.notebooks.conftest import execute, says
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):

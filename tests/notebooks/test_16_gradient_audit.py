@@ -7,7 +7,6 @@ import pytest
 
 from tests.notebooks.conftest import says
 
-pytestmark = pytest.mark.timeout(1200)
 ROOT = Path(__file__).resolve().parents[2]
 
 

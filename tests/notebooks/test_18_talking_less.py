@@ -5,8 +5,6 @@ import pytest
 from course_lib.parallel.communication.hooks import all_reduce_bytes
 from tests.notebooks.conftest import says
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):

@@ -39,7 +39,7 @@ SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # a cell o
             "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
 
 pytestmark = [
-    pytest.mark.long, pytest.mark.timeout(3600),
+    pytest.mark.long,
     pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
 
 

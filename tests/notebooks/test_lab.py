@@ -21,8 +21,6 @@ TOKEN = "of-the-test"
 REDIRECTED = (">", "/dev/null")
 LINK = re.compile(r"\]\(([^()\s]+)\)|(?:href|src)=[\"']([^\"']+)")
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
-
 
 def commands_of_make():
     """The lines by which `make lab` trusts the notebooks and starts JupyterLab."""

@@ -6,7 +6,7 @@ import pytest
 from tests.notebooks.conftest import execute
 from tests.notebooks.test_all_lessons import LESSONS
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.long
 
 REFUSED = {
     ("03_accelerate", 3): "world_size 3: take one of world_sizes, [1, 2, 4]",

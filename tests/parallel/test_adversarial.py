@@ -25,8 +25,6 @@ from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.parallel.zero import OverlappedZero1, Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 
-pytestmark = pytest.mark.slow
-
 RANKS, ROWS, WIDTH = 2, 8, 6
 FLAT = {"zero1": Zero1, "zero1 overlapped": OverlappedZero1, "zero2": Zero2}
 BY_BLOCKS = {"zero3": Zero3, "fsdp": FullyShardedDataParallel}
@@ -441,7 +439,6 @@ def found():
     return launch(on_ranks, num_processes=RANKS, timeout=600)[0]
 
 
-@pytest.mark.timeout(720)
 @pytest.mark.parametrize("case", CASES)
 def test_every_engine_equals_the_plain_loop(found, case):
     differences = dict(found["trained"][case])

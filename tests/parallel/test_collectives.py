@@ -17,8 +17,6 @@ from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.parallel import collectives
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 SIZES = (1, 2, 3, 4)
 SHAPES = ((12,), (3, 4), (7,), (1,), (), (0,), (2, 0, 3), (5, 3, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)

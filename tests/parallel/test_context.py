@@ -12,8 +12,6 @@ from course_lib.parallel.sequence_layout import IGNORED, SequenceLayout, next_to
 from tests.parallel import context_cases
 from tests.parallel.context_cases import HEADS, LENGTH, ROWS, TEXTS, WIDTH
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 CASES = list(itertools.product(METHODS, (False, True), (False, True), HEADS, TEXTS))
 
 

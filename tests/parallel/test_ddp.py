@@ -21,8 +21,6 @@ from course_lib.launching.launch import RankError, launch
 from course_lib.parallel import collectives
 from course_lib.parallel.ddp import DataParallel, bf16_compression, sum_gradients
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 300}  # several buckets in a tiny model
 ROWS = 10  # 3, 3, 2, 2 on four ranks
 

@@ -13,8 +13,6 @@ from course_lib.parallel.experts import Experts, Load, MoELayer, expert_groups
 from tests.parallel import expert_cases
 from tests.parallel.expert_cases import EXPERTS, WIDTH, Case
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-
 CASES = [*(Case(scoring, normalized, k) for scoring, normalized, k in
            itertools.product(("before", "after", "sigmoid"), (False, True), (1, 3))),
          Case("before", True, 2, capacity=0.5), Case("before", False, 2, capacity=1.25, shared=True),

@@ -14,8 +14,6 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.zero import Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 
-pytestmark = pytest.mark.slow
-
 ENGINES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "fsdp": FullyShardedDataParallel}
 
 
@@ -59,7 +57,6 @@ def faults():
     return said
 
 
-@pytest.mark.timeout(240)
 def test_ranks_that_differ_and_a_changed_model_are_named_on_every_rank():
     first, second = launch(faults, num_processes=2, timeout=200)
     assert first == second and len(first) == 4 * 3
@@ -91,7 +88,6 @@ def skips_a_step(name, folder):
     engine.clip_grad_norm_(1.0)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["zero2", "fsdp"])
 def test_a_rank_that_skips_a_collective_ends_with_both_stacks(name, tmp_path, time_is_over_once):
     time_is_over_once(own_time, tmp_path / "elsewhere", tmp_path / "waits")

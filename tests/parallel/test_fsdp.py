@@ -33,12 +33,11 @@ from tests.parallel.fsdp_cases import (
     watch_parameters,
 )
 
-pytestmark = pytest.mark.slow
-
 CASES = [
-    *(Case(model=model, ranks=ranks) for model in ("gpt2", "bert") for ranks in (1, 2, 4)),
-    *(Case(reshard_after_forward=False, ranks=ranks, evaluate=True) for ranks in (1, 2, 4)),
-    *(Case(model="bert", ranks=ranks, accumulate=2, max_norm=0.2) for ranks in (1, 2, 4)),
+    *(Case(ranks=ranks) for ranks in (1, 2, 4)),
+    Case(model="bert", ranks=2),
+    *(Case(reshard_after_forward=False, ranks=ranks, evaluate=True) for ranks in (2, 4)),
+    *(Case(model="bert", ranks=ranks, accumulate=2, max_norm=0.2) for ranks in (1, 4)),
     Case(prefetch=False, max_norm=0.2),
     Case(reshard_after_forward=False, accumulate=2, checkpointing=True),
     Case(model="calls checkpoint", checkpointing=True),
@@ -175,12 +174,10 @@ def found(ranks):
     return ranks[0]
 
 
-@pytest.mark.timeout(600)
 def test_without_the_reduction_the_weights_drift(found):
     assert furthest(found["unreduced"]["weights"], expected(Case())["weights"]) > 1000 * TOLERANCE
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=identity)
 def test_equals_the_single_process(found, case):
     outcome, wanted = found["trained"][case], expected(case)

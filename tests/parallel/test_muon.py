@@ -12,8 +12,6 @@ from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.muon import COEFFICIENTS, Muon, muon_groups, newton_schulz
 from course_lib.parallel.sharded_muon import GatheredMuon, LayerwiseMuon, orthogonalising_flops, shared_out
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 SHAPES = [(6, 10), (12, 4), (7, 7), (9, 5), (3, 8)]
 HOW = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 STEPS = 3

@@ -7,8 +7,6 @@ import pytest
 from course_lib.launching.launch import launch
 from tests.parallel.tensor_cases import CASES, DTENSOR_CASES, LAYERS, ROWS, SIZES, TOKENS, TOLERANCE, WIDTH, on_rank
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 
 @pytest.fixture(scope="module")
 def ranks():

@@ -15,8 +15,6 @@ from course_lib.parallel import tensor_parallel
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.topology import RankGrid
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 GRID = RankGrid(dp=2, pp=2, tp=2)
 LAYERS, WIDTH, ROWS, TOKENS, MICROBATCHES, STEPS = 4, 32, 8, 8, 4, 3
 CASES = {  # schedule, options of the model, options of Hybrid

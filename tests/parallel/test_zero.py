@@ -16,8 +16,6 @@ from course_lib.metering.meter import Meter
 from course_lib.parallel.zero import OverlappedZero1, Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 
-pytestmark = pytest.mark.slow
-
 STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
 SIZES = (1, 2, 4)
 
@@ -141,7 +139,6 @@ def parity():
     return found
 
 
-@pytest.mark.timeout(720)
 def test_every_stage_equals_one_process():
     found = launch(parity, num_processes=4, timeout=600)[0]
     alone = [value for key, value in found.items() if key[0] == "alone"]
@@ -180,7 +177,6 @@ def held():
     return found
 
 
-@pytest.mark.timeout(480)
 def test_what_a_rank_holds_is_the_papers_formula():
     cells = 0
     for rank, found in enumerate(launch(held, num_processes=4, timeout=400)):
@@ -219,7 +215,6 @@ def moved():
     return found
 
 
-@pytest.mark.timeout(480)
 def test_stages_one_and_two_move_what_data_parallel_moves_and_three_half_as_much_again():
     found = launch(moved, num_processes=4, timeout=400)[0]
     assert len(found) == 6
@@ -246,7 +241,6 @@ def sent_under_way(kind):
     return (first, second, len(begun) - first - second), len(engine.buckets), meter.bytes_sent / (4 * elements / 2)
 
 
-@pytest.mark.timeout(240)
 def test_the_overlapped_stage_one_sends_in_the_last_backward_and_no_byte_more():
     (first, second, after), buckets, volume = launch(sent_under_way, OverlappedZero1, num_processes=2, timeout=200)[0]
     assert buckets > 4 and (first, second, after) == (0, buckets, 0) and volume == pytest.approx(2.0, rel=0.02)
@@ -274,7 +268,6 @@ def gathered(prefetch):
     return most, left
 
 
-@pytest.mark.timeout(240)
 def test_stage_three_frees_what_it_gathered_and_prefetches_one_block():
     assert launch(gathered, False, num_processes=2, timeout=200)[0] == (1, [0] * 7)
     assert launch(gathered, True, num_processes=2, timeout=200)[0] == (2, [0] * 7)
@@ -305,7 +298,6 @@ def with_checkpointing(stage):
     return max((weights[name] - wanted[name]).abs().max().item() for name in weights) if weights else None
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("stage", STAGES)
 def test_under_activation_checkpointing(stage):
     assert launch(with_checkpointing, stage, num_processes=2, timeout=400)[0] < 2e-6

@@ -10,7 +10,6 @@ from course_lib.errors import ConfigError
 from course_lib.planning import benchmark, cost, hardware, models
 from course_lib.planning.plan import Plan
 
-pytestmark = pytest.mark.timeout(240)
 MODEL = models.from_config({"model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
                             "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 4000})
 PLAN = Plan(128, data=2, micro_batch=2, precision="fp32")

@@ -54,15 +54,13 @@ def config_of(plan, model, gpus_per_node, **options):
     return config_from(parser.parse_args(shlex.split(typed) + more))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses():
     assert set(to_launchers.SPLITTABLE) == set(PLANS)
     assert set(FAMILIES) - {"t5"} <= set(LAYOUTS) | set(FOUND), "the trainer cuts all of them into stages"
     seen, elsewhere = Counter(), Counter()
     for model in TINY.values():
         for gpu, device in (("CPU", "cpu"), ("H100", "cuda"), ("T4", "cuda")):
-            for ranks in (2, 4, 8):
+            for ranks in (2, 8):
                 found, plans = layouts(model, gpu, ranks)
                 for plan in plans:
                     reason = to_launchers.why_not(plan, model)
@@ -83,7 +81,7 @@ def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses():
                         assert schedule.stages == plan.pipeline * plan.virtual <= model.layers
                     seen[gpu, ranks, plan.tensor > 1, plan.pipeline > 1] += 1
     # All kinds of grid, on all machines; on a T4, which has fp16 alone, neither.
-    assert len(seen) == 2 * (3 + 4 + 4) + 3 and sum(seen.values()) > 400, seen
+    assert len(seen) == 2 * (3 + 4) + 2 and sum(seen.values()) > 250, seen
     assert all("no loss scaler" in reason or (mixture and "does not split single layers" in reason)
                for reason, mixture in elsewhere), elsewhere
     assert sum(count for (reason, _), count in elsewhere.items() if "no loss scaler" in reason) > 50, elsewhere
@@ -146,7 +144,6 @@ def test_split_sequences_have_their_options():
     assert (odd["context_parallel"], odd["attention_dropout"]) == ("ring", 0.0)
 
 
-@pytest.mark.timeout(480)
 def test_the_printed_commands_of_split_sequences_are_runs_that_nothing_refuses(monkeypatch):
     """As the search proposes them, with pieces as short as the tiny models are."""
     monkeypatch.setattr(proposed, "CONTEXT_TOKENS", 8)
@@ -183,8 +180,6 @@ def two_steps(folder, plans, model, gpus_per_node):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_printed_commands_of_split_sequences_train(tmp_path):
     plans = [plan for plan in SPLIT_SEQUENCES if plan.engine != "deepspeed"]  # tests/training/engines has DeepSpeed's
     each = launch(two_steps, tmp_path, plans, TINY["tiny-gpt2"], 4, num_processes=4, timeout=1120, device="cpu")[0]
@@ -218,8 +213,6 @@ def train_all(folder, name, ranks, one_of_a_kind):
     return trained
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("name", "ranks", "kinds", "which"), [
     ("tiny-bert", 2, 5, "one of a kind"), pytest.param("tiny-gpt2", 4, 7, "one of a kind", marks=pytest.mark.long),
     *(pytest.param(name, ranks, kinds, "all", marks=pytest.mark.long) for name, ranks, kinds in [

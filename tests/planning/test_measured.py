@@ -1,13 +1,9 @@
 """The memory model beside the meter on two real ranks, and the order of strategies beside published runs."""
 
-import pytest
 
 from benchmarks import planner, planner_order
 
-pytestmark = pytest.mark.timeout(480)
 
-
-@pytest.mark.slow
 def test_states_within_5_and_activations_within_15_percent():
     rows = planner.on_real_ranks()
     states = [row for row in rows if row.kind == "two ranks, model states"]

@@ -31,7 +31,6 @@ from course_lib.planning.plan import Plan
 from course_lib.planning.simulate import STRATEGIES, Setting, simulate
 from tests.long_cases import some
 
-pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 TOKENS = 32
 
 

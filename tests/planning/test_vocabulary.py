@@ -22,8 +22,6 @@ from course_lib.planning.plan import Plan
 from course_lib.planning.simulate import Setting, simulate
 from course_lib.training.loss import CHUNK_BYTES, summed_loss
 
-pytestmark = pytest.mark.timeout(480)
-
 
 def llama(vocab=4000, layers=4):
     return LlamaConfig(vocab_size=vocab, hidden_size=128, intermediate_size=256, num_hidden_layers=layers,

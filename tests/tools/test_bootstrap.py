@@ -236,7 +236,6 @@ def test_a_failure_shows_its_last_lines_and_what_to_do(bootstrap, capsys, said, 
     assert said in shown and "line 61" in shown and "line 60" not in shown
 
 
-@pytest.mark.timeout(240)
 def test_a_site_that_never_answers_costs_its_time_limit_at_most(bootstrap):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert not bootstrap.answers(f"http://127.0.0.1:{silent.getsockname()[1]}/", seconds=0.3)  # pytest's limit: 60

@@ -110,8 +110,6 @@ def served(runs_folder):
         process.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_trackios_dashboard_shows_the_runs_of_all_folders_as_they_come(runs_folder, served):
     headers, page = asked(served, "")
     assert "Trackio" in page and headers["Content-Security-Policy"].startswith("default-src 'self'")
@@ -165,7 +163,6 @@ class Waits(Tracker):
         self.kept.append(state)
 
 
-@pytest.mark.timeout(240)
 def test_a_step_does_not_wait_for_a_tracker_and_the_end_of_the_run_does(tmp_path):
     tracker = Waits(RunInfo("id", "name", "project", None, tmp_path))
     guarded = Guarded(tracker)

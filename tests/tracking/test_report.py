@@ -192,7 +192,6 @@ def test_reports_need_nothing_else_and_show_texts_as_they_are(runs_folder, tmp_p
     assert cells == [3, 3]
 
 
-@pytest.mark.timeout(240)
 def test_the_dashboard_answers_this_machine_alone_and_shows_runs_as_they_come(runs_folder):
     with dashboard_server.serve([str(runs_folder)], 0, 5) as server:
         assert server.server_address[0] == "127.0.0.1"

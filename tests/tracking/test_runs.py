@@ -18,8 +18,6 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.run import build_trainer
 
-pytestmark = pytest.mark.slow
-
 QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 44, "max_eval_samples": 33,
          "max_length": 32, "max_steps": 6, "logging_steps": 2, "eval_steps": 3, "save_steps": 4, "device": "cpu",
          "progress_bar": False, "baselines": False, "learning_rate": 1e-3, "tracker": "jsonl"}
@@ -52,7 +50,6 @@ def series(run, metric):
     return [(step, value) for step, _, name, value in run.rows if name == metric]
 
 
-@pytest.mark.timeout(480)
 def test_two_trackers_keep_the_same_numbers_and_a_resumed_run_goes_on(tmp_path, capfd):
     """Stopped after step 7, resumed from step 4: steps 6 and on are those of the second part, and stand once."""
     folder = tmp_path / "stopped"
@@ -151,7 +148,6 @@ def test_watched_gradients_are_those_of_the_step(tmp_path):
                 assert max(-edges[0], edges[-1]) == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.timeout(480)
 def test_a_service_that_does_not_answer_leaves_the_run_offline_and_says_so(tmp_path, monkeypatch, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -167,7 +163,6 @@ def test_a_service_that_does_not_answer_leaves_the_run_offline_and_says_so(tmp_p
     assert (run.state, run.tracker, len(series(run, "train/loss"))) == ("finished", "wandb", 1)
 
 
-@pytest.mark.timeout(480)
 def test_trackio_and_tensorboard_keep_the_same_numbers_over_a_resume(tmp_path, monkeypatch):
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
     options = {"tracker": "jsonl,trackio,tensorboard", "max_steps": 8}

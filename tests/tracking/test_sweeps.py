@@ -88,7 +88,6 @@ def test_the_best_comes_first_and_the_failed_last(tmp_path, goal, order):
     assert list(frame["run"]) == order and frame.loc[2, "error"] == "it broke"
 
 
-@pytest.mark.slow
 def test_the_file_for_wandb_is_one_that_wandb_reads(tmp_path):
     from wandb.sdk.launch.sweeps.utils import load_sweep_config
 

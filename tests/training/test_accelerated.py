@@ -10,8 +10,6 @@ from course_lib.launching.launch import launch
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import build_trainer
 
-pytestmark = pytest.mark.slow
-
 QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_samples": 44, "max_eval_samples": 33,
          "max_length": 32, "max_steps": 12, "logging_steps": 1, "progress_bar": False, "device": "cpu",
          "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0, "mixed_precision": "no"}
@@ -37,7 +35,6 @@ def losses_of(folder):
     return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
 
 
-@pytest.mark.timeout(960)
 def test_the_same_losses_at_one_two_and_four_ranks(tmp_path):
     """Equal global batches, 44 rows in batches of 8: the last of each epoch is uneven. Without dropout."""
     runs = {}
@@ -53,14 +50,13 @@ def test_the_same_losses_at_one_two_and_four_ranks(tmp_path):
         assert runs[ranks][1]["rows"] == 33
 
 
-@pytest.mark.timeout(480)
 def test_without_synchronisation_the_ranks_drift_apart(tmp_path):
     options = {"batch_size": 4, "max_steps": 3, "output_dir": str(tmp_path), "keep_best": False}
     apart = launch(train, options, unsynchronised=True, num_processes=2, timeout=400)
     assert apart[0][1] != apart[1][1]
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.long
 def test_two_ranks_resume_to_the_bit(tmp_path):
     options = {"batch_size": 4, "save_steps": 5, "save_total_limit": None}
     through = launch(train, options | {"output_dir": str(tmp_path / "a")}, num_processes=2, timeout=400)
@@ -71,7 +67,7 @@ def test_two_ranks_resume_to_the_bit(tmp_path):
     assert [result[1] for result in again] == [result[1] for result in through]
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.long
 def test_saved_by_two_ranks_resumed_by_one(tmp_path):
     """The global batch stays: two ranks of 4 rows, then one of 8. Without dropout the losses go on alike."""
     launch(train, {"batch_size": 4, "save_steps": 5, "output_dir": str(tmp_path / "a"), "save_total_limit": None},

@@ -11,7 +11,6 @@ from course_lib.parallel.ddp import DataParallel
 from course_lib.training.audited_models import AXES, ModelOnEngine, chosen_layouts, config_of
 from tests.forked_process import run_course
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 QWEN = "Qwen/Qwen3-0.6B"
 
 

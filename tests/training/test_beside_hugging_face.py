@@ -16,7 +16,6 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.trainer import Trainer as OurTrainer
 from tests.long_cases import some
 
-pytestmark = pytest.mark.timeout(1200)
 OWN = {"model": "tiny-bert", "dataset": "tweets", "max_length": "16", "max_train_samples": "70",
        "max_eval_samples": "8",
        "training_type": "basic", "device": "cpu", "mixed_precision": "no", "group_by_length": "false",

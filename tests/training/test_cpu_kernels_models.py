@@ -67,7 +67,6 @@ def test_fast_models_drop():
     assert not torch.allclose(*(model.train()(**batch()).logits for _ in range(2)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["t5", "mt5", "umt5"])
 def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, architecture):
     """Its scores too: a position bias that training left out would be in the weights and count elsewhere."""
@@ -115,7 +114,6 @@ def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, arc
     assert biases and abs(scored()[0] - scores["loss"]) > 1e-3, "without the bias it is another model"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("options", "fast"), [({}, False), ({"cpu_kernels": "torch"}, False),
                                                ({"cpu_kernels": "fast"}, True)])
 def test_the_plain_loop_replaces_nothing_unless_asked(tmp_path, monkeypatch, options, fast):
@@ -133,7 +131,6 @@ def test_the_plain_loop_replaces_nothing_unless_asked(tmp_path, monkeypatch, opt
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("task", "built", "fast"), [
     ("classification", 125, 71), ("causal_lm", 180, 119), ("masked_lm", 51, 25)])
 def test_every_architecture_that_course_train_takes(task, built, fast):

@@ -21,8 +21,6 @@ from course_lib.lessons import wrong_metrics
 from course_lib.training.evaluation import ClassificationCounts
 from course_lib.training.trainer import Trainer
 
-pytestmark = pytest.mark.slow
-
 MODELS = {"classification": "tiny-bert", "causal_lm": "tiny-gpt2", "masked_lm": "tiny-bert"}
 UNEVEN, DEGENERATE = (37, 8), (5, 8)  # rows and rows in a batch: 37 and 5 share no factor with 2, 3 or 4
 CASES = [(task, split) for task in MODELS for split in (UNEVEN, DEGENERATE)]
@@ -155,7 +153,6 @@ def in_order(rows):
     return rows[np.argsort(rows[:, 0])]
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("task", MODELS)
 def test_the_rows_can_be_told_apart(task):
     """What the tests below rest on: unlike losses, more than one class right and wrong, unlike numbers of targets."""
@@ -167,7 +164,6 @@ def test_the_rows_can_be_told_apart(task):
         assert table[:, 1].std() > 0.5
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 def test_the_short_cuts_give_other_figures(case, world_size):
@@ -186,7 +182,6 @@ def test_the_short_cuts_give_other_figures(case, world_size):
         assert all(abs(kept[name] - right[name]) > 1e-4 for name in names)
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_rank_has_the_figures_of_one_process(case, world_size):
@@ -198,7 +193,6 @@ def test_every_rank_has_the_figures_of_one_process(case, world_size):
             assert rank["metrics"][name] == pytest.approx(right[name], rel=1e-5, abs=1e-5), name
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_no_row_is_dropped_or_doubled(case, world_size):
@@ -221,7 +215,6 @@ def gather_in_and_after_the_loop():
     return inside, accelerator.gather_for_metrics(torch.cat(mine)).tolist()
 
 
-@pytest.mark.timeout(240)
 def test_repeated_rows_are_dropped_only_inside_the_loop():
     """Once the loader has ended, Accelerate no longer knows how many there were."""
     for inside, after in launch(gather_in_and_after_the_loop, num_processes=2, timeout=200):

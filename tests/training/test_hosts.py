@@ -28,7 +28,6 @@ from tests.long_cases import some
 from tests.several_hosts import hosts_or_skip
 from tests.waiting import has_lines, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CLI = Path(cli.__file__)
 STEPS = 4
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 48, "max_eval_samples": 8, "max_length": 32, "max_steps": STEPS,

@@ -26,8 +26,6 @@ from course_lib.data.ordering import EpochBatches
 from course_lib.launching.launch import launch
 from course_lib.training.callbacks import FunctionCallback
 
-pytestmark = pytest.mark.slow
-
 LEAK = 0.5
 """Objects, files, threads or processes left per step that count as a leak."""
 LEAKED_BYTES = 1024
@@ -113,7 +111,6 @@ def leaking(kind):
     return seen
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", LEAKS)
 def test_each_kind_of_leak_is_noticed(kind):
     found = leaks(launch(leaking, kind, num_processes=1, timeout=320)[0], 4)
@@ -131,7 +128,6 @@ def trained(folder, ranks, steps, more=()):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2400)
 def test_many_steps_on_two_ranks_leave_nothing_behind(tmp_path):
     """With evaluations, checkpoints, epochs and comparisons of the ranks among them."""
     for rank, seen in enumerate(trained(tmp_path, 2, 1000)):
@@ -139,14 +135,12 @@ def test_many_steps_on_two_ranks_leave_nothing_behind(tmp_path):
         assert len(seen) == 20 and {kind for kind in LEAKS if found[kind] > limits()[kind]} == set(), (rank, found)
 
 
-@pytest.mark.timeout(1200)
 def test_one_object_per_step_left_behind_by_a_callback_is_noticed(tmp_path):
     """The same training, so the counts of what does not leak are quiet enough to see it."""
     (seen,) = trained(tmp_path, 1, 500, [FunctionCallback(lambda trainer: leak_an_object())])
     assert 0.9 < leaks(seen, 200)["objects"] < 1.5
 
 
-@pytest.mark.timeout(800)
 def test_eight_ranks_start_and_finish_wherever_they_run(tmp_path):
     every = launch(load.train, str(tmp_path / "run"), 3, 1, {"eval_steps": 0, "save_steps": 0, "batch_size": 1},
                    num_processes=8, timeout=720, stream=False)
@@ -173,7 +167,6 @@ def peak_of(folder, by_hand=False):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_four_times_the_rows_take_no_more_memory(tmp_path):
     few, many = 20_000, 80_000
     peaks = {}
@@ -211,7 +204,6 @@ def read_slowly(file, cache, by_datasets=False):
     return most[0]
 
 
-@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("group", [200, 10_000], ids=["small-row-groups", "one-row-group"])
 def test_a_large_file_is_not_read_ahead_of_what_is_written(tmp_path, group):
     file = tmp_path / "train.parquet"

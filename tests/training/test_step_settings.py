@@ -171,7 +171,6 @@ def test_a_model_has_its_own_forward_back():
 # --- torch.compile ---
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("preset", ["tiny-bert", "tiny-gpt2", "tiny-llama"])
 @pytest.mark.parametrize(("dynamic", "graphs"), [(None, [1, 2, 2]), (True, [1, 1, 1])])
 def test_one_graph_serves_all_blocks_of_a_model(monkeypatch, preset, dynamic, graphs):
@@ -202,8 +201,6 @@ def test_a_model_without_blocks_is_refused():
         compiling.compile_blocks(nn.Linear(2, 2), None)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_a_block_through_inductor_computes_the_same():
     torch._dynamo.reset()

@@ -23,8 +23,6 @@ from course_lib.training.run import build_trainer
 from testing import tiny_architectures
 from tests.long_cases import some
 
-pytestmark = pytest.mark.slow
-
 QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 48, "max_eval_samples": 33,
          "max_length": 32, "batch_size": 4, "max_steps": 6, "logging_steps": 1, "progress_bar": False,
          "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0, "mixed_precision": "no"}
@@ -74,7 +72,6 @@ def gradient_of(trainer):
     return taken[0]
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("layout", [(1, 8), (2, 4), (4, 2)])
 def test_accumulation_gives_the_large_batch_and_the_naive_way_does_not(trainer_of, layout):
     """Rows of unlike lengths, a target a token; each row in its own epoch order, so all layouts see the same rows."""
@@ -88,7 +85,6 @@ def test_accumulation_gives_the_large_batch_and_the_naive_way_does_not(trainer_o
     assert (same - whole).norm() < 1e-5 * whole.norm()
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("stop_at, training_type", [(2, "basic"), (7, "basic"), (12, "basic"), (7, "accelerated")])
 def test_a_resumed_run_gives_the_same_losses_to_the_bit(trainer_of, tmp_path, stop_at, training_type):
     """Saved in the middle of an epoch and at its end (12 steps); dropout is on."""
@@ -103,7 +99,6 @@ def test_a_resumed_run_gives_the_same_losses_to_the_bit(trainer_of, tmp_path, st
         assert torch.equal(value, again.model.state_dict()[name]), name
 
 
-@pytest.mark.timeout(480)
 def test_a_resumed_run_follows_its_own_plan(trainer_of, tmp_path):
     """The one that was saved ended with a rate of zero; this one is longer."""
     first = trainer_of(max_steps=3, save_steps=3)
@@ -117,7 +112,6 @@ def test_a_resumed_run_follows_its_own_plan(trainer_of, tmp_path):
     assert again.scheduler.get_last_lr() == rates and set(rates) == {planned} and planned > 0
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("stop_at", [7, 12])
 def test_a_checkpoint_that_knows_no_tokens_has_them_counted_again(trainer_of, tmp_path, stop_at):
     """As those of the versions that counted rows alone; 12 steps are an epoch."""
@@ -136,7 +130,6 @@ def test_a_checkpoint_that_knows_no_tokens_has_them_counted_again(trainer_of, tm
     assert (again.state.tokens, again.state.flops) == (through.state.tokens, pytest.approx(through.state.flops))
 
 
-@pytest.mark.timeout(480)
 def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, monkeypatch):
     """The negative of the first one."""
     options = {"max_steps": 8, "save_steps": 4}
@@ -149,7 +142,6 @@ def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, 
     assert losses_of(again) != losses_of(through)[4:]
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("options", some([
     {"optimizer": "sgd", "learning_rate": 0.1}, {"optimizer": "adafactor", "learning_rate": 1e-2},
     {"lr_scheduler": "cosine", "warmup_ratio": 0.3}, {"lr_scheduler": "constant", "warmup_steps": 2},
@@ -171,7 +163,6 @@ def data_workers():
     return [each for each in psutil.Process().children() if each.name() == "pt_data_worker"]
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("training_type", ["basic", "accelerated"])
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 def test_no_data_worker_outlives_its_training(trainer_of, training_type, fails):
@@ -190,7 +181,6 @@ def test_no_data_worker_outlives_its_training(trainer_of, training_type, fails):
     assert data_workers() == []
 
 
-@pytest.mark.timeout(480)
 def test_activation_checkpointing_and_padding_change_no_loss(trainer_of, tmp_path):
     plain = trainer_of()
     plain.train()
@@ -201,7 +191,6 @@ def test_activation_checkpointing_and_padding_change_no_loss(trainer_of, tmp_pat
         assert losses_of(other) == pytest.approx(losses_of(plain), abs=1e-5)
 
 
-@pytest.mark.timeout(1200)
 def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path, monkeypatch):
     """Traced and differentiated as compiled models are; without Inductor's code, whose making takes minutes."""
     monkeypatch.setitem(presets.TINY["tiny-bert"].sizes, "num_hidden_layers", 1)
@@ -219,7 +208,6 @@ def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path, monkeypatc
     assert len(losses_of(compiled)) == 2
 
 
-@pytest.mark.timeout(480)
 def test_the_best_weights_are_kept_and_early_stopping_ends_the_run(trainer_of):
     """A learning rate that ruins the model: the first evaluation stays the best."""
     trainer = trainer_of(learning_rate=0.5, eval_steps=1, max_steps=30, early_stopping_patience=3, best_metric="loss",
@@ -231,7 +219,6 @@ def test_the_best_weights_are_kept_and_early_stopping_ends_the_run(trainer_of):
     assert trainer.evaluate("validation")["loss"] == pytest.approx(state.best_value, abs=1e-6)
 
 
-@pytest.mark.timeout(480)
 def test_checkpoints_beyond_the_limit_go(trainer_of):
     trainer = trainer_of(save_steps=1, save_total_limit=2)
     trainer.train()
@@ -239,7 +226,6 @@ def test_checkpoints_beyond_the_limit_go(trainer_of):
     assert kept == [checkpoint.name(5), checkpoint.name(6)]
 
 
-@pytest.mark.timeout(480)
 def test_users_callbacks_see_the_run_and_can_stop_it(trainer_of):
     calls = []
 
@@ -264,7 +250,6 @@ def test_users_callbacks_see_the_run_and_can_stop_it(trainer_of):
     assert calls == ["begin", "evaluate", "checkpoint-000003", "evaluate", "end"]
 
 
-@pytest.mark.timeout(240)
 def test_callbacks_that_began_end_also_when_the_next_cannot_begin(trainer_of):
     calls = []
 
@@ -284,7 +269,6 @@ def test_callbacks_that_began_end_also_when_the_next_cannot_begin(trainer_of):
     assert calls == ["first ends"]
 
 
-@pytest.mark.timeout(240)
 def test_split_batches_means_rows_over_all_processes(trainer_of):
     assert trainer_of(split_batches=True, batch_size=8, training_type="accelerated").sampler.batch_size == 8
 

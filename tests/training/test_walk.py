@@ -5,8 +5,6 @@ import pytest
 from course_lib.training.trainer import Trainer
 from tools import walk
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]
-
 
 @pytest.fixture(scope="module")
 def calls():

@@ -21,8 +21,6 @@ from course_lib.parallel.ddp import Bucket
 from tests.parallel.communication import compression_cases
 from tests.parallel.communication.compression_cases import SHAPES, STEPS, gradients
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 NAMES = ("plain", "powersgd", "powersgd without feedback", "topk", "topk without feedback", "topk of all", "int8",
          "int4")
 RANKS = (2, 3)

@@ -12,8 +12,6 @@ from course_lib.parallel.communication.hooks import all_reduce_bytes
 from tests.parallel.communication import local_cases
 from tests.parallel.communication.local_cases import adamw, batch, model, sgd, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 
 def run(function, *args, ranks=2, **options):
     return launch(function, *args, num_processes=ranks, timeout=240, **options)

@@ -25,8 +25,6 @@ from course_lib.parallel.pipeline.validation import in_flight
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from tests.modeling import stage_cases
 
-pytestmark = pytest.mark.slow
-
 WIDTH, ROWS, MICROBATCHES = 8, 16, 8
 TOLERANCE = 5e-6  # float32 sums in another order; gradients are of the order of 1
 FAMILIES = ["bert", "roberta", "distilbert", "gpt2 causal", "opt causal", "llama causal", "llama"]
@@ -242,7 +240,6 @@ def merged(outcomes):
     return {key: value for outcome in outcomes for key, value in outcome.items()}
 
 
-@pytest.mark.timeout(720)
 @pytest.mark.parametrize("engine", ["ours", "torch's"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
@@ -374,7 +371,6 @@ def on_one_rank():
     return said, [loss.item() for loss in done.losses]
 
 
-@pytest.mark.timeout(240)
 def test_what_a_stage_may_not_return_and_extras_of_any_name():
     said, losses = launch(on_one_rank, num_processes=1, timeout=200)[0]
     assert [line.partition(":")[0] for line in said] == [

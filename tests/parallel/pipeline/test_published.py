@@ -58,8 +58,6 @@ def test_all_rates_are_looked_at():
     assert len(RATES) == 35 and {row["config"]["schedule"] for row in RATES} == {*NAMES, "ZB-1p", "ZB-2p", "ZB-V"}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("row", RATES, ids=lambda row: row["id"])
 def test_published_rate(row):
     config = row["config"]

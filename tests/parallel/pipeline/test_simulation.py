@@ -53,7 +53,6 @@ def test_interleaved_divides_the_wait_by_v():
     assert compared == 840
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_the_formula_holds_wherever_there_is_one(name):
     compared = 0
@@ -147,7 +146,6 @@ def test_a_table_that_waits_for_itself_is_refused():
         simulate(Schedule("1f1b", (0, 1), 2, (table.rows[0][2:], table.rows[1])))
 
 
-@pytest.mark.slow
 def test_fitted_tables_are_proved_for_many_sizes_and_lengths():
     proved = 0
     for ranks, microbatches, lengths in product(range(1, 6), (1, 2, 5, 10), LENGTHS[:5]):

@@ -22,8 +22,6 @@ from course_lib.training.callbacks.monitoring import (
 )
 from course_lib.training.engines.base import Engine
 
-pytestmark = pytest.mark.slow
-
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 64, "max_eval_samples": 8, "max_length": 32, "max_steps": 8,
          "logging_steps": 4, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
          "baselines": False, "batch_size": 4, "tracker": "none", "keep_best": False}
@@ -89,7 +87,6 @@ def trained(tmp_path_factory):
     return folder, launch(train_all, str(folder), num_processes=2, timeout=600)
 
 
-@pytest.mark.timeout(720)
 def test_a_rank_that_holds_more_is_seen_and_said_once(trained):
     folder, (first, second) = trained
     table = pd.read_csv(folder / "held" / "monitor" / "memory.csv").pivot(index="step", columns="rank", values="mib")
@@ -101,7 +98,6 @@ def test_a_rank_that_holds_more_is_seen_and_said_once(trained):
     assert pd.read_csv(folder / "held" / "monitor" / "alerts.csv")["alert"].tolist() == [first["alerts"][0]["alert"]]
 
 
-@pytest.mark.timeout(720)
 def test_a_threshold_is_reported_for_each_rank_once(trained):
     alerts = trained[1][0]["tight"]
     assert [each["alert"][:12] for each in alerts] == ["rank 0 holds", "rank 1 holds"]
@@ -110,7 +106,6 @@ def test_a_threshold_is_reported_for_each_rank_once(trained):
     assert all(each["step"] == 4 and "the threshold is 0%" in each["alert"] for each in alerts)
 
 
-@pytest.mark.timeout(720)
 def test_the_share_of_communication_is_metered_on_every_rank_and_nothing_is_changed(trained):
     folder, (first, _) = trained
     table = pd.read_csv(folder / "all" / "monitor" / "communication.csv")
@@ -123,7 +118,6 @@ def test_the_share_of_communication_is_metered_on_every_rank_and_nothing_is_chan
     assert len(piped) == 4 and (piped["mb_sent"] > 0).all()
 
 
-@pytest.mark.timeout(720)
 def test_each_rank_leaves_a_trace_and_a_table_of_operators(trained):
     folder = trained[0]
     for rank in (0, 1):
@@ -138,7 +132,6 @@ def test_each_rank_leaves_a_trace_and_a_table_of_operators(trained):
         profile_table(folder / "too short")
 
 
-@pytest.mark.timeout(720)
 def test_the_summary_has_a_row_a_rank(trained):
     table = summary(trained[0] / "all")
     assert list(table.index) == [0, 1] and table.index.name == "rank"

@@ -20,7 +20,6 @@ from course_lib.training.callbacks.progress import LogLines, terminal_lines
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import train
 
-pytestmark = pytest.mark.timeout(480)
 QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 48, "max_eval_samples": 8,
          "max_length": 16, "batch_size": 4, "max_steps": 6, "logging_steps": 2, "eval_steps": 3, "save_steps": 0,
          "baselines": False, "tracker": "none", "watchdog": 0.0, "warmup_steps": 2, "learning_rate": 1e-3}

@@ -16,8 +16,6 @@ from course_lib.training.callbacks import Callback, tracking
 from course_lib.training.callbacks.predictions import predict
 from course_lib.training.engines.base import Engine
 
-pytestmark = pytest.mark.slow
-
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 44, "max_eval_samples": 33, "max_length": 32, "max_steps": 4,
          "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
          "baselines": False, "learning_rate": 1e-3, "batch_size": 4, "tracker": "jsonl"}
@@ -80,7 +78,6 @@ def histograms_in(path: Path) -> set[str]:
     return {name for entry in entries if entry["kind"] == "histograms" for name in entry["values"]}
 
 
-@pytest.mark.timeout(800)
 def test_rank_0_tracks_one_run_with_every_ranks_machine(trained):
     (run,) = read_runs(trained[0] / "one")
     assert (run.rank, run.state, run.group) == (0, "finished", None)
@@ -92,7 +89,6 @@ def test_rank_0_tracks_one_run_with_every_ranks_machine(trained):
     assert mine == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
 
 
-@pytest.mark.timeout(800)
 def test_every_rank_tracks_a_run_of_its_own_in_one_group(trained):
     found = read_runs(trained[0] / "each")
     assert len(found) == 4 and {run.group for run in found} == {"each"}
@@ -106,7 +102,6 @@ def test_every_rank_tracks_a_run_of_its_own_in_one_group(trained):
     assert len({run.id for run in found}) == 2, "both trackers of a rank know the run by the same id"
 
 
-@pytest.mark.timeout(800)
 def test_predictions_of_a_pipeline_and_of_two_ranks_are_those_of_one_process(trained):
     """All wrong rows of the 33, with text and loss: gathered by rank, or with a model in stages."""
     folder, found = trained
@@ -129,7 +124,6 @@ def test_predictions_of_a_pipeline_and_of_two_ranks_are_those_of_one_process(tra
     assert [row[4] for row in alone] == pytest.approx([row[4] for row in tables["one"]], abs=1e-3)
 
 
-@pytest.mark.timeout(800)
 def test_tensors_are_watched_with_every_way_to_hold_them(trained):
     looked_at = 0
     for name, kinds in {"pipeline": {"gradients", "parameters"}, "zero1-torch": {"gradients", "parameters"},
@@ -142,7 +136,6 @@ def test_tensors_are_watched_with_every_way_to_hold_them(trained):
     assert not histograms_in(trained[0] / "one" / "tracking" / "rank-0.jsonl")
 
 
-@pytest.mark.timeout(800)
 def test_a_tracker_that_fails_on_rank_0_leaves_no_rank_waiting(trained):
     assert [each["failed"] for each in trained[1]] == [4, 4]
     assert not read_runs(trained[0] / "fails")

@@ -19,8 +19,6 @@ import torch
 from course_lib.errors import CheckpointError
 from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree, sharded
 
-pytestmark = pytest.mark.slow
-
 WRITING = os.O_WRONLY | os.O_RDWR
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.truncate", "os.chmod", "shutil.rmtree")
 
@@ -178,7 +176,6 @@ def survivors(folder, case, act):
     return found
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("act", [kill, fail, fill_up], ids=lambda act: act.__name__)
 def test_a_fault_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path, case, act):
@@ -202,7 +199,6 @@ def in_place(run):
     manifest.seal(folder)
 
 
-@pytest.mark.timeout(240)
 def test_writing_in_place_would_lose_the_only_checkpoint(tmp_path):
     """The same kills as above: the checks there can fail."""
     with mock.patch.dict(CASES, {"in place": (only_one, in_place, (20, 0), (20, 1))}):
@@ -210,7 +206,6 @@ def test_writing_in_place_would_lose_the_only_checkpoint(tmp_path):
     assert sum(left is None for _, left in found) > 10
 
 
-@pytest.mark.timeout(480)
 def test_a_disk_that_is_full_in_the_middle_of_a_file(tmp_path):
     """A real failing write at many places of every file: the process may make no file longer than the limit."""
     two(tmp_path)

@@ -38,8 +38,6 @@ from course_lib.training.checkpoints import (
 from course_lib.training.state import TrainState
 from course_lib.training.trainer import Trainer
 
-pytestmark = pytest.mark.slow
-
 # 22 rows in global batches of 4: six steps per epoch, the last with two rows.
 BASE = {"dataset": "tweets", "max_train_samples": 22, "max_eval_samples": 8, "max_length": 24, "model": "tiny-bert",
         "training_type": "basic", "batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 14,
@@ -182,7 +180,6 @@ def test_the_rows_of_the_undisturbed_run(undisturbed):
     assert recorder.steps[1] != recorder.steps[7]
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize(("options", "crashes", "starts"), [
     ({}, (4, 7, 8, 11, 14), [0, 3, 6, 6, 9, 12]),
     ({"num_workers": 2, "task": "masked_lm", "max_steps": 9}, (5, 8), [0, 3, 6]),
@@ -271,7 +268,6 @@ def nine(undisturbed):
     return undisturbed[0] / checkpoint.name(9)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("item", [None, *DROPPED])
 def test_whatever_is_not_put_back_is_noticed(tmp_path, undisturbed, nine, item):
     """Step 9 is the third of the second epoch, one after an evaluation and a logged line."""
@@ -294,7 +290,6 @@ def test_the_mutants_are_at_least_twelve():
     assert state - tested == {"max_steps", "steps_per_epoch", "seconds", "stop"}, "planned anew, or a matter of time"
 
 
-@pytest.mark.timeout(240)
 def test_without_its_best_weights_a_checkpoint_begins_the_search_anew(tmp_path, nine, capsys):
     folder = tmp_path / nine.name
     shutil.copytree(nine, folder)
@@ -306,7 +301,6 @@ def test_without_its_best_weights_a_checkpoint_begins_the_search_anew(tmp_path, 
     assert trainer.state.best_step > 9 and trainer.best_file.exists()
 
 
-@pytest.mark.timeout(240)
 def test_a_signal_in_the_middle_of_an_accumulation_lets_the_step_finish(tmp_path, undisturbed):
     _, wanted, end = undisturbed
     trainer = trainer_of(tmp_path, recorder := Recorder(), save_steps=0)
@@ -374,7 +368,6 @@ def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
     assert resuming.find(trainer("auto", copied)) == nine.parent / checkpoint.name(12)
 
 
-@pytest.mark.timeout(240)
 def test_a_rank_that_dies_meanwhile_is_no_fault_of_the_checkpoint(tmp_path, nine):
     trainer = trainer_of(tmp_path, Recorder(), resume_from_checkpoint=str(nine))
     for error, told in ((RuntimeError("Connection closed by peer [127.0.0.1]:9"), RuntimeError),
@@ -493,7 +486,6 @@ def two_ranks(tmp_path_factory, small_models):
     return launch(on_two_ranks, tmp_path_factory.mktemp("ranks"), num_processes=2, timeout=1600)
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("i", range(len(SHARDED)), ids=[f"{o.get('strategy', 'pipeline')}" for o in SHARDED])
 def test_ranks_resume_to_the_bit(two_ranks, i):
     results = [rank["chains"][i] for rank in two_ranks]
@@ -504,20 +496,17 @@ def test_ranks_resume_to_the_bit(two_ranks, i):
         assert sorted(row for rows in both for row in rows) == list(range(22)), "an epoch, each row on one rank"
 
 
-@pytest.mark.timeout(1800)
 def test_a_rank_more_than_saved_has_a_stream_of_its_own(two_ranks):
     (_, before_0, after_0), (_, before_1, after_1) = (rank["streams"] for rank in two_ranks)
     assert len({before_0, after_0, before_1, after_1}) == 4
 
 
-@pytest.mark.timeout(1800)
 def test_asynchronous_saving_never_mixes_two_steps(two_ranks):
     for rank in two_ranks:
         assert rank["copied"] == {1: {1.0}, 2: {2.0}}
         assert rank["not copied"] == {1: {2.0}, 2: {3.0}}, "the copy is what does it"
 
 
-@pytest.mark.timeout(1800)
 def test_machines_without_a_shared_disk_keep_their_parts_and_get_the_best_weights_back(two_ranks):
     first, second = two_ranks
     assert first["parts"] == [manifest.MANIFEST, "rank-0", "shards"] and second["parts"] == ["rank-1", "shards"]
@@ -534,7 +523,6 @@ def fails_alone(folder):
     trainer_of(folder, recorder, **{"training_type": "accelerated", "batch_size": 1} | SHARDED[4]).train()
 
 
-@pytest.mark.timeout(400)
 def test_a_rank_that_fails_while_a_checkpoint_is_written_says_so_and_waits_for_nobody(tmp_path):
     with pytest.raises(RankError, match=r"rank 1 raised \S+Crash"):
         launch(fails_alone, tmp_path, num_processes=2, timeout=240)

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 WRITE = """
 import json, sys
 from pathlib import Path

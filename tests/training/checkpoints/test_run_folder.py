@@ -10,8 +10,6 @@ from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.training.checkpoints import run_folder
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def hold(folder, ready):
     with run_folder.held(folder):

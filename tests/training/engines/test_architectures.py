@@ -9,14 +9,11 @@ from benchmarks import architectures
 from course_lib.training.engines import engine_class
 from testing.architectures import ARCHITECTURES, WAYS, Outcome, config_of, outcomes
 
-pytestmark = pytest.mark.slow
-
 
 def where_it_does_not_agree(found):
     return {way: (str(outcome), outcome.line) for way, outcome in found.items() if not outcome.agrees}
 
 
-@pytest.mark.timeout(800)
 @pytest.mark.parametrize(("architecture", "task", "ways", "refused"), [
     # parameters that no loss uses: torch's DDP and its ZeRO have to look for them
     ("xlnet", "causal_lm", ("ddp torch", "zero1 torch", "zero2 scratch", "fsdp scratch"), ()),
@@ -44,7 +41,6 @@ def test_smoothed_labels_travel_through_a_pipeline(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1600)
 @pytest.mark.parametrize(("architecture", "task"), [
     (name, task) for name, (_, _, tasks) in ARCHITECTURES.items() for task in tasks])
 def test_every_way_agrees_or_says_in_a_line_why_not(tmp_path, monkeypatch, architecture, task):

@@ -9,10 +9,8 @@ from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from tests.training.engines.test_strategies import run_pairs
 
-pytestmark = pytest.mark.slow
-
 PAIRS = [("ddp", "torch"), ("zero2", "scratch"), ("fsdp", "torch"), ("zero3", "scratch"), ("fsdp", "scratch")]
-SOME = [("fsdp", "torch"), ("fsdp", "scratch")]
+SOME = [("fsdp", "scratch")]
 """In `make test`; all are in `make long`."""
 
 
@@ -34,8 +32,6 @@ def compiled(folder, pairs):
     return plain, found, again, none, len(graphs)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("pairs", [SOME, pytest.param(PAIRS, marks=pytest.mark.long)], ids=["some", "all"])
 def test_compiled_blocks_train_as_plain_ones_under_every_kind_of_engine(tmp_path, pairs):
     plain, found, again, none, graphs = launch(compiled, tmp_path, pairs, num_processes=2, timeout=1520)[0]

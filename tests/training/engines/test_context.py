@@ -13,8 +13,6 @@ from course_lib.training.checkpoints import checkpoint, formats, sharded
 from course_lib.training.engines.base import Engine
 from course_lib.training.optimization import parameter_groups
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
-
 STEPS, SAVED = 3, 2
 GRADIENT_TOLERANCE = 1e-7
 """Of gradients that are clipped to a norm of 0.5."""
@@ -70,7 +68,7 @@ def runs(folder, cases, ranks, **common):
         copies = ranks // options.get("context_parallel_size", 1) // options.get("tensor_parallel_size", 1) // (
             options.get("pipeline_parallel_size", 1))
         found[name] = parity.trace(parity.task(where(folder, name), 1, **(
-            {"max_steps": STEPS, "batch_size": parity.GLOBAL_ROWS // 2 // copies, "save_steps": 1,
+            {"max_steps": STEPS, "eval_steps": 3, "batch_size": parity.GLOBAL_ROWS // 2 // copies, "save_steps": 1,
              "save_total_limit": None} | common | options)))
     return found
 
@@ -124,7 +122,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder):
     return parity.trace(parity.task(where(folder, "one"), 1, training_type="basic", max_steps=STEPS, save_steps=1,
-                                    save_total_limit=None))
+                                    eval_steps=3, save_total_limit=None))
 
 
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.long)])

@@ -18,8 +18,6 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines.from_scratch import Scratch
 from course_lib.training.router_loss import RouterLoss
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
 STEPS, SAVED = 4, 2
 NORM_TOLERANCE = 1e-6
 """Relative: all is in float64 but for transformers' softmax and loss."""

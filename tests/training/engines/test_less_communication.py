@@ -23,8 +23,6 @@ from course_lib.training.engines import engine_class
 from course_lib.training.engines.less_communication import Compressing, Local
 from course_lib.training.trainer import Trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
-
 PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "max_grad_norm": 0.0,
          "adam_epsilon": 1e-8}
 """A step that is linear in the gradient."""

@@ -17,11 +17,10 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines import pipeline
 from course_lib.training.run import build_trainer, train
 
-pytestmark = pytest.mark.slow
-
 ROWS = parity.GLOBAL_ROWS // 2
 STEPS = 5
-COMMON = {"max_eval_samples": 7, "eval_batch_size": 2, "max_steps": STEPS, "save_steps": 3, "save_total_limit": None}
+COMMON = {"eval_steps": 3, "max_eval_samples": 7, "eval_batch_size": 2, "max_steps": STEPS, "save_steps": 3,
+          "save_total_limit": None}
 ONE_PIPELINE = {"training_type": "pipeline", "batch_size": ROWS, "pipeline_chunks": 4}
 TWO_BY_TWO = {"training_type": "pipeline", "batch_size": ROWS // 2, "pipeline_chunks": 2, "data_parallel_size": 2}
 TWO = {
@@ -154,8 +153,6 @@ def furthest(found, wanted):
     return max((found["weights"][name] - weight).abs().max().item() for name, weight in wanted["weights"].items())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [name for name in TWO if name not in ("naive weights", "bf16")])
 def test_one_pipeline_trains_like_the_plain_loop(two, plain, name):
     assert agrees(two[0][name], plain["basic"]) <= parity.WEIGHT_TOLERANCE
@@ -167,8 +164,6 @@ def test_one_pipeline_of_another_schedule_does_too(more, plain, name):
     assert agrees(more[0][name], plain["basic"]) <= parity.WEIGHT_TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_naive_weights_and_low_precision_are_those_of_the_plain_loop(two, plain):
     assert agrees(two[0]["naive weights"], plain["naive"]) <= parity.WEIGHT_TOLERANCE
     assert agrees(two[0]["bf16"], plain["bf16"], tolerance=2e-2) < 2e-3
@@ -176,22 +171,16 @@ def test_naive_weights_and_low_precision_are_those_of_the_plain_loop(two, plain)
     assert two[0]["naive weights"]["losses"] != pytest.approx(plain["basic"]["losses"], abs=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FOUR)
 def test_two_pipelines_of_two_ranks_train_like_the_plain_loop(four, plain, name):
     assert agrees(four[0][name], plain["basic"]) <= parity.WEIGHT_TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["untied", "apart"])
 def test_without_an_exchange_it_differs(four, plain, name):
     assert furthest(four[0]["without"][name], plain["basic"]) > 100 * parity.WEIGHT_TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_a_rank_holds_its_own_stages_alone(two):
     whole = two[0]["1f1b"]["all"] - 192 * 1024  # the tied head's second name; see the assertion below
     for name in ("1f1b", "zbv"):
@@ -202,8 +191,6 @@ def test_a_rank_holds_its_own_stages_alone(two):
     assert any("transformer.h.0." in name for name in first) and any("transformer.h.3." in name for name in second)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_what_cannot_be_is_refused_with_the_rule(two):
     said = two[0]["refusals"]
     assert "pipelines of" in said["sizes"] and "and there are 2: choose data_parallel_size" in said["sizes"]
@@ -230,8 +217,6 @@ def resume(folder, saved_by, number, options):
                               **options))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long),
                                     3, 4], ids=lambda i: f"{RESUMED[i][0]}-to-{RESUMED[i][1]}")
 def test_resumed_with_another_split_or_strategy(two, four, plain, folder, number):
@@ -242,8 +227,6 @@ def test_resumed_with_another_split_or_strategy(two, four, plain, folder, number
     assert furthest(found, plain["basic"]) <= parity.WEIGHT_TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_resumed_by_the_plain_loop(two, four, plain, folder):
     for saved_by in ("two/zbv", "four/2x2-zero1"):
         found = resume(folder, saved_by, saved_by.replace("/", "-"), {"training_type": "basic"})
@@ -258,8 +241,6 @@ def classify(folder, training_type, **options):
     return train(config)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(800)
 def test_the_run_ends_with_one_model_that_anyone_loads(tmp_path):
     from transformers import pipeline as make_pipeline
 

@@ -12,8 +12,6 @@ from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint, formats, sharded
 
-pytestmark = pytest.mark.slow
-
 SHARDING = [pair for pair in parity.PAIRS if pair[0] != "ddp"]
 
 
@@ -32,8 +30,6 @@ def one_process(tmp_path_factory):
 ONE_OF_EACH_ENGINE = [("fsdp", "torch"), ("zero3", "scratch"), ("zero1", "deepspeed")]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 4))])
 def test_the_parity_matrix(tmp_path, monkeypatch, world_size):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -44,8 +40,6 @@ def test_the_parity_matrix(tmp_path, monkeypatch, world_size):
     assert [cell for cell in cells if not cell.agrees] == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_one_rank_is_the_same_code(tmp_path, monkeypatch):
     """One strategy of each engine; `make long` has all thirteen on one rank."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -62,7 +56,6 @@ def apart(folder):
     return found
 
 
-@pytest.mark.timeout(480)
 def test_without_the_exchange_the_matrix_would_notice(tmp_path, one_process):
     found = launch(apart, tmp_path, num_processes=2, timeout=400)[0]
     cell = parity.compare(found, one_process[1], "ddp", "none", 2)
@@ -81,12 +74,12 @@ def run_pairs(folder, world_size, pairs, **options):
     return found
 
 
-def saved_then_resumed(tmp_path, pairs, steps):
+def saved_then_resumed(tmp_path, pairs, steps, others):
     first, again = tmp_path / "first", tmp_path / "again"
     launch(run_pairs, first, 2, pairs, save_steps=3, save_total_limit=None, max_steps=steps, num_processes=2,
            timeout=800)
     found = {}
-    for ranks in (1, 4):
+    for ranks in others:
         for pair, losses in launch(run_pairs, again / str(ranks), ranks, pairs, num_processes=ranks, timeout=800,
                                    max_steps=steps, resume_from_checkpoint=Resume(first))[0].items():
             found[pair, ranks] = losses
@@ -103,27 +96,23 @@ class Resume:
         return str(self.folder / name_of(pair) / checkpoint.name(3))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("pairs", [ONE_OF_EACH_ENGINE, pytest.param(SHARDING, marks=pytest.mark.long)],
-                         ids=["one of each engine", "all"])
-def test_saved_by_two_ranks_resumed_by_one_and_by_four(tmp_path, monkeypatch, pairs):
+@pytest.mark.parametrize(("pairs", "others"), [
+    (ONE_OF_EACH_ENGINE, (4,)), pytest.param(SHARDING, (1, 4), marks=pytest.mark.long)], ids=["some", "all"])
+def test_saved_by_two_ranks_resumed_by_one_and_by_four(tmp_path, monkeypatch, pairs, others):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: F401  here, or each of the ranks would take ten seconds for it
 
     wanted = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=5))
-    found = saved_then_resumed(tmp_path, pairs, steps=5)
-    assert len(found) == 2 * len(pairs) and len(SHARDING) == 11
+    found = saved_then_resumed(tmp_path, pairs, steps=5, others=others)
+    assert len(found) == len(others) * len(pairs) and len(SHARDING) == 11
     for losses in found.values():
         assert losses == pytest.approx(wanted.losses[3:], abs=parity.LOSS_TOLERANCE) and len(losses) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1600)
 def test_a_run_goes_on_with_another_strategy_and_engine(tmp_path, one_process):
     """Whole to pieces, pieces to other pieces, pieces to whole."""
     folder, wanted = one_process
-    path = [("zero1", "torch", 2), ("zero3", "deepspeed", 2), ("fsdp", "scratch", 4), ("zero2", "scratch", 2)]
+    path = [("zero1", "torch", 2), ("zero3", "deepspeed", 2), ("fsdp", "scratch", 4)]
     last = folder / checkpoint.name(3)
     for i, (strategy, engine, ranks) in enumerate(path):
         losses = launch(run_pairs, tmp_path / str(i), ranks, [(strategy, engine)], num_processes=ranks, timeout=400,
@@ -132,7 +121,7 @@ def test_a_run_goes_on_with_another_strategy_and_engine(tmp_path, one_process):
         last = tmp_path / str(i) / f"{strategy}-{engine}" / checkpoint.name(4 + i)
     config = parity.task(tmp_path / "basic", 1, training_type="basic", resume_from_checkpoint=str(last))
     found = parity.trace(config)
-    assert found.losses == pytest.approx(wanted.losses[7:], abs=parity.LOSS_TOLERANCE)
+    assert found.losses == pytest.approx(wanted.losses[6:], abs=parity.LOSS_TOLERANCE)
     largest = max((found.weights[name] - wanted.weights[name]).abs().max() for name in wanted.weights)
     assert largest <= parity.WEIGHT_TOLERANCE
 
@@ -167,7 +156,6 @@ def slow_saves(folder, async_save):
     return parity.trace(config).losses, seen
 
 
-@pytest.mark.timeout(960)
 def test_asynchronous_saving_overlaps_training_and_stores_the_same(tmp_path, one_process):
     runs = {mode: launch(slow_saves, tmp_path / str(mode), mode, num_processes=2, timeout=400)[0]
             for mode in (False, True)}

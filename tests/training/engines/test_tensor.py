@@ -18,8 +18,6 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.tensor_shards import places
 from tools.parity import BEGIN, END, PAGE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
-
 STEPS, SAVED = 4, 2
 TWO = {"tensor_parallel_size": 2}
 PIPELINE = {"training_type": "pipeline", "pipeline_parallel_size": 2, "pipeline_chunks": 2}
