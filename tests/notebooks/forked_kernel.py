@@ -1,4 +1,4 @@
-"""A lesson's kernel that is forked from this process; that of lesson 00, about starting, is a user's."""
+"""A lesson's kernel that is forked from this process; those of lessons 00 and 03, about starting, are a user's."""
 
 import os
 import sys

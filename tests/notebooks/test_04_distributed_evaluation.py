@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def values(run_lesson):
-    return run_lesson("04_distributed_evaluation", device="auto", world_size=2, steps=24)
+    return run_lesson("04_distributed_evaluation", device="auto", world_size=2, steps=30)
 
 
 def test_the_right_figures_are_the_single_process_s(values):

@@ -108,7 +108,7 @@ def trained(folder, crash_at=None, **options):
 
 
 def all_ways(folder):
-    return {name: trained(folder / name, **PLAIN, **options) for name, options in WAYS.items()}
+    return {name: trained(folder / name, eval_steps=3, **PLAIN, **options) for name, options in WAYS.items()}
 
 
 @pytest.fixture(scope="module")
