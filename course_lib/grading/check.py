@@ -28,7 +28,7 @@ from course_lib.grading.task import Case, Finding, Observation, Task, earned
 from course_lib.grading.tasks import TASKS
 from course_lib.hangs.rank_state import RankState
 from course_lib.launching.launch import RankError, RanksHung, launch
-from course_lib.launching.own_time import own_share
+from course_lib.launching.own_time import on_the_wall
 
 SECONDS_PER_CASE = 10.0
 """That a rank waits for another in a collective."""
@@ -44,7 +44,7 @@ class CheckJob:
 
     Attributes:
         answer: number of the answer that it is a case of: once its ranks have waited in vain, the rest is not run.
-        seconds: that a rank waits for another in a collective, longer where ranks have waited for cores.
+        seconds: that a rank waits for another in a collective, up to twice as long where it has waited for cores.
         most: seconds that the case may take, likewise; None: as long as the launch.
     """
 
@@ -213,7 +213,7 @@ def _share_pages(ranks: int) -> None:
 
 def _seconds(jobs: int) -> float:
     """Of the ranks' own time, until those that still run are ended."""
-    return 2 * SECONDS_PER_CASE + 3 * jobs
+    return 3 * SECONDS_PER_CASE + 3 * jobs
 
 
 def _observe_on_rank(jobs: Sequence[CheckJob]) -> list[Observation | None]:
@@ -271,7 +271,7 @@ def _observe_case(job: CheckJob, meeting: Meeting, stop: Callable[[], None]) -> 
     """
     page = _pages[meeting.rank] if meeting.rank < len(_pages) else RankState()
     dist.init_process_group("gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.world_size,
-                            timeout=datetime.timedelta(seconds=job.seconds / own_share()))
+                            timeout=datetime.timedelta(seconds=on_the_wall(job.seconds)))
     meeting.meet("connected")
     try:
         seen = _observe_function(job, meeting.rank, page)
@@ -298,7 +298,7 @@ def _limited(seconds: float | None) -> Iterator[None]:
         raise TimeoutError(LATE)
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds / own_share())
+    signal.setitimer(signal.ITIMER_REAL, on_the_wall(seconds))
     try:
         yield
     finally:

@@ -57,10 +57,10 @@ def queued_and_used(pid: int) -> tuple[float, float] | None:
     return queued, used
 
 
-def own_share() -> float:
-    """Part of the time in which this process's main thread wanted a core and had one; 1 where nobody can tell."""
+def on_the_wall(seconds: float) -> float:
+    """How long to wait on the wall for others: up to twice as long where this process has had to wait for cores."""
     try:
         ran, queued, _ = map(int, Path("/proc/self/schedstat").read_text().split())
     except OSError:
-        return 1.0
-    return ran / (ran + queued) if ran else 1.0
+        return seconds
+    return seconds * min(2.0, 1 + queued / ran) if ran else seconds
