@@ -6,7 +6,6 @@ those of that run.
 
 import contextlib
 import html
-import importlib
 import re
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import papermill
 import pytest
 
 from course_lib.lessons.notebook import recorded
-from course_lib.replacing import environment
 from tests.notebooks.forked_kernel import forked_kernels
 
 CELL_SECONDS = 960
@@ -24,16 +22,12 @@ CELL_SECONDS = 960
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
-def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, needs=(), **parameters):
+def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
     """Recorded values of a fresh run of a lesson, whose working directory is a folder; its ``takeaways`` with them.
 
     Args:
         forked: the kernel is forked from this process, rather than started as a user's is.
-        needs: packages to import here, before the fork, which each of the lesson's ranks would take seconds for.
     """
-    with environment({"DS_ACCELERATOR": "cpu"}):
-        for package in needs:
-            importlib.import_module(package)
     done = folder / f"{name}.ipynb"
     with forked_kernels() if forked else contextlib.nullcontext():
         papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(folder),

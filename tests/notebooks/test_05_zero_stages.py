@@ -13,7 +13,7 @@ from course_lib.metering.meter import Meter
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("05_zero_stages", needs=["deepspeed"], device="auto", world_size=2, steps=3)
+    return run_lesson("05_zero_stages", device="auto", world_size=2, steps=3)
 
 
 def test_by_hand_each_phase_changes_what_it_says(lesson):

@@ -8,7 +8,7 @@ from tests.notebooks.conftest import execute, says
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("15_experts", needs=["deepspeed"], device="auto", world_size=2, steps=4)
+    return run_lesson("15_experts", device="auto", world_size=2, steps=4)
 
 
 def test_an_untrained_router_is_more_uneven_than_chance(lesson):
