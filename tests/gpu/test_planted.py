@@ -85,7 +85,7 @@ def test_done_right_nothing_is_found(gpus, order):
 @pytest.mark.parametrize("plant", HANGING, ids=lambda plant: plant.name)
 def test_what_would_hang_is_named_by_its_line(plant, gpus):
     wrong = gpus.run(_launch, [plant], True, plant.ranks, gpus=3,
-                     environment={"GPU_SIM_TIMEOUT": "1.5", "GPU_SIM_ON_MISMATCH": "raise"})
+                     environment={"GPU_SIM_TIMEOUT": "5", "GPU_SIM_ON_MISMATCH": "raise"})
     assert _names(plant, [rank[plant.name] for rank in wrong]), wrong
     right = gpus.run(_launch, [plant], False, plant.ranks, gpus=3, environment={"GPU_SIM_TIMEOUT": "20"})
     assert [rank[plant.name] for rank in right] == [([], "")] * plant.ranks
