@@ -34,10 +34,9 @@ from tests.parallel.fsdp_cases import (
 )
 
 CASES = [
-    *(Case(ranks=ranks) for ranks in (1, 2, 4)),
-    Case(model="bert", ranks=2),
-    *(Case(reshard_after_forward=False, ranks=ranks, evaluate=True) for ranks in (2, 4)),
-    *(Case(model="bert", ranks=ranks, accumulate=2, max_norm=0.2) for ranks in (1, 4)),
+    *(Case(model=model, ranks=ranks) for model in ("gpt2", "bert") for ranks in (1, 2, 4)),
+    *(Case(reshard_after_forward=False, ranks=ranks, evaluate=True) for ranks in (1, 2, 4)),
+    *(Case(model="bert", ranks=ranks, accumulate=2, max_norm=0.2) for ranks in (1, 2, 4)),
     Case(prefetch=False, max_norm=0.2),
     Case(reshard_after_forward=False, accumulate=2, checkpointing=True),
     Case(model="calls checkpoint", checkpointing=True),
@@ -190,7 +189,7 @@ def test_equals_the_single_process(found, case):
 
 
 def test_the_cases_are_all_there(found):
-    assert len(set(CASES)) == 20 and {case.ranks for case in CASES} == {1, 2, 4}
+    assert len(set(CASES)) == 24 and {case.ranks for case in CASES} == {1, 2, 4}
     assert set(found["trained"]) == {*CASES, BF16, BF16_SUMS_FP32}
 
 

@@ -35,7 +35,7 @@ from tests.parallel.fsdp_cases import (
 
 CASES = [
     *(Case(ranks=ranks) for ranks in (1, 2, 4)),
-    Case(model="bert", ranks=2, accumulate=2, max_norm=0.2),
+    *(Case(model="bert", ranks=ranks, accumulate=2, max_norm=0.2) for ranks in (1, 2, 4)),
     Case(model="bert", reshard_after_forward=False, evaluate=True),
     Case(frozen=("wte", "h.0", "h.2.mlp"), max_norm=0.2, accumulate=2),
     Case(checkpointing=True, evaluate=True, ranks=4),
@@ -157,7 +157,7 @@ def test_equals_the_single_process(found, case):
 
 
 def test_the_cases_are_all_there(found):
-    assert len(set(CASES)) == 9 and set(found["trained"]) == {*CASES, *LOW_PRECISION}
+    assert len(set(CASES)) == 11 and set(found["trained"]) == {*CASES, *LOW_PRECISION}
 
 
 @pytest.mark.parametrize("case", LOW_PRECISION, ids=identity)

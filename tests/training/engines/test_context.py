@@ -51,6 +51,7 @@ DEEPSPEED = {
 }
 ONWARDS = {  # what goes on from whose checkpoint, on four ranks
     "one process to ddp": ("one", shared(4, "ring", engine="scratch")),
+    "ddp to plain zero3": ("ddp", {"strategy": "zero3", "engine": "scratch"}),
     "zero3 to plain pipeline": ("zero3", {"training_type": "pipeline", "pipeline_parallel_size": 4,
                                           "pipeline_chunks": 2}),
     "fsdp to tensor": ("fsdp", shared(2, "zigzag", strategy="zero1", tensor_parallel_size=2)),
@@ -156,7 +157,7 @@ def test_checkpoints_go_on_with_other_ranks_sharing_tokens_or_none(folder, found
     cases = {name: options | {"resume_from_checkpoint": str(where(folder, source) / checkpoint.name(SAVED))}
              for name, (source, options) in ONWARDS.items() if source in {*found, "one"}}
     again = launch(runs, folder / "again", cases, 4, num_processes=4, timeout=800)[0]
-    assert len(ONWARDS) == 5 and len(again) == (5 if len(found) == len(CASES) else 2)
+    assert len(ONWARDS) == 6 and len(again) == (6 if len(found) == len(CASES) else 2)
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
         largest = max((trace.weights[key] - one.weights[key]).abs().max().item() for key in one.weights)
