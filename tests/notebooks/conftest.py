@@ -31,7 +31,8 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
     done = folder / f"{name}.ipynb"
     with forked_kernels() if forked else contextlib.nullcontext():
         papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(folder),
-                                   progress_bar=False, kernel_name="python3", execution_timeout=cell_seconds)
+                                   progress_bar=False, kernel_name="python3", execution_timeout=cell_seconds,
+                                   request_save_on_cell_execute=False, autosave_cell_every=0)
     notebook = nbformat.read(done, as_version=4)
     assert not [o for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "error"]
     states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})

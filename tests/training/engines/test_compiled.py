@@ -9,6 +9,8 @@ from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from tests.training.engines.test_strategies import run_pairs
 
+pytestmark = pytest.mark.usefixtures("two_blocks")
+
 PAIRS = [("ddp", "torch"), ("zero2", "scratch"), ("fsdp", "torch"), ("zero3", "scratch"), ("fsdp", "scratch")]
 SOME = [("fsdp", "scratch")]
 """In `make test`; all are in `make long`."""

@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-SOME = ("zero3", "fsdp, torch", "ddp, tensor")
+SOME = ("zero3", "fsdp, tensor, torch")
 """In `make test`; all are in `make long`."""
 MORE = {
     "zero2": shared(2, "allgather", engine="scratch", strategy="zero2"),
@@ -134,7 +134,7 @@ def found(request, folder, one):
 
 def test_losses_first_gradients_evaluations_and_final_weights_are_those_of_one_process(folder, found, one):
     assert differences(folder, found, one, 4) == {}
-    assert len(found) in (len(SOME), len(CASES)) and (len(SOME), len(CASES)) == (3, 9)
+    assert len(found) in (len(SOME), len(CASES)) and (len(SOME), len(CASES)) == (2, 9)
 
 
 @pytest.mark.long
@@ -157,7 +157,7 @@ def test_checkpoints_go_on_with_other_ranks_sharing_tokens_or_none(folder, found
     cases = {name: options | {"resume_from_checkpoint": str(where(folder, source) / checkpoint.name(SAVED))}
              for name, (source, options) in ONWARDS.items() if source in {*found, "one"}}
     again = launch(runs, folder / "again", cases, 4, num_processes=4, timeout=800)[0]
-    assert len(ONWARDS) == 6 and len(again) == (6 if len(found) == len(CASES) else 2)
+    assert len(ONWARDS) == 6 and len(again) == (6 if len(found) == len(CASES) else 3)
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
         largest = max((trace.weights[key] - one.weights[key]).abs().max().item() for key in one.weights)

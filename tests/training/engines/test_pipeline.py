@@ -16,29 +16,32 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines import pipeline
 from course_lib.training.run import build_trainer, train
+from tests.long_cases import some
 
 ROWS = parity.GLOBAL_ROWS // 2
-STEPS = 5
+STEPS = 4
 COMMON = {"eval_steps": 3, "max_eval_samples": 7, "eval_batch_size": 2, "max_steps": STEPS, "save_steps": 3,
           "save_total_limit": None}
 ONE_PIPELINE = {"training_type": "pipeline", "batch_size": ROWS, "pipeline_chunks": 4}
 TWO_BY_TWO = {"training_type": "pipeline", "batch_size": ROWS // 2, "pipeline_chunks": 2, "data_parallel_size": 2}
 TWO = {
-    "1f1b": {"schedule": "1f1b"}, "zbv": {"schedule": "zbv"},
+    "zbv": {"schedule": "zbv"},
     "torch's runtime": {"schedule": "zbv", "engine": "torch"},
     "split by name": {"schedule": "1f1b", "split_spec": "transformer.h.0:end"},
     "naive weights": {"schedule": "1f1b", "loss_weighting": "micro_batch"},
     "bf16": {"schedule": "1f1b", "mixed_precision": "bf16"},
 }
 MORE = {
+    "1f1b": {"schedule": "1f1b"},
     "gpipe": {"schedule": "gpipe", "activation_checkpointing": True}, "interleaved": {"schedule": "interleaved"},
     "zb_h1": {"schedule": "zb_h1"}, "fitted": {"schedule": "zb_auto"}, "fitted V": {"schedule": "v_half"},
 }
 """In `make long`."""
 FOUR = {
     "2x2": {"schedule": "1f1b"}, "2x2 zero1": {"schedule": "zbv", "strategy": "zero1", "bucket_mb": 0.1},
-    "2x2 in buckets": {"schedule": "gpipe", "bucket_mb": 0.1},
 }
+BUCKETS = {"2x2 in buckets": TWO_BY_TWO | {"schedule": "gpipe", "bucket_mb": 0.1}}
+"""In `make long`."""
 
 
 class Keep(Callback):
@@ -176,14 +179,20 @@ def test_two_pipelines_of_two_ranks_train_like_the_plain_loop(four, plain, name)
     assert agrees(four[0][name], plain["basic"]) <= parity.WEIGHT_TOLERANCE
 
 
+@pytest.mark.long
+def test_two_pipelines_sum_their_gradients_in_buckets_too(plain, folder):
+    found = launch(run, folder / "buckets", BUCKETS, num_processes=4, timeout=800, device="cpu", stream=False)[0]
+    assert agrees(found["2x2 in buckets"], plain["basic"]) <= parity.WEIGHT_TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["untied", "apart"])
 def test_without_an_exchange_it_differs(four, plain, name):
     assert furthest(four[0]["without"][name], plain["basic"]) > 100 * parity.WEIGHT_TOLERANCE
 
 
 def test_a_rank_holds_its_own_stages_alone(two):
-    whole = two[0]["1f1b"]["all"] - 192 * 1024  # the tied head's second name; see the assertion below
-    for name in ("1f1b", "zbv"):
+    whole = two[0]["zbv"]["all"] - 192 * 1024  # the tied head's second name; see the assertion below
+    for name in ("split by name", "zbv"):
         held = [sum(size for _, size in rank[name]["parameters"]) for rank in two]
         assert all(0 < each < whole for each in held)
     first, second = ({name for name, _ in rank["split by name"]["parameters"]} for rank in two)
@@ -205,7 +214,7 @@ def test_what_cannot_be_is_refused_with_the_rule(two):
 
 RESUMED = [  # saved by, resumed by
     ("two/zbv", 4, {**TWO_BY_TWO, "schedule": "1f1b"}), ("four/2x2-zero1", 2, {**ONE_PIPELINE, "schedule": "zb_h1"}),
-    ("two/1f1b", 4, {**TWO_BY_TWO, "schedule": "zbv", "strategy": "zero1"}),
+    ("two/split-by-name", 4, {**TWO_BY_TWO, "schedule": "zbv", "strategy": "zero1"}),
     ("four/2x2-zero1", 2, {"strategy": "fsdp", "engine": "scratch", "batch_size": ROWS // 2}),
     ("plain/basic", 2, {**ONE_PIPELINE, "split_spec": "transformer.h.2:beginning"}),
 ]
@@ -217,8 +226,7 @@ def resume(folder, saved_by, number, options):
                               **options))
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long),
-                                    3, 4], ids=lambda i: f"{RESUMED[i][0]}-to-{RESUMED[i][1]}")
+@pytest.mark.parametrize("number", some(range(len(RESUMED)), 3, 4), ids=lambda i: f"{RESUMED[i][0]}-to-{RESUMED[i][1]}")
 def test_resumed_with_another_split_or_strategy(two, four, plain, folder, number):
     saved_by, ranks, options = RESUMED[number]
     found = launch(resume, folder, saved_by, number, options, num_processes=ranks, timeout=400, device="cpu",

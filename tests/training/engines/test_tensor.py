@@ -18,7 +18,7 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.tensor_shards import places
 from tools.parity import BEGIN, END, PAGE
 
-STEPS, SAVED = 4, 2
+STEPS, SAVED = 3, 2
 TWO = {"tensor_parallel_size": 2}
 PIPELINE = {"training_type": "pipeline", "pipeline_parallel_size": 2, "pipeline_chunks": 2}
 CASES = {
@@ -41,7 +41,7 @@ CASES = {
     "plain fsdp": {"strategy": "fsdp", "engine": "scratch"},
     "plain pipeline": PIPELINE,
 }
-SOME = ("zero3", "fsdp, torch", "fsdp, sequence", "pipeline, zero1", "pipeline, sequence")
+SOME = ("zero3", "fsdp, torch", "pipeline, sequence")
 """In `make test`; all are in `make long`."""
 ONWARDS = {  # what goes on from whose checkpoint, on four ranks
     "one process to ddp": ("one", "ddp", TWO),
@@ -94,7 +94,7 @@ def found(request, folder, one):
 
 
 def test_every_layout_equals_one_process(found, one):
-    assert len(found) in (len(SOME), len(CASES)) and (len(SOME), len(CASES)) == (5, 18)
+    assert len(found) in (len(SOME), len(CASES)) and (len(SOME), len(CASES)) == (3, 18)
     cells = [parity.compare(trace, one, name, "", 4) for name, trace in found.items()]
     assert [cell for cell in cells if not cell.agrees] == []
     assert all(cell.norm < 1e-4 * max(one.norms) for cell in cells)
@@ -107,13 +107,13 @@ def test_any_layout_goes_on_from_any_other(folder, found, one):
     cases = {name: options | {"resume_from_checkpoint": last(source)}
              for name, (source, _, options) in ONWARDS.items() if source in {*found, "one"}}
     again = launch(runs, folder / "again", cases, num_processes=4, timeout=1600)[0]
-    assert len(ONWARDS) == 12 and len(again) == (12 if len(found) == len(CASES) else 5)
+    assert len(ONWARDS) == 12 and len(again) == (12 if len(found) == len(CASES) else 4)
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
         largest = max((trace.weights[key] - one.weights[key]).abs().max().item() for key in one.weights)
         assert largest <= parity.WEIGHT_TOLERANCE, name
     basic = parity.trace(parity.task(folder / "basic", 1, training_type="basic", max_steps=STEPS,
-                                     resume_from_checkpoint=last("pipeline, zero1")))
+                                     resume_from_checkpoint=last("pipeline, sequence")))
     assert basic.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE)
 
 
