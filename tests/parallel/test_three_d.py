@@ -16,7 +16,7 @@ from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.topology import RankGrid
 
 GRID = RankGrid(dp=2, pp=2, tp=2)
-LAYERS, WIDTH, ROWS, TOKENS, MICROBATCHES, STEPS = 4, 32, 8, 8, 4, 3
+LAYERS, WIDTH, ROWS, TOKENS, MICROBATCHES, STEPS = 4, 32, 8, 8, 4, 2
 CASES = {  # schedule, options of the model, options of Hybrid
     "1f1b": ("1f1b", {}, {}),
     "1f1b, vocabulary whole": ("1f1b", {}, {"split_vocabulary": False}),
