@@ -12,12 +12,12 @@ from course_lib.data import bundled
 from course_lib.system import machine
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-WORLD_SIZE = 2
+WORLD_SIZE, REPEATS = 2, 1
 
 
 @pytest.fixture(scope="module")
 def values(run_lesson):
-    return run_lesson("00_start_here", forked=False, world_size=WORLD_SIZE, steps=10, repeats=2)
+    return run_lesson("00_start_here", forked=False, world_size=WORLD_SIZE, steps=10, repeats=REPEATS)
 
 
 def test_it_says_how_fast_bf16_was_measured_to_be(values):
@@ -31,7 +31,7 @@ def test_it_says_how_fast_bf16_was_measured_to_be(values):
 
 def test_it_says_what_starts_took_and_shared(values):
     starts = {int(count): seconds for count, seconds in values["starts"].items()}
-    assert list(starts) == [1, WORLD_SIZE, 2 * WORLD_SIZE] and all(len(seconds) == 2 for seconds in starts.values())
+    assert list(starts) == [1, WORLD_SIZE, 2 * WORLD_SIZE] and all(len(seconds) == REPEATS for seconds in starts.values())
     assert values["start_seconds"] == pytest.approx(statistics.median(starts[WORLD_SIZE]))
     assert min(values["fork_seconds"], values["import_seconds"]) > 0
     assert says(values, f"{WORLD_SIZE} ranks start in {values['start_seconds']:.2f} s here, where fresh interpreters ")
@@ -72,7 +72,7 @@ def test_each_rank_is_told_who_it_is_and_where_to_meet(values):
 
 def test_it_says_how_fast_the_ranks_were_beside_one(values):
     """As many steps and turns for each way, all of them shown, and the median told."""
-    assert [len(turns) for turns in values["turns"]] == [3, 3, 3]
+    assert [len(turns) for turns in values["turns"]] == [REPEATS] * 3
     alone, single, many = values["speeds"]
     assert [round(speed, 2) for speed in values["speeds"]] == [statistics.median(turns) for turns in values["turns"]]
     assert values["speed_up"] == many / alone > 0
