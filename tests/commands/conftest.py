@@ -10,6 +10,7 @@ import pytest
 
 from course_lib import cli
 from course_lib.launching.launch_environment import reserved_port
+from tests.narrow_presets import narrow_presets  # noqa: F401
 
 CLI = Path(cli.__file__)
 QUICK = ("--model", "tiny-bert", "--max_train_samples", "120", "--max_eval_samples", "61", "--max_length", "32",

@@ -16,6 +16,11 @@ from tests.commands.conftest import QUICK, command, run
 from tests.forked_process import run_course
 from tests.waiting import has_lines, until
 
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_presets():
+    """The usual ones: fresh interpreters, which have them, go on with what forked ones began."""
+
 ACCELERATE = ("-m", "accelerate.commands.launch")
 TORCHRUN = ("-m", "torch.distributed.run")
 

@@ -12,6 +12,7 @@ from course_lib.lessons.capstone.decisions import Project
 from course_lib.lessons.capstone.rehearsal import KillAt, break_run
 from course_lib.lessons.capstone.rubric import Criterion
 from course_lib.training.run import train
+from tests.narrow_presets import narrow_presets  # noqa: F401
 from tests.notebooks.test_13_capstone import DECISIONS
 
 

@@ -31,7 +31,7 @@ def test_it_says_how_fast_bf16_was_measured_to_be(values):
 
 def test_it_says_what_starts_took_and_shared(values):
     starts = {int(count): seconds for count, seconds in values["starts"].items()}
-    assert list(starts) == [1, WORLD_SIZE, 2 * WORLD_SIZE] and all(len(seconds) == REPEATS for seconds in starts.values())
+    assert list(starts) == [1, WORLD_SIZE, 2 * WORLD_SIZE] and {*map(len, starts.values())} == {REPEATS}
     assert values["start_seconds"] == pytest.approx(statistics.median(starts[WORLD_SIZE]))
     assert min(values["fork_seconds"], values["import_seconds"]) > 0
     assert says(values, f"{WORLD_SIZE} ranks start in {values['start_seconds']:.2f} s here, where fresh interpreters ")

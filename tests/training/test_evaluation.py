@@ -21,6 +21,11 @@ from course_lib.lessons import wrong_metrics
 from course_lib.training.evaluation import ClassificationCounts
 from course_lib.training.trainer import Trainer
 
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_presets():
+    """The usual ones: rows are told apart by their losses."""
+
 MODELS = {"classification": "tiny-bert", "causal_lm": "tiny-gpt2", "masked_lm": "tiny-bert"}
 UNEVEN, DEGENERATE = (37, 8), (5, 8)  # rows and rows in a batch: 37 and 5 share no factor with 2, 3 or 4
 CASES = [(task, split) for task in MODELS for split in (UNEVEN, DEGENERATE)]
