@@ -2,8 +2,12 @@
 
 import pytest
 
+from tests import cpu_by_room
 from tests.gpu.machine import ON_HARDWARE, machine
 from tests.gpu_sim.build import missing
+
+if not ON_HARDWARE:  # as in the machine
+    from tests.narrow_presets import narrow_presets  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -12,6 +16,7 @@ def gpus():
     if not ON_HARDWARE and (lacks := missing()):
         pytest.skip(lacks)
     with machine() as made:
+        cpu_by_room.beside.append(made.cpu)
         yield made
 
 

@@ -7,6 +7,7 @@ import pytest
 from course_lib.config import build
 from course_lib.errors import EXIT_RESUME, TrainingInterrupted
 from course_lib.training.callbacks import Callback, FunctionCallback
+from tests.long_cases import some
 
 BASE = {"model": "tiny-bert", "max_steps": 7, "logging_steps": 7, "max_train_samples": 120, "max_eval_samples": 32,
         "batch_size": 4, "max_length": 32, "eval_steps": 0, "save_steps": 0, "keep_best": False, "baselines": False,
@@ -65,14 +66,15 @@ def syncs_of_steps(config):
     return found[3:6], gpu_sim.findings()
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", some(TRAINERS, "basic", "ddp, accumulating", "zero3, scratch", "fsdp, torch",
+                                      "pipeline"))
 def test_no_trainer_waits_between_logs(gpus, name):
     ranks, options = TRAINERS[name]
     for found in gpus.run(run_on_gpus, syncs_of_steps, options, ranks, gpus=ranks):
         assert found == ([[], [], []], [])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, "masked"))
 def test_no_model_waits_between_logs(gpus, name):
     for found in gpus.run(run_on_gpus, syncs_of_steps, {"training_type": "basic"} | MODELS[name], 1, gpus=1):
         assert found == ([[], [], []], [])

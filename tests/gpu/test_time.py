@@ -11,6 +11,7 @@ import time
 import pytest
 
 from course_lib.config import build
+from course_lib.modeling import presets
 from course_lib.training.callbacks import Callback
 
 KERNEL = 1e-3  # seconds
@@ -211,10 +212,11 @@ def named(device_name, options):
 
 
 def test_mfu_is_model_flops_by_the_datasheets_peak(gpus):
-    """tiny-bert by hand: four blocks of 4 h² + 2 h f weights, 6 FLOPs each per token, and 12 h s for attention."""
+    """tiny-bert by hand: blocks of 4 h² + 2 h f weights, 6 FLOPs each per token, and 12 h s for attention."""
     options = {"training_type": "basic", "mixed_precision": "bf16"}
     lines, summary = gpus.run(named, "NVIDIA H100 80GB HBM3", options, gpus=1)
-    told, hidden, ffn, blocks = summary["train"], 192, 768, 4
+    told, sizes = summary["train"], presets.TINY["tiny-bert"].sizes
+    hidden, ffn, blocks = (sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     tokens, pairs = token_counts(options)
     flops = blocks * (6 * (4 * hidden**2 + 2 * hidden * ffn) * tokens + 12 * hidden * pairs)
     assert told["tokens"] == tokens

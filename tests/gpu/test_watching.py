@@ -21,6 +21,7 @@ from course_lib.metering.meter import Meter
 from course_lib.parallel.clock import Clock
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import train
+from tests.long_cases import some
 
 SECONDS, CULPRIT = 3.0, 1  # kernels are the CPU's here, and the cores may be taken
 RUN = {"model": "tiny-bert", "max_steps": 4, "max_train_samples": 60, "max_eval_samples": 16, "batch_size": 4,
@@ -39,15 +40,16 @@ def on_ranks(function, *args, ranks=2, device="cuda"):
 def trains(**options):
     on_ranks(train, build(RUN | {"device": "cuda"} | options))
     run = Path("run")
-    return (run / "monitor" / "communication.csv").read_text(), [str(path) for path in run.rglob("hang*")]
+    weights = (run / "model" / "model.safetensors").stat().st_size
+    return (run / "monitor" / "communication.csv").read_text(), [str(path) for path in run.rglob("hang*")], weights
 
 
 def test_a_run_with_all_that_watches_it(gpus):
     """The watchdog is on by default; the meter runs in every second step, and the ranks are compared there."""
-    csv, hang = gpus.run(trains, communication_steps=2, strategy="ddp", engine="torch")
+    csv, hang, weights = gpus.run(trains, communication_steps=2, strategy="ddp", engine="torch")
     header, *rows = csv.splitlines()
     assert header.endswith("mb_sent") and len(rows) == 4
-    assert all(float(row.rpartition(",")[2]) > 8 for row in rows), "all gradients, in float32"
+    assert all(float(row.rpartition(",")[2]) > 0.9 * weights / 1e6 for row in rows), "all gradients, in float32"
     assert not hang
 
 
@@ -256,7 +258,7 @@ def measured_on_both(strategy):
                      device=device) for device in ("cpu", "cuda")]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", some(["ddp", "zero1", "zero2", "zero3", "fsdp"], "zero1", "zero3"))
 def test_the_meter_counts_on_gpus_what_it_counts_on_the_cpu(gpus, strategy):
     on_cpu, on_gpu = gpus.run(measured_on_both, strategy)
     for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
