@@ -13,6 +13,7 @@ from course_lib.launching.launch import launch
 from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
+from tests.narrow_presets import narrow_presets  # noqa: F401
 
 FULL = {"model": "tiny-bert", "training_type": "accelerated", "engine": "deepspeed", "max_train_samples": 24,
         "max_eval_samples": 8, "max_length": 16, "max_steps": 4, "batch_size": 2, "logging_steps": 100,

@@ -4,6 +4,7 @@ import pytest
 
 from course_lib.lessons.notebook import recorded
 from course_lib.modeling.presets import TINY
+from tests.narrow_presets import narrow_presets  # noqa: F401
 from tests.notebooks.conftest import NOTEBOOKS, says
 
 STEPS, ROWS, LENGTH = 12, 16, 64

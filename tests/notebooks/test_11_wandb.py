@@ -14,6 +14,7 @@ from course_lib.launching.netns import in_own_network
 from course_lib.lessons import tracking_lab as lab
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
+from tests.narrow_presets import narrow_presets  # noqa: F401
 from tests.notebooks.alone import run_alone
 from tests.notebooks.conftest import NOTEBOOKS, says
 

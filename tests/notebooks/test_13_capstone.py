@@ -16,6 +16,7 @@ from course_lib.lessons.capstone.rehearsal import Broken, Resumed, Tracked
 from course_lib.lessons.notebook import recorded
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
+from tests.narrow_presets import narrow_presets  # noqa: F401
 from tests.notebooks.conftest import NOTEBOOKS, says, takeaways
 
 DECISIONS = {
@@ -68,7 +69,7 @@ def test_it_was_killed_and_came_back_to_the_bit(lesson):
     assert lesson["how_it_ended"] == "rank 1 was killed by SIGKILL"
     assert lesson["checkpoint_left"] == "checkpoint-000006" and lesson["steps_lost"] == 2
     assert lesson["not_resumed_because"] == "" and lesson["steps_in_the_record"] == list(range(1, 11))
-    assert lesson["bytes_that_differ_with_another_seed"] > 1e6 and lesson["bytes_that_differ"] == 0
+    assert lesson["bytes_that_differ_with_another_seed"] > 1e5 and lesson["bytes_that_differ"] == 0
 
 
 def test_the_arms_differ_in_memory_and_not_in_what_they_learn(lesson):

@@ -5,9 +5,9 @@ import os
 import posixpath
 import re
 import shlex
+import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "of-the-test"
@@ -46,10 +48,11 @@ def lab(tmp_path_factory):
         server = subprocess.Popen(start, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
                                   start_new_session=True)
     try:
-        while not (about := list(private.glob("jpserver-*.json"))) or "is running at" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            time.sleep(0.1)
-        yield json.loads(about[0].read_text())["url"], log, log.read_text()
+        about = until(lambda: "is running at" in log.read_text() and list(private.glob("jpserver-*.json")), server,
+                      what="the server", files=[log], told=log.read_text)
+        address = json.loads(about[0].read_text())["url"]
+        until(lambda: listens(address), server, what="its answer", files=[log], told=log.read_text)
+        yield address, log, log.read_text()
     finally:
         server.terminate()
         try:
@@ -57,6 +60,13 @@ def lab(tmp_path_factory):
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait(80)
+
+
+def listens(address):
+    """It says that it is running before it does."""
+    place = urllib.parse.urlsplit(address)
+    with socket.socket() as tried:
+        return tried.connect_ex((place.hostname, place.port)) == 0
 
 
 def status(address, path):
