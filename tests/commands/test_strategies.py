@@ -11,6 +11,11 @@ import yaml
 from course_lib.config import ENGINES
 from tests.forked_process import run_course
 
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_presets():
+    """The usual ones: fresh interpreters, which have them, are compared with forked ones."""
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TINY = ["--model", "tiny-bert", "--max_train_samples", "64", "--max_eval_samples", "32", "--max_steps", "3",

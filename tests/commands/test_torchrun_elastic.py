@@ -24,6 +24,11 @@ from tests.commands.conftest import CLI
 from tests.several_hosts import hosts_or_skip
 from tests.waiting import until
 
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_presets():
+    """The usual ones: fresh interpreters, which have them, are compared with forked ones."""
+
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 STEPS, SAVE_STEPS, DIES_AT, ROWS = 24, 4, 6, 12
