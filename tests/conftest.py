@@ -34,18 +34,21 @@ os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKEN
 if os.environ.get("GPU_TESTS") != "hardware":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-# Of the objects that are made while a thousand modules are imported hardly one is garbage: looking for it took half the
-# time. Once all tests are collected nobody looks through them again.
-gc.disable()
 # gloo's receiving thread polls without a pause while another thread of its rank holds the connection (handleEvents in
 # gloo/transport/tcp/pair.cc); where a thread that wakes up does not take that one's core, this is short.
 if hasattr(os, "sched_setscheduler"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def pytest_collection_finish():
-    gc.enable()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without the garbage collector: it looked, half of the time, through what a thousand modules make and keep."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

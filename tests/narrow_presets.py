@@ -1,4 +1,4 @@
-"""The tiny presets a quarter as wide and with a quarter of the words: half of a small training's time was their width.
+"""The tiny presets a quarter as wide, with a quarter of the words: a third of the trainings' time was their width.
 
 A conftest.py that imports the fixture has its whole folder train them; a module that needs the usual ones defines a
 fixture of the same name. Commands that start a new interpreter have the usual ones in any case.

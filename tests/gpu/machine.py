@@ -95,7 +95,7 @@ class Machine:
         return cloudpickle.loads(value)
 
     def cpu(self) -> float:
-        """CPU-seconds of it and of all that it has forked and waited for; to the end those it had last."""
+        """CPU-seconds of it and of all that it has forked and waited for; once it has ended, as last read."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.used = sum(self.process.cpu_times()[:4])
         return self.used

@@ -8,7 +8,7 @@ ROWS, PADDED = 200, 256
 
 @pytest.fixture(scope="module")
 def values(run_lesson):
-    return run_lesson("04_distributed_evaluation", device="auto", world_size=2, steps=24, scored_rows=ROWS)
+    return run_lesson("04_distributed_evaluation", device="auto", world_size=2, steps=30, scored_rows=ROWS)
 
 
 def test_the_right_figures_are_the_single_process_s(values):
@@ -19,7 +19,7 @@ def test_the_right_figures_are_the_single_process_s(values):
 
 
 def test_the_short_cuts_are_off_and_within_their_limits(values):
-    assert values["accuracy"] > 0.56, "the model has to beat the commonest class, 0.545"
+    assert values["accuracy"] > 0.6, "the model has to beat the commonest class, 0.545"
     assert 0 < values["error_of_repeats"] <= (PADDED - ROWS) / PADDED
     assert 0 <= values["error_of_averaging"] <= 0.07
     assert values["worst_macro_f1_error"] > 0.001 and 0 <= values["look_better"] <= values["wrong_values"] == 6

@@ -106,6 +106,8 @@ class Resume:
     pytest.param(DEEPSPEEDS, (1, 4), id="deepspeed", marks=pytest.mark.long)])
 def test_saved_by_two_ranks_resumed_by_one_and_by_four(tmp_path, monkeypatch, pairs, others):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: F401  here, or each of the ranks would take ten seconds for it
+
     wanted = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=5))
     found = saved_then_resumed(tmp_path, pairs, steps=5, others=others)
     assert len(found) == len(others) * len(pairs) and len(SHARDING) == 11
