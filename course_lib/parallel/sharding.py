@@ -144,8 +144,9 @@ def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = 
     """Whole tensors from the pieces of all ranks; a collective call.
 
     The pieces of a rank are one stream of bytes, and the first rank gathers the streams chunk by chunk. So it needs
-    ``ROOM`` beside the result, however large the model is and whether its pieces are on GPUs or on the host, and only
-    the group's own communicator: for messages from rank to rank NCCL would open one more for each pair, and keep it.
+    at most ``ROOM`` beside the result, however large the model is and whether its pieces are on GPUs or on the host,
+    and only the group's own communicator: for messages from rank to rank NCCL would open one more for each pair, and
+    keep it.
 
     Args:
         pieces: this rank's, the same names in the same order on every rank.
@@ -171,10 +172,11 @@ def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = 
     # --- phase 3: the streams of all other ranks, a chunk of each at a time. All ranks take part in all gathers, until
     # the longest stream is through. ---
     streams = _streams(list(pieces), places)
-    chunk = max(1, ROOM // world)  # bytes
+    longest = max(sum(part.length for part in stream) for stream in streams)
+    chunk = max(1, min(ROOM // world, longest))  # bytes
     sent = torch.empty(chunk, dtype=torch.uint8, device=device_of(group))
     received = [torch.empty_like(sent) for _ in range(world)] if rank == 0 else None
-    for start in range(0, max(sum(part.length for part in stream) for stream in streams), chunk):
+    for start in range(0, longest, chunk):
         for part, skipped, at, length in _parts_within(streams[rank], start, chunk):
             # As bytes, whatever the dtypes: (numel,) -> (numel * itemsize,) uint8. So one message takes all dtypes.
             piece_bytes = pieces[part.name].data.detach().contiguous().view(torch.uint8)
