@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,19 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+        if sys.platform == "linux":
+            into_huge_pages()
+
+
+def into_huge_pages():
+    """Asks Linux (6.1) for pages of 2 MiB where memory is the process's own: a fork copies one entry for 512."""
+    huge, collapse, madvise = 2**21, 25, ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, mode, _, _, file, *_ = line.split()
+        if mode == "rw-p" and file == "0":
+            start, end = (int(address, 16) for address in area.split("-"))
+            for page in range(-(-start // huge) * huge, end - huge + 1, huge):
+                madvise(ctypes.c_void_p(page), ctypes.c_size_t(huge), collapse)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, mode="regular"):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.mode, self.break_after = mode, None
+        self.mode, self.break_after, self.one_at_a_time = mode, None, threading.Lock()
         self.repos, self.private, self.blobs, self.uploads, self.asked = {}, set(), {}, [], []
 
     @property
@@ -99,12 +99,13 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.server
         hub.asked.append(("PUT", self.path))
         content = self.body()
-        if hub.break_after is not None and len(hub.uploads) >= hub.break_after:
-            return self.answer(507, {"error": "Insufficient storage"})  # one that the client does not try again
-        digest = self.path.rsplit("/", 1)[1]
-        assert hashlib.sha256(content).hexdigest() == digest
-        hub.blobs[digest] = content
-        hub.uploads.append(digest)
+        with hub.one_at_a_time:  # the client sends several files side by side
+            if hub.break_after is not None and len(hub.uploads) >= hub.break_after:
+                return self.answer(507, {"error": "Insufficient storage"})  # one that the client does not try again
+            digest = self.path.rsplit("/", 1)[1]
+            assert hashlib.sha256(content).hexdigest() == digest
+            hub.blobs[digest] = content
+            hub.uploads.append(digest)
         self.answer(200, {})
 
     def do_POST(self):
