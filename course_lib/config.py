@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from course_lib.config_sections import schedules
 from course_lib.config_sections.communication import CommunicationConfig, check_communication
@@ -27,6 +27,9 @@ from course_lib.config_sections.parallel import ENGINES, ParallelConfig, Pipelin
 from course_lib.config_sections.unread import first_unread
 from course_lib.config_sections.watching import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig
 from course_lib.errors import ConfigError, near, nearest
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ def build(leaves: Mapping[str, Any], where: str | Mapping[str, str] = "config") 
     Raises:
         ConfigError: unknown name, wrong type or value out of range.
     """
-    from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not pay
+    from pydantic import ValidationError  # 0.1 s, which --help need not pay
 
     sections: dict[str, dict[str, Any]] = {s.name: {} for s in dataclasses.fields(Config)}
     for name, value in leaves.items():
@@ -141,7 +144,7 @@ def build(leaves: Mapping[str, Any], where: str | Mapping[str, str] = "config") 
         nothing = text in ("none", "null", "") and type(None) in typing.get_args(known.type)
         sections[known.section][known.name] = None if nothing else value
     try:
-        return _check_together(TypeAdapter(Config).validate_python(sections))
+        return _check_together(_validator().validate_python(sections))
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][1]) if len(first["loc"]) > 1 else str(first["loc"][0])
@@ -152,6 +155,14 @@ def build(leaves: Mapping[str, Any], where: str | Mapping[str, str] = "config") 
         place = where if isinstance(where, str) else where.get(name, "config")
         raise ConfigError(f"{place}: `{name}` cannot be {first['input']!r}", wanted,
                           cure={name: likely[0]} if len(likely) == 1 else None) from None
+
+
+@functools.cache
+def _validator() -> "TypeAdapter[Config]":
+    """Pydantic's reading of the fields, which takes longer than a config."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Config)
 
 
 def _check_together(config: Config) -> Config:

@@ -1,12 +1,14 @@
 """The tweets that ship with the course: 3,793 short texts, rated by people; see bundled/tweets.json."""
 
-import csv
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
 
 from course_lib.errors import DataError
 
@@ -34,12 +36,11 @@ def load_tweets(folder: Path = FOLDER) -> dict[str, datasets.Dataset]:
                         "install the course again")
     features = datasets.Features({"id": datasets.Value("int32"), "text": datasets.Value("string"),
                                   "label": datasets.ClassLabel(names=list(LABEL_NAMES))})
-    rows = list(csv.DictReader(content.decode("utf-8").splitlines()))
-    return {
-        split: datasets.Dataset.from_dict(
-            {"id": [int(row["id"]) for row in rows if row["split"] == split],
-             "text": [row["text"] for row in rows if row["split"] == split],
-             "label": [LABEL_NAMES.index(row["label"]) for row in rows if row["split"] == split]},
-            features=features, split=datasets.NamedSplit(split))
-        for split in SPLITS
-    }
+    rows = pa.csv.read_csv(pa.BufferReader(content))
+    labels = pc.index_in(rows["label"], pa.array(LABEL_NAMES)).cast(pa.int64())
+    rows = rows.set_column(rows.column_names.index("label"), "label", labels)
+    of_split = {split: rows.filter(pc.equal(rows["split"], split)).select(list(features)) for split in SPLITS}
+    return {split: datasets.Dataset(datasets.table.InMemoryTable(table.cast(features.arrow_schema)),
+                                    datasets.DatasetInfo(features=features), datasets.NamedSplit(split),
+                                    fingerprint=f"{digest[:32]}-{split}")
+            for split, table in of_split.items()}

@@ -78,7 +78,7 @@ def test_causal_and_masked_language_models(course, tmp_path):
 
 
 @pytest.mark.parametrize(("launcher", "options", "env"), [
-    ((), ("--num_processes", "2"), {}),
+    pytest.param((), ("--num_processes", "2"), {}, marks=pytest.mark.long),
     ((*ACCELERATE, "--cpu", "--num_processes", "2"), (), {}),
     pytest.param((*TORCHRUN, "--standalone", "--nproc_per_node", "2"), (), {"OMP_NUM_THREADS": "1"},
                  marks=pytest.mark.long),

@@ -32,6 +32,7 @@ def graded(lessons, planted):
     return [str(report) for report in reports if report.failed], len(jobs)
 
 
+@pytest.mark.long
 def test_solutions_of_lesson_02_earn_all_points(gpus):
     missed, judged = gpus.run(graded, ["02_data_parallel"], False, timeout=1200)
     assert missed == [] and judged >= 10

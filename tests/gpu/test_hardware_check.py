@@ -25,6 +25,7 @@ from course_lib.config import ENGINES, build
 from course_lib.launching.launch import launch
 from course_lib.planning import memory as planning
 from tests.gpu.machine import ROOT, SITE
+from tests.long_cases import some
 
 pytestmark = pytest.mark.simulated("it tries the tool that runs these tests")
 HERE = Settings(gpus=1, name="NVIDIA H100 80GB HBM3", memory=80 << 30, bf16=True)
@@ -220,7 +221,7 @@ def fsdp_allocates(engine, folder):
     return launch(allocated_by, engine, folder, num_processes=2, device="cuda", timeout=400, start_method="fork")
 
 
-@pytest.mark.parametrize("engine", ENGINES["fsdp"])
+@pytest.mark.parametrize("engine", some(ENGINES["fsdp"], "scratch"))
 def test_fsdp_keeps_no_whole_parameters_beside_its_shards(gpus, engine, tmp_path):
     for share, _ in gpus.run(fsdp_allocates, engine, str(tmp_path)):
         assert 0.4 < share < 0.8

@@ -66,8 +66,7 @@ def syncs_of_steps(config):
     return found[3:6], gpu_sim.findings()
 
 
-@pytest.mark.parametrize("name", some(TRAINERS, "basic", "ddp, accumulating", "zero3, scratch", "fsdp, torch",
-                                      "pipeline"))
+@pytest.mark.parametrize("name", some(TRAINERS, "ddp, accumulating", "zero3, scratch"))
 def test_no_trainer_waits_between_logs(gpus, name):
     ranks, options = TRAINERS[name]
     for found in gpus.run(run_on_gpus, syncs_of_steps, options, ranks, gpus=ranks):
@@ -123,6 +122,7 @@ def sites_of_syncs(config):
     return sites, seen[4] - seen[2]
 
 
+@pytest.mark.long
 def test_under_deepspeed_nobody_waits_but_deepspeed(gpus):
     """Its step asks the device for overflows; neither its timers nor anything of ours comes on top."""
     options = {"strategy": "zero1", "engine": "deepspeed"}
@@ -163,8 +163,8 @@ def evaluation(config):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, {"training_type": "basic"}), (2, {}),
-                                                (2, {"training_type": "pipeline"})])
+@pytest.mark.parametrize(("ranks", "options"), some([(1, {"training_type": "basic"}), (2, {}),
+                                                     (2, {"training_type": "pipeline"})], (2, {})))
 def test_an_evaluation_waits_at_its_end_and_not_for_each_batch(gpus, ranks, options):
     """Losses, predictions and labels come down, each in one piece, and are added up there: MPS has no float64."""
     options = options | {"max_eval_samples": 40, "eval_batch_size": 2}

@@ -16,7 +16,6 @@ from course_lib.parallel.pipeline import tied
 from course_lib.parallel.topology import RankGrid
 from course_lib.training.engines import process_group
 from tests.gpu import training as t
-from tests.long_cases import some
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
@@ -110,7 +109,8 @@ def test_the_readme_shows_some():
     assert len(shown()) == 3
 
 
-@pytest.mark.parametrize("line", some(shown(), shown()[0]))
+@pytest.mark.long
+@pytest.mark.parametrize("line", shown())
 def test_what_the_readme_shows_runs(gpus, tmp_path, monkeypatch, line):
     monkeypatch.chdir(ROOT)
     arguments = cli.parse(shlex.split(line, comments=True)[1:])

@@ -12,6 +12,7 @@ from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.serialize import pack, unpack
 from course_lib.grading.tasks import TASKS
 from course_lib.grading.watch import Limits
+from tests.long_cases import some
 
 # Each reads everybody's inputs out of the frame of its observer, computes alone, and sends zeros of the right size.
 PRELUDE = """
@@ -61,7 +62,7 @@ def points(task, source):
     return {name: score.points for name, score in verdict.scores.items()}
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", some(ALONE, "zero.stage1", "evaluation.gather"))
 def test_who_computes_from_everybodys_inputs_has_none_of_them(name):
     task = TASKS[name]
     assert points(replace(task, own={}), PRELUDE + ALONE[name]) == task.points, "the inputs of all give it all points"

@@ -18,13 +18,13 @@ from tests.narrow_presets import narrow_presets  # noqa: F401
 from tests.notebooks.alone import run_alone
 from tests.notebooks.conftest import NOTEBOOKS, says
 
-STEPS, SEEDS, SWEEP_STEPS = 20, 2, 16
+STEPS, SEEDS, SWEEP_STEPS, ROWS = 20, 2, 16, 120
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), world_size=2, steps=STEPS, seeds=SEEDS,
-                     sweep_steps=SWEEP_STEPS)
+                     sweep_steps=SWEEP_STEPS, scored_rows=ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_rank_that_was_late_once_does_not_make_the_next_step_short():
 
 
 def test_the_loop_of_the_page_makes_a_whole_run(lesson):
-    assert lesson["rows_of_the_history"] == SWEEP_STEPS + 1 and lesson["table_came_back"] == 200
+    assert lesson["rows_of_the_history"] == SWEEP_STEPS + 1 and lesson["table_came_back"] == ROWS
     assert [name.rpartition("/")[2] for name in lesson["files_of_the_run"]] == ["head.pt"]
     assert lesson["runs_of_the_ranks"] == 2 and lesson["groups_of_the_ranks"] == ["all ranks"]
 
@@ -139,7 +139,7 @@ def test_two_models_are_paired_row_by_row_and_settings_by_seeds(lesson):
 
 
 def test_the_wrong_rows_are_all_there_and_not_all_of_one_answer(lesson):
-    assert 0 < lesson["wrong_rows"] < 200 and len(lesson["answers_given"]) >= 2
+    assert 0 < lesson["wrong_rows"] < ROWS and len(lesson["answers_given"]) >= 2
     assert lesson["least_loss_of_a_wrong_row"] >= math.log(2) - 1e-3
     assert 0 < lesson["share_of_the_wrong_rows"] < 1 and lesson["least_recall"] < 1
     assert says(lesson, f"macro-F1 {lesson['macro_f1']:.2f} against {lesson['majority_macro_f1']:.2f}")
