@@ -17,7 +17,6 @@ from course_lib.system import seeding
 from course_lib.training import evaluation, precision, run
 from course_lib.training.engines import build_engine, process_group
 from tests.gpu import training as t
-from tests.long_cases import some
 
 FIRST = [("ddp", "torch"), ("zero1", "torch"), ("zero3", "scratch"), ("fsdp", "torch")]
 GROUPS = {  # pairs that can share a process: DeepSpeed and Accelerate's plugin leave their marks on it
@@ -297,7 +296,8 @@ def rates_of(folder, training_type, ranks, *rest):
                   start_method="fork", timeout=400, stream=False)[0]
 
 
-@pytest.mark.parametrize("training_type, ranks", some([("basic", 1), ("accelerated", 2)], ("accelerated", 2)))
+@pytest.mark.parametrize("training_type, ranks", [
+    pytest.param("basic", 1, marks=pytest.mark.long), ("accelerated", 2)])
 def test_the_learning_rate_stays_where_fp16_skips_a_step(gpus, tmp_path, training_type, ranks):
     rates, places = gpus.run(rates_of, tmp_path / "each", training_type, ranks, 1, 1)
     assert places == [1, 1, 2, 3] and rates[0] > rates[1] == rates[2] > rates[3], "the step after it has its rate"

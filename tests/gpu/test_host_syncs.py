@@ -163,8 +163,9 @@ def evaluation(config):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "options"), some([(1, {"training_type": "basic"}), (2, {}),
-                                                     (2, {"training_type": "pipeline"})], (2, {})))
+@pytest.mark.parametrize(("ranks", "options"), [
+    (2, {}), pytest.param(1, {"training_type": "basic"}, marks=pytest.mark.long),
+    pytest.param(2, {"training_type": "pipeline"}, marks=pytest.mark.long)])
 def test_an_evaluation_waits_at_its_end_and_not_for_each_batch(gpus, ranks, options):
     """Losses, predictions and labels come down, each in one piece, and are added up there: MPS has no float64."""
     options = options | {"max_eval_samples": 40, "eval_batch_size": 2}

@@ -1,5 +1,6 @@
 """The checks are checked: stubs earn nothing, solutions all, and every planted wrong answer loses what it should."""
 
+import contextlib
 import os
 import random
 import time
@@ -16,25 +17,44 @@ from course_lib.grading.check import check
 from course_lib.grading.hidden import hidden_cases
 from course_lib.grading.tasks import TASKS
 
+PLANTED = selftest.planted
+BESIDE = ("this rank's own", "forwards alone")
+"""Of evaluation.perplexity and pipeline.run; they lose, beside theirs, a property that no answer is planted for."""
 NEED_HIDDEN = ("zero.partition", "cloud.job")
 """Exercises of which a planted answer is rejected by the hidden cases alone."""
 
 
-@pytest.fixture(scope="module", params=["public cases", pytest.param("all cases", marks=pytest.mark.long)])
+def one_for_each_property(folder):
+    """Of the planted answers those that are the first to lose a property of their exercise, and `BESIDE`."""
+    first = {}
+    for answer in PLANTED(folder):
+        first.setdefault((answer.task, answer.name if answer.name in BESIDE else answer.loses), answer)
+    return list(first.values())
+
+
+@pytest.fixture(scope="module", params=["one answer for each property, public cases",
+                                        pytest.param("all answers and cases", marks=pytest.mark.long)])
 def rows(request):
     def drawn(task, *arguments):
-        return hidden_cases(task, *arguments) if request.param == "all cases" or task.name in NEED_HIDDEN else []
+        return hidden_cases(task, *arguments) if task.name in NEED_HIDDEN else []
 
-    with mock.patch.object(selftest, "hidden_cases", drawn):
+    with contextlib.ExitStack() as shorter:
+        if "all" not in request.param:
+            shorter.enter_context(mock.patch.object(selftest, "hidden_cases", drawn))
+            shorter.enter_context(mock.patch.object(selftest, "planted", one_for_each_property))
         return selftest.table()
 
 
 def test_every_answer_goes_as_it_should(rows):
     planted = Counter(row.task for row in rows if row.loses)
     assert set(planted) == set(TASKS) and len(TASKS) >= 52
-    assert min(planted.values()) >= 3 and sum(planted.values()) >= 300
     assert len(rows) == 3 * len(TASKS) + sum(planted.values())
     assert [row for row in rows if not row.holds] == []
+
+
+def test_each_exercise_has_three_planted_answers():
+    planted = Counter(answer.task for answer in PLANTED(selftest.solutions_folder()))
+    assert set(planted) == set(TASKS) and min(planted.values()) >= 3 and sum(planted.values()) >= 600
 
 
 def test_every_property_is_shown_to_reject_something(rows):
@@ -57,7 +77,7 @@ def test_stubs_and_idlers_earn_nothing_and_solutions_all(rows):
 
 def test_who_misses_the_point_has_a_third_of_the_points_at_most(rows):
     missed = [row for row in rows if set(row.failed) & set(TASKS[row.task].essential)]
-    assert len(missed) > 200 and all(row.points <= row.maximum // 3 for row in missed)
+    assert len(missed) > 100 and all(row.points <= row.maximum // 3 for row in missed)
     right_result = [row for row in missed if row.loses in ("leaves early", "does not block backward")]
     assert right_result and max(row.points for row in right_result if row.task == "ddp.overlap") == 3
 

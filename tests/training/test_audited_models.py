@@ -10,16 +10,15 @@ from course_lib.errors import ConfigError, ModelError
 from course_lib.parallel.ddp import DataParallel
 from course_lib.training.audited_models import AXES, ModelOnEngine, chosen_layouts, config_of
 from tests.forked_process import run_course
-from tests.long_cases import some
 
 QWEN = "Qwen/Qwen3-0.6B"
 
 
-@pytest.mark.parametrize(("engine", "layouts"), some([
-    ("transformers", [Layout(tp=2)]), ("ours", [Layout(shard=2), Layout(dp=2, tp=2)]),
-    ("torch", [Layout(dp=3), Layout(dp=2, shard=2)]), ("accelerate", [Layout(shard=2)]),
-    ("deepspeed", [Layout(dp=2), Layout(shard=2)])],
-    ("ours", [Layout(shard=2), Layout(dp=2, tp=2)]), ("accelerate", [Layout(shard=2)])))
+@pytest.mark.parametrize(("engine", "layouts"), [
+    ("ours", [Layout(shard=2), Layout(dp=2, tp=2)]), ("accelerate", [Layout(shard=2)]),
+    pytest.param("transformers", [Layout(tp=2)], marks=pytest.mark.long),
+    pytest.param("torch", [Layout(dp=3), Layout(dp=2, shard=2)], marks=pytest.mark.long),
+    pytest.param("deepspeed", [Layout(dp=2), Layout(shard=2)], marks=pytest.mark.long)])
 def test_no_alarm_over_an_engine(engine, layouts):
     audited = audit(ModelOnEngine(QWEN, engine), layouts, timeout=240)
     assert [verdict.layout for verdict in audited.verdicts] == layouts
