@@ -35,6 +35,10 @@ os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKEN
 if os.environ.get("GPU_TESTS") != "hardware":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+# torch's store asks the name server for the name of ::ffff:127.0.0.1, eight times in a launch of three ranks. An answer
+# that is lost is waited for 5 seconds by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
 # gloo's receiving thread polls without a pause while another thread of its rank holds the connection (handleEvents in
 # gloo/transport/tcp/pair.cc); where a thread that wakes up does not take that one's core, this is short.
 if hasattr(os, "sched_setscheduler"):
