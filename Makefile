@@ -19,16 +19,16 @@ setup:  ## create .venv and install the pinned packages
 train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options in ARGS="--num_epochs 1"
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
-# No test demands how a measured time comes out (tests/test_counted.py), so three files, which wait a lot, run at a time.
-# The folders with the longest files first, so that at the end nobody waits for one of them.
-FIRST := $(patsubst %,tests/%/,grading notebooks training commands cloud)
-REST := $(filter-out $(FIRST),$(sort $(dir $(wildcard tests/*/test_*.py)))) $(wildcard tests/test_*.py)
+# No test demands how a measured time comes out (tests/test_counted.py), so three files, which wait a lot, run at a time,
+# in the order of tests/slices.py.
 # Threads of OpenMP that wait for each other sleep: there are more of them than cores.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --dist loadfile
 
-test: check  ## everything that needs no GPU: linters, types, all tests
+test: setup  ## everything that needs no GPU: linters, types (tests/test_types.py), all tests
+	$(BIN)/ruff check
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/gpu_sim/build.py
-	$(PYTEST) $(FIRST) $(REST) -m "not long" -n 3 --no-loadscope-reorder $(ARGS)
+	$(PYTEST) tests -m "not long" -n 3 --no-loadscope-reorder $(ARGS)
 
 gpu: setup  ## what runs on the GPUs here: a report to attach to an issue; everything with ARGS=--full
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

@@ -1,8 +1,9 @@
-"""Pytest plugin: parts of the tests, chosen by the times that were measured last.
+"""Pytest plugin: parts of the tests, and the order of their files, chosen by the times that were measured last.
 
 ``--slice K/N`` runs the K-th of N parts, of about the same time. A part has whole files, whose tests share what they
 set up, but for files that take longer than LARGEST by themselves. ``--quick`` runs the files that take QUICK at most,
-and imports no others.
+and imports no others. Where several files run at a time, the longest come first, and those that mostly wait are spread
+among those that compute.
 
     make long SLICE=3/12                         which writes build/long-3-of-12.json
     python -m tests.slices build/*.json          takes the times of such files over
@@ -17,7 +18,10 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 MEASURED = TESTS / "measured_seconds.json"
-"""Wall seconds, beside one or two others: of each file what `make test` runs of it, and of each test that is long."""
+"""Wall seconds, beside one or two others: of each file what `make test` runs of it, and of each test that is long.
+
+``waiting`` has the files of which a wait is more than half.
+"""
 UNMEASURED = 20.0
 LARGEST = 300.0
 QUICK = 4.0
@@ -36,6 +40,17 @@ def parts(seconds, count):
         found[least].append(unit)
         load[least] += took
     return found
+
+
+def order(files, seconds, waiting):
+    """The longest first, and those that wait at even distances among those that compute."""
+    place = {}
+    for kind in ([name for name in files if name in waiting], [name for name in files if name not in waiting]):
+        total, begun = sum(seconds.get(name, UNMEASURED) for name in kind), 0.0
+        for name in sorted(kind, key=lambda name: (-seconds.get(name, UNMEASURED), name)):
+            place[name] = begun / total
+            begun += seconds.get(name, UNMEASURED)
+    return sorted(files, key=lambda name: (place[name], name))
 
 
 def units(names, seconds):
@@ -67,6 +82,10 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(trylast=True)  # what -m leaves
 def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # one of several
+        known, of = measured(), {item: item.nodeid.split("::")[0] for item in items}
+        files = order(list(dict.fromkeys(of.values())), known["files"], set(known["waiting"]))
+        items.sort(key=lambda item: files.index(of[item]))
     if not config.option.slice:
         return
     number, _, count = config.option.slice.partition("/")
@@ -82,14 +101,17 @@ def main(files):
     """Take over the times in files that ``--times`` wrote."""
     known = measured()
     for file in files:
-        times, per_file = json.loads(Path(file).read_text()), collections.Counter()
-        for name, (wall, _, is_long) in times.items():
+        times, per_file, cpu = json.loads(Path(file).read_text()), collections.Counter(), collections.Counter()
+        for name, (wall, computed, is_long) in times.items():
             if is_long:
                 known["long"][name] = round(wall, 1)
             else:
                 per_file[name.split("::")[0]] += wall
+                cpu[name.split("::")[0]] += computed
         known["files"] |= {name: round(wall, 1) for name, wall in per_file.items()}
-    known = {kind: dict(sorted(seconds.items())) for kind, seconds in known.items()}
+        known["waiting"] = sorted({*known["waiting"]} - {*per_file} | {
+            name for name, wall in per_file.items() if wall > QUICK and cpu[name] < wall / 2})
+    known["files"], known["long"] = (dict(sorted(known[kind].items())) for kind in ("files", "long"))
     MEASURED.write_text(json.dumps(known, indent=0) + "\n")
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.slices import LARGEST, TESTS, measured, parts, units
+from tests.slices import LARGEST, TESTS, measured, order, parts, units
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
@@ -23,6 +23,15 @@ def test_a_file_stays_whole_unless_it_takes_too_long():
     of, seconds = units(names, {"a.py::one": 3.0, "a.py::two": 4.0, "b.py::one": LARGEST, "b.py::two": 1.0})
     assert of == {"a.py::one": "a.py", "a.py::two": "a.py"} | {name: name for name in names[2:]}
     assert seconds["a.py"] == 7.0 and seconds["b.py::one"] == LARGEST and seconds["b.py::new"] > 1
+
+
+def test_files_that_wait_run_beside_files_that_compute():
+    seconds = {f"computes {i}": 10.0 + i for i in range(6)} | {f"waits {i}": 5.0 + i for i in range(3)}
+    found = order(list(seconds), seconds, {name for name in seconds if "waits" in name})
+    assert sorted(found) == sorted(seconds) and order(found[::-1], seconds, {"waits 0", "waits 1", "waits 2"}) == found
+    assert [name for name in found if "computes" in name] == [f"computes {i}" for i in range(5, -1, -1)]
+    at = [found.index(f"waits {i}") for i in (2, 1, 0)]
+    assert at == sorted(at) and min(later - earlier for earlier, later in zip(at, at[1:], strict=False)) > 1
 
 
 def test_what_was_measured_is_there():
