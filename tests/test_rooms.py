@@ -28,6 +28,7 @@ OF_ALL = {
     "test_promises.py": "what is promised, and which test would notice",
     "test_rooms.py": "this one",
     "test_slices.py": "which tests a part of them has",
+    "test_types.py": "the whole library, by mypy",
     "test_shown_commands.py": "what README and lessons tell users to type",
     "book/test_every_page.py": "the book that was built",
     "book/test_in_a_browser.py": "the same in a browser",

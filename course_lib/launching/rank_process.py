@@ -197,10 +197,13 @@ def _set_up(rank: int, num_processes: int, device: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Left to itself gloo takes the address of the host's name, which offline machines cannot always resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, usable_cores() // num_processes)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
+    # In a fork torch makes its pool of threads anew when it is first asked for; of two threads that ask at once, one
+    # gets none ("Invalid thread pool!").
+    torch.set_num_threads(threads)
     if device == "cuda":
         if torch.cuda._is_in_bad_fork():
             raise LaunchError("CUDA was used in this process before launch()",

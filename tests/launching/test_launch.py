@@ -127,6 +127,27 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
         torch.set_num_threads(threads)
 
 
+def test_a_ranks_threads_find_a_pool_though_all_of_them_ask_at_once(monkeypatch):
+    """What gloo's thread and the backward do in a rank that is told how many threads it has."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    losses, all_are_there = [torch.ones(2**16, requires_grad=True).exp().sum() for _ in range(8)], threading.Barrier(8)
+
+    def backward(loss):
+        all_are_there.wait()
+        loss.backward()
+
+    def on_rank():
+        with ThreadPoolExecutor(len(losses)) as threads:
+            return len(list(threads.map(backward, losses)))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # new threads are told of a number that was set
+    try:
+        assert [launch(on_rank, num_processes=3) for _ in range(3)] == [[8] * 3] * 3
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.usefixtures("either")
 def test_accelerate_finds_the_ranks():
     def look():
