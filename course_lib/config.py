@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from course_lib.config_sections import schedules
 from course_lib.config_sections.communication import CommunicationConfig, check_communication
@@ -27,9 +27,6 @@ from course_lib.config_sections.parallel import ENGINES, ParallelConfig, Pipelin
 from course_lib.config_sections.unread import first_unread
 from course_lib.config_sections.watching import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig
 from course_lib.errors import ConfigError, near, nearest
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +155,8 @@ def build(leaves: Mapping[str, Any], where: str | Mapping[str, str] = "config") 
 
 
 @functools.cache
-def _validator() -> "TypeAdapter[Config]":
-    """Pydantic's reading of the fields, which takes longer than a config."""
+def _validator() -> Any:
+    """Pydantic's validator of :class:`Config`; making it takes longer than validating."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(Config)

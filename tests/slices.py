@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parent
 MEASURED = TESTS / "measured_seconds.json"
 """Wall seconds, beside one or two others: of each file what `make test` runs of it, and of each test that is long.
 
-``waiting`` has the files of which a wait is more than half.
+``waiting`` names the files that wait for more than half of their time.
 """
 UNMEASURED = 20.0
 LARGEST = 300.0
@@ -46,10 +46,11 @@ def order(files, seconds, waiting):
     """The longest first, and those that wait at even distances among those that compute."""
     place = {}
     for kind in ([name for name in files if name in waiting], [name for name in files if name not in waiting]):
-        total, begun = sum(seconds.get(name, UNMEASURED) for name in kind), 0.0
-        for name in sorted(kind, key=lambda name: (-seconds.get(name, UNMEASURED), name)):
-            place[name] = begun / total
-            begun += seconds.get(name, UNMEASURED)
+        took = {name: seconds.get(name, UNMEASURED) for name in kind}
+        begun, whole = 0.0, sum(took.values()) or 1.0
+        for name in sorted(kind, key=lambda name: (-took[name], name)):
+            place[name] = begun / whole
+            begun += took[name]
     return sorted(files, key=lambda name: (place[name], name))
 
 
@@ -84,8 +85,9 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):  # one of several
         known, of = measured(), {item: item.nodeid.split("::")[0] for item in items}
-        files = order(list(dict.fromkeys(of.values())), known["files"], set(known["waiting"]))
-        items.sort(key=lambda item: files.index(of[item]))
+        files = order(set(of.values()), known["files"], known["waiting"])
+        place = {file: i for i, file in enumerate(files)}
+        items.sort(key=lambda item: place[of[item]])
     if not config.option.slice:
         return
     number, _, count = config.option.slice.partition("/")

@@ -31,6 +31,7 @@ def test_files_that_wait_run_beside_files_that_compute():
     assert sorted(found) == sorted(seconds) and order(found[::-1], seconds, {"waits 0", "waits 1", "waits 2"}) == found
     assert [name for name in found if "computes" in name] == [f"computes {i}" for i in range(5, -1, -1)]
     at = [found.index(f"waits {i}") for i in (2, 1, 0)]
+    assert order(["quick", "as quick"], {"quick": 0.0, "as quick": 0.0}, ()) == ["as quick", "quick"]
     assert at == sorted(at) and min(later - earlier for earlier, later in zip(at, at[1:], strict=False)) > 1
 
 

@@ -36,7 +36,7 @@ def load_tweets(folder: Path = FOLDER) -> dict[str, datasets.Dataset]:
                         "install the course again")
     features = datasets.Features({"id": datasets.Value("int32"), "text": datasets.Value("string"),
                                   "label": datasets.ClassLabel(names=list(LABEL_NAMES))})
-    rows = pa.csv.read_csv(pa.BufferReader(content))
+    rows = pa.csv.read_csv(pa.BufferReader(content), pa.csv.ReadOptions(use_threads=False))
     labels = pc.index_in(rows["label"], pa.array(LABEL_NAMES)).cast(pa.int64())
     rows = rows.set_column(rows.column_names.index("label"), "label", labels)
     of_split = {split: rows.filter(pc.equal(rows["split"], split)).select(list(features)) for split in SPLITS}

@@ -145,7 +145,8 @@ def _rank(main: Callable[[], int], rank: int, num_processes: int, port: int, thr
     leave_caller()
     _restore((number, signal.SIG_DFL) for number in SIGNALS if number != signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    torch.set_num_threads(threads or torch.get_num_threads())  # rank_process.py says why in any case
+    if threads and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
     try:
         code = main()
     except Exception:  # as Python ends; here multiprocessing would write it, with the keys that the hook hides

@@ -157,13 +157,16 @@ def forget_accelerators() -> None:
 
 
 def leave_caller() -> None:
-    """Cut what a forked process shares with the caller: terminal signals, exit handlers, the notebook's sockets."""
+    """Cut what a forked process shares with the caller: signals, exit handlers, threads, the notebook's sockets."""
     os.setsid()
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # Linux: a killed caller takes its ranks along
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit._clear()
+    # In a fork torch makes its pool of threads anew at the first call. Of two threads that call at once, one gets none
+    # and fails with "Invalid thread pool!", so it is made while there is one thread.
+    torch.set_num_threads(torch.get_num_threads())
     forget_accelerators()
     shell = sys.modules.get("IPython.core.interactiveshell")
     if shell and shell.InteractiveShell.initialized():
@@ -197,13 +200,10 @@ def _set_up(rank: int, num_processes: int, device: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Left to itself gloo takes the address of the host's name, which offline machines cannot always resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, usable_cores() // num_processes)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    # In a fork torch makes its pool of threads anew when it is first asked for; of two threads that ask at once, one
-    # gets none ("Invalid thread pool!").
-    torch.set_num_threads(threads)
+        torch.set_num_threads(threads)
     if device == "cuda":
         if torch.cuda._is_in_bad_fork():
             raise LaunchError("CUDA was used in this process before launch()",

@@ -1,6 +1,5 @@
 """The checks are checked: stubs earn nothing, solutions all, and every planted wrong answer loses what it should."""
 
-import contextlib
 import os
 import random
 import time
@@ -32,23 +31,23 @@ def one_for_each_property(folder):
     return list(first.values())
 
 
-@pytest.fixture(scope="module", params=["one answer for each property, public cases",
-                                        pytest.param("all answers and cases", marks=pytest.mark.long)])
-def rows(request):
-    def drawn(task, *arguments):
-        return hidden_cases(task, *arguments) if task.name in NEED_HIDDEN else []
+def public_cases(task, *arguments):
+    return hidden_cases(task, *arguments) if task.name in NEED_HIDDEN else []
 
-    with contextlib.ExitStack() as shorter:
-        if "all" not in request.param:
-            shorter.enter_context(mock.patch.object(selftest, "hidden_cases", drawn))
-            shorter.enter_context(mock.patch.object(selftest, "planted", one_for_each_property))
-        return selftest.table()
+
+@pytest.fixture(scope="module", params=[
+    pytest.param((one_for_each_property, public_cases), id="an answer for each property, public cases"),
+    pytest.param((PLANTED, hidden_cases), id="all answers and cases", marks=pytest.mark.long)])
+def rows(request):
+    answers, hidden = request.param
+    with mock.patch.object(selftest, "planted", answers), mock.patch.object(selftest, "hidden_cases", hidden):
+        found = selftest.table()
+    assert len(found) == 3 * len(TASKS) + len(answers(selftest.solutions_folder()))
+    return found
 
 
 def test_every_answer_goes_as_it_should(rows):
-    planted = Counter(row.task for row in rows if row.loses)
-    assert set(planted) == set(TASKS) and len(TASKS) >= 52
-    assert len(rows) == 3 * len(TASKS) + sum(planted.values())
+    assert {row.task for row in rows if row.loses} == set(TASKS) and len(TASKS) >= 52
     assert [row for row in rows if not row.holds] == []
 
 
@@ -77,7 +76,7 @@ def test_stubs_and_idlers_earn_nothing_and_solutions_all(rows):
 
 def test_who_misses_the_point_has_a_third_of_the_points_at_most(rows):
     missed = [row for row in rows if set(row.failed) & set(TASKS[row.task].essential)]
-    assert len(missed) > 100 and all(row.points <= row.maximum // 3 for row in missed)
+    assert len(missed) > len(rows) / 4 and all(row.points <= row.maximum // 3 for row in missed)
     right_result = [row for row in missed if row.loses in ("leaves early", "does not block backward")]
     assert right_result and max(row.points for row in right_result if row.task == "ddp.overlap") == 3
 

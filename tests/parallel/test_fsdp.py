@@ -1,5 +1,7 @@
 """FSDP from scratch: equal to one process with the whole batch, with 1/N of everything on a rank."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -260,6 +262,24 @@ def test_zero_grad_forgets_what_no_sync_keeps(found):
 
 def test_the_next_gather_is_issued_before_a_block_computes(found):
     assert found["gathers"] == {True: [3, 4, 5, 5], False: [2, 3, 4, 5]}
+
+
+def bytes_of_gathers():
+    """Of each gather in which two ranks put 40 bytes together, 20 of them from rank 1; and what rank 0 has then."""
+    dist.init_process_group("gloo")
+    rank, real, sent = dist.get_rank(), dist.gather, []
+
+    def counted(tensor, *arguments, **options):
+        sent.append(tensor.nbytes)
+        return real(tensor, *arguments, **options)
+
+    with mock.patch.object(dist, "gather", counted):
+        whole = gather_whole({"weight": Shard(torch.Size([10]), 5 * rank, torch.full((5,), float(rank)))})
+    return sent, {name: tensor.tolist() for name, tensor in whole.items()}
+
+
+def test_a_gather_takes_the_room_of_what_is_sent():
+    assert launch(bytes_of_gathers, num_processes=2) == [([20], {"weight": [0.0] * 5 + [1.0] * 5}), ([20], {})]
 
 
 def test_new_weights_in_the_pieces_count_after_a_refresh(found):
