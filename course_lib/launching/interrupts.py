@@ -89,6 +89,8 @@ def stop_requests() -> Iterator[StopRequest]:
             yield request
     finally:
         for number, handler in before.items():
+            if number == LAUNCHER_DIED and request and not callable(handler):
+                handler = signal.SIG_IGN  # the launcher's other threads end later, and this process is about to
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
 
 

@@ -141,6 +141,17 @@ def test_twice_means_now(tmp_path, case):
     assert process.wait() == code
 
 
+def test_a_launchers_last_thread_may_die_when_its_rank_has_stopped():
+    def rank():
+        with stop_requests() as request:
+            signal.raise_signal(interrupts.LAUNCHER_DIED)
+        assert request.signal == signal.SIGTERM
+        signal.raise_signal(interrupts.LAUNCHER_DIED)
+        return 75
+
+    assert Forked(rank, os.environ).wait() == 75
+
+
 def test_a_launcher_that_dies_thread_by_thread_is_one_wish(tmp_path):
     """The kernel tells of the end of each thread; on a busy machine a killed launcher's take their time."""
     def rank():
