@@ -284,7 +284,8 @@ def test_of_two_deaths_that_are_seen_at_once_a_watchdogs_is_the_consequence(monk
 
     def has_ended(number):
         try:
-            return psutil.Process(int((tmp_path / f"started{number}").read_text())).status() == psutil.STATUS_ZOMBIE
+            process = psutil.Process(int((tmp_path / f"started{number}").read_text()))
+            return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1  # its other threads later
         except (FileNotFoundError, ValueError):  # not written yet
             return False
         except psutil.NoSuchProcess:

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import time
 
 import pytest
 import torch
@@ -134,8 +135,10 @@ def test_torchs_recorder_and_the_watchdogs_agree():
 
 
 def killed_while_it_writes(folder):
-    """After 8 bytes of the next file that rank 1 writes, the system kills it."""
+    """After 8 bytes of the next file that rank 1 writes, the system kills it; rank 0 has written its own."""
     if dist.get_rank() == 1:
+        while not (folder / "rank0.json").exists():
+            time.sleep(0.01)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
         resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))
     return "longer than eight bytes"
