@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -149,11 +149,10 @@ class TorchFSDP(ShardedEngine):
         found = {}
         parameter: Any
         for name, parameter in self.model.named_parameters():
-            _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh,
-                                                              parameter.placements)
-            row = parameter.shape[1:].numel()
-            found[name] = Shard(parameter.shape, offset[0] * row if offset else 0,
-                                parameter.detach().to_local().view(-1))
+            # Rows are dealt out as torch.chunk does over the last dimension of the mesh: whole chunks, then the rest.
+            mesh, (rows, *row) = parameter.device_mesh, parameter.shape
+            first = min(-(-rows // mesh.shape[-1]) * mesh.get_coordinate()[-1], rows)
+            found[name] = Shard(parameter.shape, first * math.prod(row), parameter.detach().to_local().view(-1))
         return found
 
     def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
