@@ -49,7 +49,9 @@ def in_own_network(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if not NAMESPACE.exists():
         raise LaunchError(f"no network namespaces on {sys.platform}", "measure the bytes on the wire on Linux")
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    with PassedOn() if forks.from_server() else contextlib.nullcontext() as output:
+    # A stream that Python or Jupyter made is this process's alone: on its copy a fork would write to nobody.
+    shared = not forks.from_server() and sys.stdout is sys.__stdout__
+    with contextlib.nullcontext() if shared else PassedOn() as output:
         process = forks.start_clean(_child, functools.partial(function, *args, **kwargs), sender, output)
         sender.close()
         try:

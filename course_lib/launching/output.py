@@ -63,23 +63,33 @@ class LabelledOutput:
 
 
 class PassedOn:
-    """A pipe for a process that does not share the caller's sys.stdout; what it writes there is shown on it."""
+    """A pipe for a process that does not share the caller's sys.stdout; what it writes there is shown on it.
+
+    Leave the block when that process has ended. What it left running may keep the pipe open, and is no longer heard.
+    """
+
+    END = b"\0"
 
     def __enter__(self) -> Connection:
+        self._ending = False
         self._reader, self._writer = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._pass_on, daemon=True, name="course-output")
         self._thread.start()
         return self._writer
 
     def __exit__(self, *_: object) -> None:
-        self._writer.close()
+        self._ending = True
+        os.write(self._writer.fileno(), self.END)
         self._thread.join()
+        self._writer.close()
         self._reader.close()
 
     def _pass_on(self) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        while data := os.read(self._reader.fileno(), 65536):
-            sys.stdout.write(decoder.decode(data))
+        data = b""
+        while not (self._ending and data.endswith(self.END)):
+            data = os.read(self._reader.fileno(), 65536)
+            sys.stdout.write(decoder.decode(data.removesuffix(self.END)))
             sys.stdout.flush()
 
 

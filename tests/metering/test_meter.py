@@ -3,6 +3,8 @@
 import gc
 import math
 import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +356,16 @@ def test_nothing_is_sent_twice_in_ones_own_network():
 def test_what_fails_in_its_own_network_fails_for_the_caller():
     with pytest.raises((ZeroDivisionError, LaunchError)):
         in_own_network(lambda: 1 // 0)
+
+
+def test_what_is_printed_there_reaches_the_callers_stream_and_a_daemon_is_not_awaited(capsys):
+    """A notebook's stream is none that a fork can write to: there each line took a second, and was lost."""
+    def print_and_leave():
+        print("heard")
+        return subprocess.Popen(["sleep", "1000"]).pid
+
+    os.kill(in_own_network(print_and_leave), signal.SIGKILL)
+    assert capsys.readouterr().out == "heard\n"
 
 
 def through_deepspeed():
