@@ -156,6 +156,21 @@ def forget_accelerators() -> None:
         state.GradientState._reset_state()
 
 
+def forget_meshes() -> None:
+    """Clear DTensor's caches, whose results hold the mesh that they were first computed for.
+
+    To DTensor meshes of the same ranks are equal, whichever of the ranks this process is, and whatever became of their
+    groups: a rank that is forked after its caller was rank 0 of two itself would find itself in place 0.
+    """
+    room = "torch.distributed.tensor."
+    dtensor, redistributing = sys.modules.get(room + "_api"), sys.modules.get(room + "_redistribute")
+    if dtensor and redistributing:
+        dtensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        redistributing._gen_transform_infos.cache_clear()
+        redistributing.clear_redistribute_planner_cache()
+
+
 def leave_caller() -> None:
     """Cut what a forked process shares with the caller: signals, exit handlers, threads, the notebook's sockets."""
     os.setsid()
@@ -168,6 +183,7 @@ def leave_caller() -> None:
     # and fails with "Invalid thread pool!", so it is made while there is one thread.
     torch.set_num_threads(torch.get_num_threads())
     forget_accelerators()
+    forget_meshes()
     shell = sys.modules.get("IPython.core.interactiveshell")
     if shell and shell.InteractiveShell.initialized():
         # display() prints from here on, and what is imported later sees a plain Python.

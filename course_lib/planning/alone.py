@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from course_lib.launching.rank_process import forget_meshes
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 from course_lib.replacing import replaced
 
@@ -18,10 +19,12 @@ from course_lib.replacing import replaced
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """A default process group in which this process is a rank and nobody is another."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    forget_meshes()
     try:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 class TensorParallelAlone(TorchTensorParallel):

@@ -20,11 +20,12 @@ from transformers import (
 
 from course_lib import cli
 from course_lib.errors import ConfigError
+from course_lib.launching import rank_process
 from course_lib.launching.launch import launch
 from course_lib.metering.allocation_log import KINDS, AllocationLog
 from course_lib.metering.meter import Meter
 from course_lib.parallel.torch_engines.fsdp import shard_with_torch
-from course_lib.planning import memory, models
+from course_lib.planning import alone, memory, models
 from course_lib.planning import simulate as simulated
 from course_lib.planning.formula_check import compare
 from course_lib.planning.plan import Plan
@@ -169,6 +170,32 @@ def test_nothing_is_left_of_the_fake_cluster():
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     assert loss.item() > 0 and type(model.lm_head.weight.grad) is torch.Tensor
+
+
+def places(simulated_rank: int | None = None) -> list[tuple[int, ...]]:
+    """Where DTensor believes this rank of two to be, by parameter, after a step of FSDP."""
+    with contextlib.nullcontext() if simulated_rank is None else alone.fake_group(simulated_rank, 2):
+        if simulated_rank is None:
+            dist.init_process_group("gloo")
+        model = torch.nn.Linear(16, 16)
+        engine = shard_with_torch(model, torch.optim.AdamW(model.parameters()), units=[])
+        engine(torch.ones(2, 16)).sum().backward()
+        engine.step()
+        return [parameter.device_mesh.get_coordinate() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("forgets", ["nobody", "the simulation", "the rank"])
+def test_after_a_simulation_each_rank_is_in_its_own_place(forgets, monkeypatch):
+    """DTensor hands out what it computed for a mesh of the same ranks, with that mesh and so another rank's place."""
+    for who, module in (("the simulation", alone), ("the rank", rank_process)):
+        if who != forgets:
+            monkeypatch.setattr(module, "forget_meshes", lambda: None)
+    first, second = [(0,), (0,)], [(1,), (1,)]
+    assert places(0) == first
+    assert launch(places, num_processes=2) == [first, first if forgets == "nobody" else second]
+    assert places(1) == (second if forgets == "the simulation" else first)
+    monkeypatch.undo()
+    rank_process.forget_meshes()
 
 
 @pytest.mark.parametrize(("asked", "says"), [
