@@ -18,7 +18,6 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "of_many_objects"
     sys.modules.pop("of_many_objects", None)
-    gc.unfreeze()
 
 
 @pytest.fixture
