@@ -49,7 +49,7 @@ def in_own_network(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if not NAMESPACE.exists():
         raise LaunchError(f"no network namespaces on {sys.platform}", "measure the bytes on the wire on Linux")
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    # A stream that Python or Jupyter made is this process's alone: on its copy a fork would write to nobody.
+    # Jupyter's and pytest's streams are objects of this process: what a fork writes to its copy of one is lost.
     shared = not forks.from_server() and sys.stdout is sys.__stdout__
     with contextlib.nullcontext() if shared else PassedOn() as output:
         process = forks.start_clean(_child, functools.partial(function, *args, **kwargs), sender, output)

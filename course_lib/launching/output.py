@@ -65,7 +65,8 @@ class LabelledOutput:
 class PassedOn:
     """A pipe for a process that does not share the caller's sys.stdout; what it writes there is shown on it.
 
-    Leave the block when that process has ended. What it left running may keep the pipe open, and is no longer heard.
+    Leave the block when that process has ended. Processes that it left running may hold the pipe open: they are not
+    waited for, and what they write later is not shown.
     """
 
     END = b"\0"

@@ -159,8 +159,8 @@ def forget_accelerators() -> None:
 def forget_meshes() -> None:
     """Clear DTensor's caches, whose results hold the mesh that they were first computed for.
 
-    To DTensor meshes of the same ranks are equal, whichever of the ranks this process is, and whatever became of their
-    groups: a rank that is forked after its caller was rank 0 of two itself would find itself in place 0.
+    DTensor takes two meshes of the same ranks for equal, whichever of these ranks the process is and whether or not the
+    groups still exist. Two ranks forked from a process that had been rank 0 of two would both have coordinate 0.
     """
     room = "torch.distributed.tensor."
     dtensor, redistributing = sys.modules.get(room + "_api"), sys.modules.get(room + "_redistribute")
