@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from course_lib.tracking import sweeps
 from tests.forked_process import run_course
 
 COURSE = Path(sys.executable).parent / "course"
@@ -24,7 +25,14 @@ parameters:
 """
 
 
-def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path):
+def run_forked(trainings, command):
+    """In the place of a new interpreter for each run: `test_a_stopped_sweep_goes_on` has those."""
+    assert command[:2] == [sys.executable, str(sweeps.CLI)]
+    return run_course(*command[2:])
+
+
+def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeps.Trainings, "run", run_forked)
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(SWEEP.replace("[1.0e-3, 1.0e-9]", "[1.0e-3, 1.0e-9, 1.0e+30]"))
     done = run_course("sweep", sweep, *TINY, "--parallel", "2", "--sweep_dir", tmp_path / "runs")

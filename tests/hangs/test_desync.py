@@ -20,6 +20,7 @@ from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.training.callbacks import Callback, desync
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
+from tests.narrow_presets import WIDTH, narrow_presets  # noqa: F401
 
 QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_samples": 24, "max_eval_samples": 8,
          "max_length": 16, "max_steps": 4, "batch_size": 2, "logging_steps": 100, "progress_bar": False,
@@ -233,8 +234,9 @@ DISAGREEMENTS = {
     "frozen": ({"plant": ("on_connect", frozen)},
                "`classifier.bias` is (3,) float32 trained on rank 0 and (3,) float32 frozen on rank 1"),
     "dtype": ({"plant": ("on_connect", another_type)},
-              "(3, 192) float32 trained on rank 0 and (3, 192) float64 trained on rank 1"),
-    "shape": ({"plant": ("on_connect", wider)}, "(3, 192) float32 trained on rank 0 and (4, 192) float32 trained"),
+              f"(3, {WIDTH}) float32 trained on rank 0 and (3, {WIDTH}) float64 trained on rank 1"),
+    "shape": ({"plant": ("on_connect", wider)},
+              f"(3, {WIDTH}) float32 trained on rank 0 and (4, {WIDTH}) float32 trained"),
     "step": ({"plant": ("on_train_begin", ahead)}, "the step is 0 on rank 0 and 3 on rank 1"),
     "parameters": ({"plant": ("on_step_end", moved)},
                    "word_embeddings.weight` of rank 1 is not that of rank 0, by up to 0.5 (1 of 73 tensors differ)"),

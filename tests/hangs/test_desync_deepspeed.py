@@ -13,6 +13,7 @@ from course_lib.launching.launch import launch
 from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
+from tests.forked_process import import_deepspeed
 from tests.narrow_presets import narrow_presets  # noqa: F401
 
 FULL = {"model": "tiny-bert", "training_type": "accelerated", "engine": "deepspeed", "max_train_samples": 24,
@@ -75,7 +76,9 @@ class Looks(Callback):
         if trainer.config.parallel.strategy == "zero3":
             assert not any(each.numel() for each in parameters.values()), "a rank has its shards alone"
             self.shards = compared({name: each.ds_tensor for name, each in parameters.items()}, trainer.device)
-            whole = deepspeed_module().zero.GatheredParameters(list(parameters.values()))
+            import deepspeed
+
+            whole = deepspeed.zero.GatheredParameters(list(parameters.values()))
         with whole:
             self.weights = digest_of([each.detach().flatten() for each in parameters.values()])
 
@@ -86,13 +89,6 @@ def compared(tensors, device):
     except DesyncError as error:
         return str(error)
     return ""
-
-
-def deepspeed_module():
-    """Imported by the parent, or each of the ranks would take its time for it."""
-    import deepspeed
-
-    return deepspeed
 
 
 def run(folder, strategy, options, change):
@@ -119,10 +115,8 @@ def all_runs(folder):
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     """What each of the runs gave on each of two ranks; one after another on the same ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        deepspeed_module()
-        every = launch(all_runs, tmp_path_factory.mktemp("runs"), num_processes=2, timeout=800)
+    import_deepspeed()
+    every = launch(all_runs, tmp_path_factory.mktemp("runs"), num_processes=2, timeout=800)
     return {name: [results[name] for results in every] for name in RUNS}
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 
 from jupyter_client.provisioning import local_provisioner
+from traitlets.config import Application
 
 from course_lib.launching.rank_process import forget_accelerators
 from course_lib.replacing import replaced
@@ -13,13 +14,11 @@ from tests.forked_process import Forked
 def start(command, env=None, cwd=None, **options):
     """In the place of jupyter_client's launch_kernel: ``python -m ipykernel_launcher -f FILE`` in a fork."""
     assert "ipykernel_launcher" in command and "-f" in command, command
+    from ipykernel import debugger, kernelapp  # noqa: F401  here, or each kernel would import them anew
 
     def kernel():
         sys.argv = ["ipykernel_launcher", *command[command.index("-f"):]]
         sys.path.insert(0, "")
-        from ipykernel import kernelapp
-        from traitlets.config import Application
-
         Application.clear_instance()  # that of whoever starts the kernel, such as nbgrader
         forget_accelerators()
         kernelapp.launch_new_instance()

@@ -14,7 +14,7 @@ from tests.notebooks.conftest import NOTEBOOKS, says
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
     # Two epochs: the order of the second counts too.
-    return run_lesson("03_accelerate", forked=False, device="auto", world_size=2, steps=8)
+    return run_lesson("03_accelerate", device="auto", world_size=2, steps=8)
 
 
 def test_the_five_lines(lesson):

@@ -9,10 +9,13 @@ from torch.optim import AdamW
 from course_lib.launching.launch import launch
 from course_lib.lessons import zero_lab
 from course_lib.metering.meter import Meter
+from tests.forked_process import import_deepspeed
+from tests.narrow_presets import narrow_presets  # noqa: F401
 
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
+    import_deepspeed()
     return run_lesson("05_zero_stages", device="auto", world_size=2, steps=3)
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 
+from tests.forked_process import import_deepspeed
 from tests.notebooks.conftest import says
 
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
+    import_deepspeed()
     return run_lesson("14_long_contexts", device="auto", world_size=2, steps=4)
 
 

@@ -3,11 +3,13 @@
 import papermill
 import pytest
 
+from tests.forked_process import import_deepspeed
 from tests.notebooks.conftest import execute, says
 
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
+    import_deepspeed()
     return run_lesson("15_experts", device="auto", world_size=2, steps=4)
 
 

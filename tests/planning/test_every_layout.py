@@ -24,7 +24,9 @@ from course_lib.planning.families import FAMILIES
 from course_lib.planning.plan import Plan
 from course_lib.training.engines import build_engine
 from course_lib.training.run import build_trainer
+from tests.forked_process import import_deepspeed
 from tests.modeling.test_stages import FOUND
+from tests.narrow_presets import narrow_presets  # noqa: F401  what is trained
 
 TINY = {name: models.load({"model_type": preset.model_type, **preset.sizes, "vocab_size": presets.VOCABULARY_SIZE,
                            "max_position_embeddings": presets.MAX_POSITIONS, "_name_or_path": name})
@@ -222,9 +224,7 @@ def train_all(folder, name, ranks, one_of_a_kind):
         ("tiny-bert", 2, 5), ("tiny-llama", 2, 5), ("tiny-bert", 4, 7), ("tiny-gpt2", 4, 7), ("tiny-llama", 4, 7),
         ("tiny-gpt2", 8, 7)]),
 ])
-def test_the_printed_commands_train(tmp_path, monkeypatch, name, ranks, kinds, which):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    import deepspeed  # noqa: F401  here, or each rank would take ten seconds for it
-
+def test_the_printed_commands_train(tmp_path, name, ranks, kinds, which):
+    import_deepspeed()
     trained = train_all(tmp_path, name, ranks, which == "one of a kind")
     assert len(trained) == kinds and (which == "all") == (max(trained.values()) > 1), trained

@@ -12,6 +12,7 @@ from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint, formats, sharded
 from course_lib.training.engines.base import Engine
 from course_lib.training.optimization import parameter_groups
+from tests.forked_process import import_deepspeed
 
 STEPS, SAVED = 3, 2
 GRADIENT_TOLERANCE = 1e-7
@@ -144,10 +145,8 @@ def test_those_of_further_layouts_are_too(folder, one):
 
 
 @pytest.mark.long
-def test_deepspeed_s_are_too(folder, one, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    import deepspeed  # noqa: F401  here, or each of the ranks would take ten seconds for it
-
+def test_deepspeed_s_are_too(folder, one):
+    import_deepspeed()
     found = launch(runs, folder, DEEPSPEED, 2, num_processes=2, timeout=800)[0]
     assert differences(folder, found, one, 2) == {} and len(found) == len(DEEPSPEED) == 3
 

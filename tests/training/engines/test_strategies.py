@@ -11,6 +11,7 @@ from course_lib.errors import CheckpointError, ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint, formats, sharded
+from tests.forked_process import import_deepspeed
 
 pytestmark = pytest.mark.usefixtures("two_blocks")
 
@@ -35,10 +36,8 @@ ONE_OF_EACH_ENGINE = [("fsdp", "torch"), ("zero3", "scratch"), ("zero1", "deepsp
 
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 4))])
-def test_the_parity_matrix(tmp_path, monkeypatch, world_size):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    import deepspeed  # noqa: F401  here, or each of the ranks would take ten seconds for it
-
+def test_the_parity_matrix(tmp_path, world_size):
+    import_deepspeed()
     cells = parity.matrix(tmp_path, (world_size,), steps=3)  # tools/parity.py makes docs/strategies.md's of eight
     assert Counter(cell.engine for cell in cells) == {"torch": 5, "scratch": 5, "deepspeed": 3}
     assert [cell for cell in cells if not cell.agrees] == []
@@ -104,10 +103,8 @@ class Resume:
     pytest.param(ONE_OF_EACH_ENGINE[:2], (4,), id="some"),
     pytest.param(OURS_AND_TORCHS, (1, 4), id="torch and scratch", marks=pytest.mark.long),
     pytest.param(DEEPSPEEDS, (1, 4), id="deepspeed", marks=pytest.mark.long)])
-def test_saved_by_two_ranks_resumed_by_one_and_by_four(tmp_path, monkeypatch, pairs, others):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    import deepspeed  # noqa: F401  here, or each of the ranks would take ten seconds for it
-
+def test_saved_by_two_ranks_resumed_by_one_and_by_four(tmp_path, pairs, others):
+    import_deepspeed()
     wanted = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=5))
     found = saved_then_resumed(tmp_path, pairs, steps=5, others=others)
     assert len(found) == len(others) * len(pairs) and len(SHARDING) == 11
