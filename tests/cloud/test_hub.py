@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import constants, hf_hub_download
+from transformers import AutoModelForSequenceClassification
 
 from tests.cloud.stand_in_hub import LIMITED, TOKEN, Hub
+from tests.forked_process import run_course
 from tests.long_cases import some
 
 COURSE = Path(sys.executable).parent / "course"
@@ -60,16 +64,16 @@ def test_it_was_asked_for_before_training_and_sent_once(pushed):
     assert paths[0] == "/api/repos/create" and sum("/commit/" in path for path in paths) == 1
 
 
-def test_the_model_comes_back(pushed, tmp_path):
+def test_the_model_comes_back(pushed, tmp_path, monkeypatch):
+    """By the client that `from_pretrained` asks."""
     hub, folder, _ = pushed
-    script = ("import sys, torch; from transformers import AutoModelForSequenceClassification as M;"
-              "a, b = M.from_pretrained('learner/tweets-bert'), M.from_pretrained(sys.argv[1]);"
-              "print(all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values())))")
-    env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
-                        "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", script, str(folder / "run" / "model")], env=env, capture_output=True,
-                          text=True, timeout=480)
-    assert done.stdout.split()[-1:] == ["True"], done.stderr
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    config, _ = (hf_hub_download("learner/tweets-bert", name, endpoint=hub.url, token=TOKEN, cache_dir=tmp_path)
+                 for name in ("config.json", "model.safetensors"))
+    back, kept = (AutoModelForSequenceClassification.from_pretrained(path).state_dict()
+                  for path in (Path(config).parent, folder / "run" / "model"))
+    assert back.keys() == kept.keys() and all(torch.equal(back[name], kept[name]) for name in kept)
 
 
 def test_the_token_is_written_nowhere(pushed):
@@ -87,7 +91,8 @@ def test_the_token_is_written_nowhere(pushed):
 def model(tmp_path_factory):
     """A trained model's folder."""
     folder = tmp_path_factory.mktemp("trained")
-    run("train", *TINY, "--output_dir", folder / "run", url="http://127.0.0.1:9", token=None, home=folder, check=0)
+    done = run_course("train", *TINY, "--output_dir", folder / "run")
+    assert done.returncode == 0, done.stderr
     return folder / "run" / "model"
 
 

@@ -2,15 +2,14 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +23,9 @@ from course_lib.config import build
 from course_lib.config_files import load
 from course_lib.errors import ConfigError
 from course_lib.training.checkpoints import checkpoint, manifest
+from tests.forked_process import run_course
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def job(instance_type="ml.p4d.24xlarge", instance_count=2, processes=8, config=None, **rest):
@@ -224,13 +223,14 @@ def test_what_cannot_work_is_refused_with_the_reason(build_it, told):
     pytest.param(["--role", ROLE], False, "no AWS credentials were found", marks=pytest.mark.long),
     (["--role", ROLE], True, "AWS cannot be used: Could not connect to the endpoint URL"),
 ], ids=["no role", "no credentials", "no network"])
-def test_what_the_job_costs_and_what_lacks_is_said_before_anything_is_sent(tmp_path, more, keys, told):
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true",
-           "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
+def test_what_the_job_costs_and_what_lacks_is_said_before_anything_is_sent(tmp_path, monkeypatch, more, keys, told):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    env = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+           "AWS_MAX_ATTEMPTS": "1"}
     if keys:
         env |= {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "AWS_SECRET_ACCESS_KEY": "x" * 40}
-    done = subprocess.run([sys.executable, "-m", "course_lib", "submit", "--instance_type", "ml.g5.xlarge", "--model",
-                           "tiny-bert", *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    done = run_course("submit", "--instance_type", "ml.g5.xlarge", "--model", "tiny-bert", *more, **env)
     lines = done.stderr.strip().splitlines()
     assert lines[0].startswith("cost: 1 × ml.g5.xlarge at $") and lines[-1].startswith("course: ") and told in lines[-1]
     assert done.returncode != 0 and not done.stdout and "Traceback" not in done.stderr

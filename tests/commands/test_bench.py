@@ -8,7 +8,9 @@ import pytest
 from course_lib.errors import CourseError
 from course_lib.figures.scaling import scaling as figure_of
 from course_lib.lessons import scaling
+from course_lib.tracking import sweeps
 from tests.commands.conftest import run
+from tests.forked_process import train_forked
 
 TINY = ("--model", "tiny-bert", "--max_train_samples", "64", "--max_length", "32", "--batch_size", "4",
         "--device", "cpu")
@@ -49,7 +51,8 @@ def test_efficiency_is_throughput_by_the_growth_in_processes(tmp_path, monkeypat
     assert list(perfect.get_ydata()) == [100, 200, 400] and list(measured.get_ydata()) == pytest.approx([100, 150, 200])
 
 
-def test_a_run_that_fails_is_named(tmp_path):
+def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeps.Trainings, "run", train_forked)
     with pytest.raises(CourseError, match="^num_processes 1: .*nowhere"):
         scaling.study(["--dataset", str(tmp_path / "nowhere.csv")], (1, 2), tmp_path / "out")
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from course_lib.tracking import sweeps
-from tests.forked_process import run_course
+from tests.forked_process import run_course, train_forked
 
 COURSE = Path(sys.executable).parent / "course"
 TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_length", "32",
@@ -25,14 +25,8 @@ parameters:
 """
 
 
-def run_forked(trainings, command):
-    """In the place of a new interpreter for each run: `test_a_stopped_sweep_goes_on` has those."""
-    assert command[:2] == [sys.executable, str(sweeps.CLI)]
-    return run_course(*command[2:])
-
-
 def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweeps.Trainings, "run", run_forked)
+    monkeypatch.setattr(sweeps.Trainings, "run", train_forked)
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(SWEEP.replace("[1.0e-3, 1.0e-9]", "[1.0e-3, 1.0e-9, 1.0e+30]"))
     done = run_course("sweep", sweep, *TINY, "--parallel", "2", "--sweep_dir", tmp_path / "runs")

@@ -70,6 +70,7 @@ def test_they_go_on_where_they_stood_and_where_fewer_gpus_are_seen(gpus, first_r
     t.agree(gpus.run(t.launched, tmp_path, 2, runs, gpus=2, timeout=1800), plain, from_step=t.SAVED_AT)
 
 
+@pytest.mark.long
 def test_more_ranks_go_on_with_another_strategy_and_engine(gpus, first_runs, plain, tmp_path):
     _, folder = first_runs("some")
     layout = {"global_batch_size": parity.GLOBAL_ROWS, "batch_size": 2, "gradient_accumulation_steps": 1}

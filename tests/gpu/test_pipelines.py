@@ -87,6 +87,7 @@ def test_two_pipelines_save_and_other_layouts_go_on(gpus, plain, tmp_path):
     t.agree(gpus.run(t.launched, tmp_path / "again", 2, others, timeout=1200), plain, from_step=t.SAVED_AT)
 
 
+@pytest.mark.long
 def test_layers_over_two_ranks(gpus, plain, tmp_path):
     shared = {"batch_size": 4, "eval_batch_size": 2, "tensor_parallel_size": 2}
     runs = [("ddp", shared), ("fsdp, sequence", shared | {"strategy": "fsdp", "sequence_parallel": True})]

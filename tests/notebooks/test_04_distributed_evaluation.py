@@ -2,7 +2,7 @@
 
 import pytest
 
-ROWS, PADDED = 200, 256
+ROWS, PADDED = 100, 128
 """Rows of the test split that are scored, and with those that repeat to even out two ranks' batches of 64."""
 
 

@@ -185,6 +185,7 @@ def two_steps(folder, plans, model, gpus_per_node):
     return found
 
 
+@pytest.mark.long
 def test_the_printed_commands_of_split_sequences_train(tmp_path):
     plans = [plan for plan in SPLIT_SEQUENCES if plan.engine != "deepspeed"]  # tests/training/engines has DeepSpeed's
     each = launch(two_steps, tmp_path, plans, TINY["tiny-gpt2"], 4, num_processes=4, timeout=1120, device="cpu")[0]

@@ -29,8 +29,10 @@ def compiled(folder, pairs):
     plain = run_pairs(folder / "plain", 2, pairs, **options)
     none = len(graphs)
     found = run_pairs(folder / "compiled", 2, pairs, **options, torch_compile=True)
-    again = run_pairs(folder / "recomputed", 2, PAIRS[-1:], **options, torch_compile=True,
-                      activation_checkpointing=True)
+    again = {}
+    if pairs == PAIRS:
+        again = run_pairs(folder / "recomputed", 2, PAIRS[-1:], **options, torch_compile=True,
+                          activation_checkpointing=True)
     return plain, found, again, none, len(graphs)
 
 
@@ -40,4 +42,6 @@ def test_compiled_blocks_train_as_plain_ones_under_every_kind_of_engine(tmp_path
     assert len(found) == len(pairs) and none == 0 and graphs >= 1
     for pair, losses in found.items():
         assert losses == pytest.approx(plain[pair], abs=parity.LOSS_TOLERANCE) and len(losses) == 2
-    assert again[PAIRS[-1]] == pytest.approx(plain[PAIRS[-1]], abs=parity.LOSS_TOLERANCE)
+    for pair, losses in again.items():
+        assert losses == pytest.approx(plain[pair], abs=parity.LOSS_TOLERANCE)
+    assert len(again) == (pairs == PAIRS)
