@@ -35,6 +35,9 @@ os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKEN
 if os.environ.get("GPU_TESTS") != "hardware":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+# trio has hypothesis look through all that is imported for who refers to its generator, when hypothesis is imported.
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
+
 # torch's store asks the name server for the name of ::ffff:127.0.0.1, eight times in a launch of three ranks. An answer
 # that is lost is waited for 5 seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
