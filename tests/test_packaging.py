@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -203,15 +204,22 @@ def test_the_quickstart_is_among_them():
     assert config_files.load([ROOT / "configs/quickstart.yaml"]).run.num_processes is None
 
 
-@pytest.mark.parametrize("launches", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_cpu_configuration_gives_two_processes_and_launches_do_not_collide(tmp_path, launches):
+def test_the_cpu_configuration_asks_for_two_processes_and_a_free_port():
+    """Read as `accelerate launch` reads it."""
+    asked = launch_command_parser().parse_args(["--config_file", str(ROOT / "configs/accelerate/cpu2.yaml"), "a.py"])
+    asked, *_ = _validate_launch_command(asked)
+    assert (asked.num_processes, asked.multi_gpu, asked.main_process_port, asked.mixed_precision) == (2, True, 0, "no")
+
+
+@pytest.mark.long
+def test_launches_by_the_cpu_configuration_do_not_collide(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text("from accelerate import Accelerator\nhere = Accelerator()\n"
                       "print(f'rank {here.process_index} of {here.num_processes} on {here.device.type}\\n', end='')\n"
                       "here.wait_for_everyone()\nhere.end_training()\n")
     command = [BIN / "accelerate", "launch", "--config_file", ROOT / "configs/accelerate/cpu2.yaml", script]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "TMPDIR": str(tmp_path)}
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(launches)]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         for launch in both:
             said, _ = launch.communicate(timeout=1120)

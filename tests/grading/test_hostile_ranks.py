@@ -78,13 +78,15 @@ def test_each_works_on_the_naive_grader(tmp_path):
     assert all("HANGS" in line for line in said[len(LIES):]), said
 
 
-def test_none_gains_a_point_and_the_right_one_has_all(sandbox):
-    attacks = LIES | HANGS
+@pytest.mark.parametrize("lies", [("patched allclose", "learnt by heart", "ends one rank"),
+                                  pytest.param(tuple(LIES), marks=pytest.mark.long)], ids=["some lies", "all"])
+def test_none_gains_a_point_and_the_right_one_has_all(sandbox, lies):
+    attacks = {name: LIES[name] for name in lies} | HANGS
     with ThreadPoolExecutor(2) as pool:
         right, *verdicts = pool.map(lambda source: graded(source, sandbox), [RIGHT, *attacks.values()])
     assert right.points == right.maximum == 2, right
     assert {name: verdict for name, verdict in zip(attacks, verdicts, strict=True) if verdict.points} == {}
-    assert [verdict.error for verdict in verdicts[len(LIES):]] == ["timeout"] * len(HANGS)
+    assert [verdict.error for verdict in verdicts[len(lies):]] == ["timeout"] * len(HANGS)
 
 
 def test_collectives_that_never_were_are_not_on_the_wire(sandbox):

@@ -91,12 +91,11 @@ def test_no_observation_breaks_a_rule_or_earns_by_its_form(task):
         everything = [Asked() for _ in range(case.world_size)]
         assert earned(task, task.judge(case, everything)) == 0
         for junk in JUNK:
-            for key in sorted(Asked.keys_asked):
-                for other in (None, junk):
-                    seen = [{name: junk if name == key else other for name in Asked.keys_asked}] * case.world_size
-                    findings = task.judge(case, seen)
-                    assert [finding.property for finding in findings] == list(task.points)
-                    assert not all(finding.holds for finding in findings), (junk, key)
+            alone = [{name: junk if name == key else None for name in Asked.keys_asked} for key in Asked.keys_asked]
+            for each in [dict.fromkeys(Asked.keys_asked, junk), *alone]:
+                findings = task.judge(case, [each] * case.world_size)
+                assert [finding.property for finding in findings] == list(task.points)
+                assert not all(finding.holds for finding in findings), each
         for broken in ([{"error": "ValueError: no"}] * case.world_size, [], [None] * case.world_size,
                        [{}] * (case.world_size + 1)):
             assert not any(finding.holds for finding in task.judge(case, broken))

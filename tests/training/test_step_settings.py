@@ -19,6 +19,7 @@ from course_lib.training import compiling, loss
 from course_lib.training.engines.with_deepspeed import DEFAULT_BUCKET, zero_settings
 from course_lib.training.precision import hint, use_tf32
 from course_lib.training.unwrapping import take_back_forward
+from tests.long_cases import some
 
 # --- the loss in chunks ---
 
@@ -171,7 +172,7 @@ def test_a_model_has_its_own_forward_back():
 # --- torch.compile ---
 
 
-@pytest.mark.parametrize("preset", ["tiny-bert", "tiny-gpt2", "tiny-llama"])
+@pytest.mark.parametrize("preset", some(["tiny-bert", "tiny-gpt2", "tiny-llama"], "tiny-gpt2"))
 @pytest.mark.parametrize(("dynamic", "graphs"), [(None, [1, 2, 2]), (True, [1, 1, 1])])
 def test_one_graph_serves_all_blocks_of_a_model(monkeypatch, preset, dynamic, graphs):
     made, real = [], torch.compile

@@ -191,6 +191,7 @@ def test_activation_checkpointing_and_padding_change_no_loss(trainer_of, tmp_pat
         assert losses_of(other) == pytest.approx(losses_of(plain), abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path, monkeypatch):
     """Traced and differentiated as compiled models are; without Inductor's code, whose making takes minutes."""
     monkeypatch.setitem(presets.TINY["tiny-bert"].sizes, "num_hidden_layers", 1)
