@@ -7,10 +7,12 @@ environment while it is imported still needs a new interpreter, and each launche
 
 import asyncio
 import atexit
+import contextlib
 import gc
 import importlib
 import logging
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,11 +20,12 @@ import tempfile
 import time
 import traceback
 import warnings
+from types import SimpleNamespace
 
 from course_lib import replacing
 from course_lib.launching import forks
 from course_lib.launching.rank_process import leave_caller
-from course_lib.tracking import sweeps
+from course_lib.tracking import collect, sweeps
 
 
 def import_deepspeed():
@@ -31,9 +34,13 @@ def import_deepspeed():
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
-def import_wandb():
-    """Here, with what a run imports when it starts, or each forked rank would take two seconds for it."""
+@contextlib.contextmanager
+def wandb_imported():
+    """Within it W&B is imported, with what a run imports when it starts, and what reads its runs is a fork, too."""
     importlib.import_module("wandb.sdk.launch.inputs.internal")
+    importlib.import_module("wandb.cli.cli")
+    with replacing.replaced(collect, "subprocess", SimpleNamespace(run=run_module)):
+        yield
 
 
 HEARD_BY_PYTEST = (signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1)
@@ -137,8 +144,24 @@ def run_course(*arguments, timeout=960, **env):
         sys.argv = [cli.__file__, *arguments]
         return cli.main(arguments)
 
+    return _run(main, arguments, os.environ | env, timeout)
+
+
+def run_module(command, *, env, timeout=960, **_):
+    """``subprocess.run`` of ``python -m MODULE ARGUMENTS``, in a fork."""
+    python, option, module, *arguments = command
+    assert (python, option) == (sys.executable, "-m")
+
+    def main():
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    return _run(main, command, env, timeout)
+
+
+def _run(main, command, environment, timeout):
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = Forked(main, os.environ | env, output=(out.fileno(), err.fileno()))
+        process = Forked(main, environment, output=(out.fileno(), err.fileno()))
         deadline = time.monotonic() + timeout
         try:
             while process.poll() is None and time.monotonic() < deadline:
@@ -147,12 +170,12 @@ def run_course(*arguments, timeout=960, **env):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                raise subprocess.TimeoutExpired(arguments, timeout)
+                raise subprocess.TimeoutExpired(command, timeout)
         said = []
         for file in (out, err):
             file.seek(0)
             said.append(file.read().decode())
-    return subprocess.CompletedProcess(arguments, process.returncode, *said)
+    return subprocess.CompletedProcess(command, process.returncode, *said)
 
 
 def train_forked(_trainings, command):

@@ -14,7 +14,7 @@ from course_lib.launching.netns import in_own_network
 from course_lib.lessons import tracking_lab as lab
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
-from tests.forked_process import import_wandb
+from tests.forked_process import wandb_imported
 from tests.narrow_presets import narrow_presets  # noqa: F401
 from tests.notebooks.alone import run_alone
 from tests.notebooks.conftest import NOTEBOOKS, says
@@ -24,9 +24,9 @@ STEPS, SEEDS, SWEEP_STEPS, ROWS = 20, 2, 16, 120
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    import_wandb()
-    return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), world_size=2, steps=STEPS, seeds=SEEDS,
-                     sweep_steps=SWEEP_STEPS, scored_rows=ROWS)
+    with wandb_imported():
+        return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), world_size=2, steps=STEPS, seeds=SEEDS,
+                         sweep_steps=SWEEP_STEPS, scored_rows=ROWS)
 
 
 @pytest.fixture(scope="module")

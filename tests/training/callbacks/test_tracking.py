@@ -15,7 +15,7 @@ from course_lib.training import run as runs
 from course_lib.training.callbacks import Callback, tracking
 from course_lib.training.callbacks.predictions import predict
 from course_lib.training.engines.base import Engine
-from tests.forked_process import import_wandb
+from tests.forked_process import wandb_imported
 
 QUICK = {"model": "tiny-gpt2", "max_train_samples": 44, "max_eval_samples": 33, "max_length": 32, "max_steps": 4,
          "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
@@ -70,9 +70,9 @@ def train_all(folder: str) -> dict:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    import_wandb()
     folder = tmp_path_factory.mktemp("tracked")
-    return folder, launch(train_all, str(folder), num_processes=2, timeout=680)
+    with wandb_imported():
+        yield folder, launch(train_all, str(folder), num_processes=2, timeout=680)
 
 
 def histograms_in(path: Path) -> set[str]:
