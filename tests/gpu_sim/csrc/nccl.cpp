@@ -10,7 +10,6 @@
 // * an unbatched send or receive has a communicator of its own for each pair of ranks, unless the group was bound to a
 //   device (`device_id=`); it ends when the other side has come; batched ones run together;
 // * tensors of the host, int16 and bitwise reductions are refused (ProcessGroupNCCL.cpp, getNcclDataType, getNcclReduceOp).
-#include <torch/extension.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
