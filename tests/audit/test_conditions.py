@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from course_lib.audit import Layout, audit
 from tests.audit import subjects
 from tests.audit.subjects import averaged, mean_loss, part_of, reduce_all, sgd, small
+from tests.long_cases import some
 
 DP = Layout(dp=3)
 
@@ -161,7 +162,8 @@ CONDITIONS = {
 }
 
 
-@pytest.mark.parametrize("make", CONDITIONS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", some(CONDITIONS, accumulation, tied, half_precision, uneven_tokens),
+                         ids=lambda make: make.__name__)
 def test_right_without_an_alarm_and_wrong_with_its_finding(make):
     clean = verdict_of(make)
     assert clean.clean, clean.wrong or clean.weights

@@ -4,9 +4,13 @@ import pytest
 
 from course_lib.audit import Layout, audit
 from tests.audit import upstream
+from tests.long_cases import some
+
+FIRST = {(told.kind, told.axes): told for told in reversed(upstream.TOLD)}
+"""Of each kind of mistake along each axis the first: `make test` has these."""
 
 
-@pytest.mark.parametrize("told", upstream.TOLD, ids=lambda told: told.where.replace(" ", ""))
+@pytest.mark.parametrize("told", some(upstream.TOLD, *FIRST.values()), ids=lambda told: told.where.replace(" ", ""))
 def test_it_is_named(told):
     (verdict,) = audit(told.make, [told.layout], timeout=240).verdicts
     wrong = {finding.name: finding for finding in verdict.wrong}

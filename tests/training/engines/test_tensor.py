@@ -117,6 +117,7 @@ def test_any_layout_goes_on_from_any_other(folder, found, one):
     assert basic.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE)
 
 
+@pytest.mark.long
 def test_two_ranks_equal_one_process_too(tmp_path):
     cells = parity.tensor_matrix(tmp_path, (2,), steps=STEPS)  # on four, with more beside them: above
     assert len(cells) == 5 and [cell for cell in cells if not cell.agrees] == []
