@@ -35,6 +35,11 @@ def commands_of_make():
             for command in found]
 
 
+def written(folder):
+    """What a server says of itself, once all of it is in the file."""
+    return [text for text in (path.read_text() for path in folder.glob("jpserver-*.json")) if text.endswith("}")]
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     """The server's address, its log, and the address that it opens."""
@@ -48,9 +53,9 @@ def lab(tmp_path_factory):
         server = subprocess.Popen(start, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
                                   start_new_session=True)
     try:
-        about = until(lambda: "is running at" in log.read_text() and list(private.glob("jpserver-*.json")), server,
-                      what="the server", files=[log], told=log.read_text)
-        address = json.loads(about[0].read_text())["url"]
+        about = until(lambda: "is running at" in log.read_text() and written(private), server, what="the server",
+                      files=[log], told=log.read_text)
+        address = json.loads(about[0])["url"]
         until(lambda: listens(address), server, what="its answer", files=[log], told=log.read_text)
         yield address, log, log.read_text()
     finally:
