@@ -78,21 +78,30 @@ class Machine:
         Raises:
             OnGPUsError: it raised, died, or took longer than ``timeout`` seconds.
         """
+        return self.run_each([(function, args, kwargs)], gpus, timeout, environment)[0]
+
+    def run_each(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]], gpus: int = 2,
+                 timeout: float = 480.0, environment: dict[str, str] | None = None) -> list[Any]:
+        """Several calls at the same time, each as `run` does it; what waits does not hold up the others."""
         options = (_real(gpus) if ON_HARDWARE else {"GPU_SIM": str(gpus)}) | (environment or {})
-        module = inspect.getmodule(function)
-        if module is not None and module.__name__.startswith("tests."):
-            cloudpickle.register_pickle_by_value(module)
-        self.runs += 1
-        folder = self.root / f"run-{self.runs}"
-        folder.mkdir(parents=True)
-        self.connection.send_bytes(cloudpickle.dumps((options, str(folder), timeout, (function, args, kwargs))))
-        state, value, printed = pickle.loads(self.connection.recv_bytes())
-        if state == SIMULATED:
-            pytest.skip("needs the simulated device: it asks for gpu_sim")
-        if state == RAISED:
-            raise OnGPUsError(f"{value}\n--- printed ---\n{printed}")
-        sys.stdout.write(printed)
-        return cloudpickle.loads(value)
+        sent = []
+        for function, args, kwargs in calls:
+            module = inspect.getmodule(function)
+            if module is not None and module.__name__.startswith("tests."):
+                cloudpickle.register_pickle_by_value(module)
+            self.runs += 1
+            folder = self.root / f"run-{self.runs}"
+            folder.mkdir(parents=True)
+            sent.append((str(folder), (function, args, kwargs)))
+        self.connection.send_bytes(cloudpickle.dumps((options, timeout, sent)))
+        outcomes = pickle.loads(self.connection.recv_bytes())
+        for state, value, printed in outcomes:
+            if state == SIMULATED:
+                pytest.skip("needs the simulated device: it asks for gpu_sim")
+            if state == RAISED:
+                raise OnGPUsError(f"{value}\n--- printed ---\n{printed}")
+            sys.stdout.write(printed)
+        return [cloudpickle.loads(value) for _, value, _ in outcomes]
 
     def cpu(self) -> float:
         """CPU-seconds of it and of all that it has forked and waited for; once it has ended, as last read."""
@@ -136,35 +145,46 @@ def _serve(connection: Connection) -> None:
 
     with contextlib.suppress(EOFError), contextlib.nullcontext() if ON_HARDWARE else narrowed():
         while True:
-            options, folder, timeout, call = cloudpickle.loads(connection.recv_bytes())
-            log = Path(folder) / "printed.txt"
-            receiver, sender = Pipe(duplex=False)
-            pid = os.fork()
-            if pid == 0:
-                connection.close()
-                _child(sender, options, folder, log, call)
-            sender.close()
-            state, value = RAISED, b""
-            if receiver.poll(timeout):
-                try:
-                    state, value = pickle.loads(receiver.recv_bytes())
-                except EOFError:
-                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-                    value = "the process died"
-            else:
-                value = f"not done after {timeout:g} s"
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)  # its stacks
-                    time.sleep(1)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            status = os.waitpid(pid, 0)[1]
-            if value == "the process died":
-                value += f" (status {status})"
-            connection.send_bytes(pickle.dumps((state, value, log.read_text(errors="replace"))))
+            options, timeout, calls = cloudpickle.loads(connection.recv_bytes())
+            begun = [_begin(connection, options, Path(folder), call) for folder, call in calls]
+            connection.send_bytes(pickle.dumps([_end(*each, timeout) for each in begun]))
 
 
-def _child(sender: Connection, options: dict[str, str], folder: str, log: Path, call: Any) -> None:
+def _begin(connection: Connection, options: dict[str, str], folder: Path, call: Any) -> tuple[int, Connection, Path]:
+    """Start a call in a fork: its process, what will tell the outcome, and the file of what it prints."""
+    log = folder / "printed.txt"
+    receiver, sender = Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        _child(sender, options, folder, log, call)
+    sender.close()
+    return pid, receiver, log
+
+
+def _end(pid: int, receiver: Connection, log: Path, timeout: float) -> tuple[str, Any, str]:
+    """Wait for a call, and end all that it started: what it did, the value or what was raised, and what it printed."""
+    state, value = RAISED, b""
+    if receiver.poll(timeout):
+        try:
+            state, value = pickle.loads(receiver.recv_bytes())
+        except EOFError:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            value = "the process died"
+    else:
+        value = f"not done after {timeout:g} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)  # its stacks
+            time.sleep(1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    if value == "the process died":
+        value += f" (status {status})"
+    return state, value, log.read_text(errors="replace")
+
+
+def _child(sender: Connection, options: dict[str, str], folder: Path, log: Path, call: Any) -> None:
     import faulthandler
     import traceback
 

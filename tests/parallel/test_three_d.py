@@ -1,6 +1,7 @@
 """DP x PP x TP at 2 x 2 x 2 on eight ranks, against one process with the same global batches."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
@@ -42,9 +43,10 @@ def optimizer_of(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-def one_process(options):
+@functools.cache
+def one_process(tied=True):
     """Losses, norms, first gradients and last weights of the whole model."""
-    whole = model(**options)
+    whole = model(tied=tied)
     optimizer = optimizer_of(whole.parameters())
     found: dict = {"losses": [], "norms": []}
     for step in range(STEPS):
@@ -68,7 +70,7 @@ def apart(mine, theirs):
 def on_the_grid(case, steps=STEPS):
     """The same on eight ranks, as distances from one process; and bytes that this rank sent by axis in a step."""
     schedule, options, splits = CASES[case]
-    wanted = one_process(options)
+    wanted = one_process(**options)
     hybrid = lab.Hybrid(model(**options), GRID, make(schedule, GRID.pp, MICROBATCHES), lab.next_token_loss, **splits)
     optimizer = optimizer_of(hybrid.parameters.values())
     found = {"held": sum(p.numel() for p in hybrid.parameters.values()), "losses": [], "norms": [],
@@ -105,6 +107,8 @@ def on_rank():
 
 @pytest.fixture(scope="module")
 def ranks():
+    for _, options, _ in CASES.values():
+        one_process(**options)  # once, for all ranks that are forked from here
     return launch(on_rank, num_processes=GRID.world_size, timeout=560, stream=False)
 
 
