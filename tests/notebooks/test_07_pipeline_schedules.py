@@ -22,7 +22,7 @@ MEASURED = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("07_pipeline_schedules", device="auto", world_size=2, ranks=4, microbatches=8, steps=3, tries=3)
+    return run_lesson("07_pipeline_schedules", device="auto", world_size=2, ranks=4, microbatches=8, steps=3, tries=1)
 
 
 def test_it_says_how_long_its_ranks_waited(lesson):
@@ -30,8 +30,8 @@ def test_it_says_how_long_its_ranks_waited(lesson):
     bubble = {name: lesson[f"bubble_{name}"] for name in MEASURED}
     assert len(bubble) == 8 and all(0 < share < 1 for share in bubble.values())
     tries = lesson["bubbles_of_all_tries"]
-    assert len(tries) == 8 and all(len(shares) == 3 for shares in tries.values()), "all of them, whatever was predicted"
-    assert {name: sorted(shares)[1] for name, shares in tries.items()} == bubble, "what is told is the median"
+    assert len(tries) == 8 and all(len(shares) == 1 for shares in tries.values()), "all of them, whatever was predicted"
+    assert {name: shares[0] for name, shares in tries.items()} == bubble
     assert lesson["gpipe_is_faster_by"] > 0 and lesson["largest_miss"] < 1
     assert says(lesson, f"was {bubble['naive']:.0%} with one at a time, and {bubble['gpipe']:.0%} with GPipe")
     assert says(lesson, f"{bubble['1f1b']:.0%} (1F1B), {bubble['only_split']:.0%} (split alone), "
