@@ -51,7 +51,7 @@ def test_nothing_new_sets_nothing_aside_and_off_stays_off(module):
     before = gc.get_freeze_count()
     with importing():
         __import__(module)
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before  # what was set aside earlier may be freed at any time
     gc.disable()
     try:
         with pytest.raises(ImportError), importing():

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
-from course_lib.launching import launch_environment
+from course_lib.launching import ended_groups, launch_environment
 from course_lib.modeling.context import ContextParallel, WholeSequences
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.topology import AxisGroups, Coordinates, RankGrid
@@ -314,7 +314,8 @@ class Engine:
     def close(self) -> None:
         """End the ranks' part of the run that they make together."""
         self.accelerator.wait_for_everyone()
-        self.accelerator.state.destroy_process_group()  # not end_training(): whoever tracks has the model yet to come
+        with ended_groups.kept():  # the wrapped model is freed later
+            self.accelerator.state.destroy_process_group()  # not end_training(): trackers have yet to get the model
 
     # --- what is kept ---
 
