@@ -1,9 +1,9 @@
 """Keeps process groups that have ended until it is safe to free them.
 
 Where ``DistributedDataParallel`` outlives ``destroy_process_group()``, as a function's variable does, it holds the last
-reference to its group. It is freed with Python's global lock held, and the group with it, which joins gloo's threads;
-one of these may be waiting for that lock, to let go of a tensor of the last collective. Neither ends (torch 2.13;
-pytorch/pytorch, issue 56297). A reference of Python's own is dropped without the lock.
+reference to its group. It is freed with the GIL held, and the group with it, which joins gloo's threads; one of these
+may be waiting for the GIL, to let go of a tensor of the last collective. Neither ends (torch 2.13; pytorch/pytorch,
+issue 56297). A reference of Python's own is dropped without the GIL.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def kept() -> Iterator[None]:
     _kept[os.getpid()] = groups
 
 
-def keep_those_destroyed() -> None:
+def keep_destroyed_groups() -> None:
     """Have ``torch.distributed.destroy_process_group`` keep what it destroys, in this process."""
     destroy = dist.destroy_process_group
 

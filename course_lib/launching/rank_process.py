@@ -29,7 +29,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from course_lib.errors import LaunchError
 from course_lib.launching.cores import usable_cores
-from course_lib.launching.ended_groups import keep_those_destroyed
+from course_lib.launching.ended_groups import keep_destroyed_groups
 from course_lib.launching.forks import Parcel, arrive
 
 STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 asks a trainer for a checkpoint
@@ -214,7 +214,7 @@ def redirect_output(descriptor: int) -> None:
 
 def _set_up(rank: int, num_processes: int, device: str) -> None:
     """The share of the cores, the device, and an end of the process group that the function's models may outlive."""
-    keep_those_destroyed()
+    keep_destroyed_groups()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Left to itself gloo takes the address of the host's name, which offline machines cannot always resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
