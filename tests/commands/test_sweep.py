@@ -86,8 +86,8 @@ def test_a_dry_run_and_a_setting_that_no_run_could_take(tmp_path):
     assert done.returncode == 0 and done.stdout.splitlines() == [
         "0: batch_size=8, learning_rate=0.001", "1: batch_size=8, learning_rate=1e-09"]
     sweep.write_text(SWEEP.replace("[8]", "[8, 0]"))
-    refused = run_course("sweep", sweep, *TINY, "--sweep_dir", tmp_path / "runs")
-    assert refused.returncode == 2 and "`batch_size` cannot be 0" in refused.stderr
+    refused = run_course("sweep", sweep, *TINY, "--batch_size", "8", "--sweep_dir", tmp_path / "runs")
+    assert refused.returncode == 2 and "`batch_size` cannot be 0" in refused.stderr, "the sweep's value wins"
     assert not (tmp_path / "runs").exists()
     written = run_course("sweep", sweep, *TINY, "--wandb_yaml", tmp_path / "wandb.yaml")
     assert written.returncode == 2  # the same setting
