@@ -177,6 +177,7 @@ def test_whatever_changes_the_tokens_changes_the_fingerprint(minilm, gpt2):
         process(minilm, data_of(), max_length=8),
         process(gpt2, data_of()),
         process(minilm, data_of(TEXTS[::-1])),
+        process(minilm, data_of([TEXTS[0] + TEXTS[1][0], TEXTS[1][1:], *TEXTS[2:]])),  # the same characters
         process(minilm, data_of(labelled=False), task="causal_lm", max_length=32),
         process(minilm, data_of(labelled=False), task="causal_lm", max_length=16),
     ]
