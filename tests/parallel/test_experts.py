@@ -66,6 +66,14 @@ def test_before_and_after_agree_once_the_weights_are_divided_by_their_sum():
     assert (plain(tokens).weights.sum(-1) < 0.99).all()
 
 
+def test_experts_begin_with_outputs_of_the_inputs_size():
+    torch.manual_seed(0)
+    experts = Experts(4, width=256, inner=512)
+    assert experts.gate_up_proj.std().item() == pytest.approx(256 ** -0.5, rel=0.02)
+    assert experts.down_proj.std().item() == pytest.approx(512 ** -0.5, rel=0.02)
+    assert max(each.mean().abs().item() for each in experts.parameters()) < 1e-3
+
+
 def test_capacity_and_imbalance():
     assert capacity(24, 2, 8, 1.0) == 6 and capacity(24, 2, 8, 1.25) == 8
     assert Load(torch.tensor([6, 2, 0, 0]), [], 0, 0).imbalance == 3.0
