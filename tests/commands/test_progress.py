@@ -29,7 +29,8 @@ def course(tmp_path, monkeypatch):
     when = {"when": "2026-01-01T10:00:00+00:00"}
     answers = {"02_data_parallel": {"a": {"value": 1, "measured": 1.0, "close": True, **when},
                                     "b": {"value": 2, **when},
-                                    "c_1": {"value": 2, "measured": 5.0, "close": False, **when}},
+                                    "c_1": {"value": 2, "measured": 5.0, "close": False, **when},
+                                    "gone": {"value": 3, **when}},
                "my own": {"x": {"value": 1, **when}}}
     (tmp_path / "notebooks" / "my_answers.json").write_text(json.dumps(answers))
     for name, wanting in (("ddp.average", 0), ("ddp.ring", 1)):
