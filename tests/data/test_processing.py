@@ -105,13 +105,15 @@ def test_torch_columns_for_plain_pytorch(minilm):
 
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
 @pytest.mark.parametrize("kind", ["minilm", "gpt2"])
-def test_blocks_are_the_texts_joined_and_cut(task, kind, request):
+def test_blocks_are_the_texts_joined_and_cut(task, kind, request, monkeypatch):
     tokenizer = request.getfixturevalue(kind)
-    texts = TEXTS * 50  # more than one batch of the tokenizer
+    texts = TEXTS * 10
+    # What fills no block waits for the next of five batches.
+    monkeypatch.setattr("course_lib.data.cache.BATCH_BYTES", sum(map(len, texts)) // 5)
     blocks = process(tokenizer, data_of(texts, labelled=False), task=task, max_length=32).splits["train"]
     end = tokenizer.sep_token_id if kind == "minilm" else tokenizer.eos_token_id
     stream = [token for text in texts for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], end]]
-    assert len(texts) > 1000 and len(blocks) == len(stream) // 32
+    assert len(blocks) == len(stream) // 32
     assert np.asarray(blocks["input_ids"][:]).ravel().tolist() == stream[: len(blocks) * 32]
     assert set(blocks["length"]) == {32} and blocks.column_names == ["input_ids", "length"]
 
