@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,10 +108,8 @@ def _locked(lock: IO[str]) -> bool:
 
 def _writable(folder: Path) -> bool:
     """Whether a file can be made there; the permission bits alone do not tell of a read-only disk."""
-    probe = folder / ".writable"
     try:
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()  # of nobody's name: other runs may look at the same moment
     except OSError:
         return False
     return True

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -71,6 +72,13 @@ def test_a_folder_with_a_run_says_first_how_to_go_on(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match="already holds a run: go on with --resume_from_checkpoint auto"):
         run_folder.check(build({"output_dir": str(tmp_path)}))
+
+
+def test_runs_that_look_at_the_same_moment_do_not_take_each_others_file(tmp_path):
+    config = build({"output_dir": str(tmp_path / "run")})
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: run_folder.check(config), range(400)))
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_read_only_file_system_is_no_lack_of_rights(tmp_path, monkeypatch):
