@@ -10,7 +10,7 @@ from course_lib.launching import ended_groups
 from course_lib.launching.launch import launch
 
 ROUNDS = 60
-"""Of two ranks that keep nothing one hung in round 1 to 42, in each of eleven tries."""
+"""Of two ranks that keep nothing one hung in round 1 to 42, in each of ten tries."""
 
 
 def trains(rank, store):
