@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _kept: dict[int, list[dist.ProcessGroup]] = {}
-"""By process, the groups that were there when some were destroyed last. A fork has not the threads of its parent's."""
+"""By process, the groups that were there when some were destroyed last. A fork frees none of its parent's: it has not
+their threads."""
 
 
 @contextlib.contextmanager

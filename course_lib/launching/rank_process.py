@@ -213,7 +213,7 @@ def redirect_output(descriptor: int) -> None:
 
 
 def _set_up(rank: int, num_processes: int, device: str) -> None:
-    """The share of the cores, the device, and an end of the process group that the function's models may outlive."""
+    """The share of the cores, the device, and how process groups end."""
     keep_destroyed_groups()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Left to itself gloo takes the address of the host's name, which offline machines cannot always resolve.

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from course_lib.config import DataConfig
 from course_lib.data import DataConnector, DataProcessor, TextData
 from course_lib.data.cache import cached_map, column
-from course_lib.data.processing import as_torch
+from course_lib.data.processing import _Blocks, as_torch
 from course_lib.errors import DataError, ModelError
 from course_lib.modeling import presets
 
@@ -105,14 +105,16 @@ def test_torch_columns_for_plain_pytorch(minilm):
 
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
 @pytest.mark.parametrize("kind", ["minilm", "gpt2"])
-def test_blocks_are_the_texts_joined_and_cut(task, kind, request, monkeypatch):
+def test_blocks_are_the_texts_joined_and_cut(task, kind, request, monkeypatch, cache):
     tokenizer = request.getfixturevalue(kind)
     texts = TEXTS * 10
-    # What fills no block waits for the next of five batches.
     monkeypatch.setattr("course_lib.data.cache.BATCH_BYTES", sum(map(len, texts)) // 5)
+    batches, cut = [], _Blocks.__call__
+    monkeypatch.setattr(_Blocks, "__call__", lambda self, batch: batches.append(len(batch)) or cut(self, batch))
     blocks = process(tokenizer, data_of(texts, labelled=False), task=task, max_length=32).splits["train"]
     end = tokenizer.sep_token_id if kind == "minilm" else tokenizer.eos_token_id
     stream = [token for text in texts for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], end]]
+    assert len(batches) > 3, "what fills no block waits for the next batch"
     assert len(blocks) == len(stream) // 32
     assert np.asarray(blocks["input_ids"][:]).ravel().tolist() == stream[: len(blocks) * 32]
     assert set(blocks["length"]) == {32} and blocks.column_names == ["input_ids", "length"]

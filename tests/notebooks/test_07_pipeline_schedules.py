@@ -8,6 +8,7 @@ import pytest
 from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.figures.explorer import explorer, view
+from course_lib.lessons.notebook import recorded
 from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.fitted.search import search
@@ -32,6 +33,9 @@ def test_it_says_how_long_its_ranks_waited(lesson):
     tries = lesson["bubbles_of_all_tries"]
     assert len(tries) == 8 and all(len(shares) == 1 for shares in tries.values()), "all of them, whatever was predicted"
     assert {name: shares[0] for name, shares in tries.items()} == bubble
+    page = recorded(NOTEBOOKS / "07_pipeline_schedules.ipynb")
+    for name, shares in page["bubbles_of_all_tries"].items():
+        assert len(shares) == 5 and page[f"bubble_{name}"] == sorted(shares)[2], "what is told is the median"
     assert lesson["gpipe_is_faster_by"] > 0 and lesson["largest_miss"] < 1
     assert says(lesson, f"was {bubble['naive']:.0%} with one at a time, and {bubble['gpipe']:.0%} with GPipe")
     assert says(lesson, f"{bubble['1f1b']:.0%} (1F1B), {bubble['only_split']:.0%} (split alone), "
