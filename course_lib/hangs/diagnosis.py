@@ -118,10 +118,15 @@ def _partners(call: Call, rank: int) -> list[int]:
 
 def _has_come(partner: RankSnapshot, queue: Queue, call: Call) -> bool:
     """Whether a partner has come to its part of a call."""
-    stream = call.stream
+    stream, sequence = _of_partner(call)
+    return partner.has_issued(stream, sequence) and queue.has_come(stream, sequence)
+
+
+def _of_partner(call: Call) -> tuple[str, int]:
+    """The stream and number of a partner's part of a call: of a send the receive."""
     if call.name in POINT_TO_POINT:
-        stream = f"{stream.rpartition(':')[0]}:{POINT_TO_POINT[call.name]}"
-    return partner.has_issued(stream, call.sequence) and queue.has_come(stream, call.sequence)
+        return f"{call.stream.rpartition(':')[0]}:{POINT_TO_POINT[call.name]}", call.sequence
+    return call.stream, call.sequence
 
 
 def _circle(edges: Edges) -> set[int]:
@@ -218,7 +223,10 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
     rank = sighting.rank
     own = [(who, call) for who, call, whom in edges if whom == rank]
     last = sighting.calls[-1] if sighting.calls else None
-    call = min((call for _, call in own), key=lambda candidate: candidate.at, default=last)
+    left = {(call.stream, call.sequence) for call in sighting.calls if call.ended}
+    # What it had left before it died, others are about to leave: they wait in what it never came to.
+    call = min((call for _, call in own), key=lambda waited_in: (_of_partner(waited_in) in left, waited_in.at),
+               default=last)
     file, line = place(sighting)
     held_up_by = [(call, whom) for who, call, whom in edges if who.rank == rank]
     if what == "behind" and held_up_by:

@@ -83,6 +83,17 @@ def test_a_dead_rank_is_blamed_for_a_collective_that_ended_with_an_error_and_not
     assert blamed(lost, rank(1, call(1), life="dead"), stopped) == [(1, "dead", "all_reduce", 2, 71)]
 
 
+def test_the_others_wait_in_what_a_dead_rank_never_came_to_and_not_in_what_it_had_left():
+    """Its peer may not have woken up yet from the call before."""
+    world = {"ranks": (0, 1, 2)}
+    lost, wakes = rank(0, call(1, **world), call(2, **world)), rank(2, call(1, state=WAITED_FOR, **world))
+    assert blamed(lost, rank(1, call(1, **world), life="dead"), wakes) == [(1, "dead", "all_reduce", 2, 71)]
+    died_within = rank(1, call(1, state=WAITED_FOR, **world), life="dead")
+    assert blamed(rank(0, call(1, **world)), died_within, wakes) == [(1, "dead", "all_reduce", 1, 71)]
+    sent = rank(1, p2p("send", 1, 0, state=ENDED), life="dead")
+    assert blamed(rank(0, p2p("recv", 1, 0), p2p("recv", 1, 0, 2)), sent) == [(1, "dead", "recv", 2, 71)]
+
+
 def test_the_rank_that_differs_from_the_others_is_mismatched():
     for odd in (call(2, name="broadcast", root=0), call(2, shape=(5,)), call(2, dtype="float64")):
         others = [call(1), call(2, state=WAITED_FOR, line=20)]
