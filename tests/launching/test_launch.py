@@ -31,6 +31,7 @@ from course_lib.errors import EXIT_HUNG, ConfigError, LaunchError
 from course_lib.launching import forks, own_time, rank_process, supervisor
 from course_lib.launching import launch as start
 from course_lib.launching.launch import RankError, RanksHung, launch
+from course_lib.launching.output import LabelledOutput
 from tests.long_cases import some
 
 
@@ -206,6 +207,14 @@ def test_output_can_be_dropped(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_character_may_come_in_parts_and_of_a_rewritten_line_the_last_state_counts(capsys):
+    shown = LabelledOutput(2)
+    for from_rank, part in ((0, b"\xc3"), (1, b"\xe2\x82"), (0, b"\xa4\n"), (1, b"\xac\n"),
+                            (0, b" 10 %\r 55 %"), (0, b"\r100 %\r\n")):
+        shown.feed(from_rank, part)
+    assert capsys.readouterr().out.splitlines() == ["[rank 0] ä", "[rank 1] €", "[rank 0] 100 %"]
+
+
 def fail_on_one():
     dist.init_process_group("gloo")
     if rank() == 1:
@@ -221,6 +230,21 @@ def test_the_first_cause_is_raised_at_once_with_its_traceback():
     assert error.value.rank == 1 and isinstance(error.value.cause, ValueError)
     assert "rank 1 raised ValueError: bad luck on this rank" in str(error.value)
     assert "in fail_on_one" in str(error.value)
+
+
+def test_who_lost_a_peer_is_not_the_first_cause_though_it_is_the_first_to_fail(monkeypatch, tmp_path):
+    def lose():
+        if rank() == 0:
+            (tmp_path / "lost").touch()
+            raise RuntimeError("Connection closed by peer")
+        while not (tmp_path / "lost").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        raise ValueError("bad row")
+
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 300.0)  # it ends when both have told
+    with pytest.raises(RankError, match=r"rank 1 raised ValueError: bad row(.|\n)*then rank 0 raised RuntimeError"):
+        launch(lose, timeout=320)
 
 
 @pytest.mark.usefixtures("either")
