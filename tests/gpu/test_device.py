@@ -58,14 +58,14 @@ def _clock():
     for _ in range(50):
         x.add_(1)
     end.record()
-    launched, reached = time.perf_counter() - began, end.query()
+    reached, launched = end.query(), time.perf_counter() - began
     end.synchronize()
     return launched, reached, time.perf_counter() - began, start.elapsed_time(end), x.tolist()
 
 
 def test_the_host_runs_ahead_of_the_devices_clock(gpus):
     launched, reached, waited, elapsed, values = gpus.run(_clock, environment={"GPU_SIM_KERNEL_US": "10000"})
-    assert values == [51.0] * 4 and not reached
+    assert values == [51.0] * 4 and (not reached or launched >= 0.49)
     assert elapsed >= 499.9 and waited >= 0.49  # 50 kernels of 10 ms; launching may take as long as this machine likes
     assert waited >= launched
 
