@@ -119,6 +119,8 @@ def test_digests_are_of_bits_and_places():
     assert digest_of([torch.zeros(1)]) != digest_of([-torch.zeros(1)]), "the bits, not the values"
     long = torch.arange(600_000)
     assert digest_of(list(long.split(2**18))) != digest_of(list(long.flip(0).split(2**18)))
+    wide, narrow = torch.tensor([4]), torch.tensor([4], dtype=torch.int32)
+    assert digest_of([wide + 1, narrow - 1]) != digest_of([wide, narrow]), "one dtype does not make up for another"
     assert digest_of([]) == 0
 
 
