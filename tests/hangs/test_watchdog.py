@@ -220,17 +220,22 @@ class SharedClock:
             time.sleep(LOOK_SECONDS / 5)  # it stays where the reports find it
 
 
-def waits(folder, clock, beats):
-    """Ranks of which one waits for longer than the watchdog's seconds in all, but never at one time."""
+def waits(folder, clock, beats, busy_factor=None):
+    """Ranks of which one waits for longer than the watchdog's seconds in all, but never at one time.
+
+    With a busy factor it works all the while, and for longer than such work may take.
+    """
     for module in (watchdog, rank_state_exchange, flight_recorder):
         module.time = SimpleNamespace(monotonic=clock.monotonic, time=time.time, sleep=time.sleep)
-    watchdog.Activity = lambda watchers: SimpleNamespace(is_busy=lambda spins: False, main_spins=False)  # nobody works
+    watchdog.BUSY_FACTOR = busy_factor or watchdog.BUSY_FACTOR
+    works = busy_factor is not None
+    watchdog.Activity = lambda watchers: SimpleNamespace(is_busy=lambda spins: works, main_spins=False)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with Watchdog(SECONDS, folder, ends=False) as dog:
         while rank == 0 and not dog._board.sightings()[1].calls:
             time.sleep(LOOK_SECONDS / 5)  # it is not in its barrier yet
-        for step in range(4):
+        for step in range(4 * (busy_factor or 1)):
             if rank == 0:
                 clock.wait(dog, SECONDS / 2)
                 if beats:
@@ -253,6 +258,15 @@ def test_ranks_that_wait_are_accused_unless_they_beat(tmp_path, beats):
     assert ended[0] == pytest.approx(1000 + SECONDS * (2 + 3 * beats))
     accused = {verdict.rank for report in read_reports(tmp_path) for verdict in report.verdicts}
     assert accused == (set() if beats else {0})
+
+
+def test_work_without_end_is_accused(tmp_path):
+    """Until twice the watchdog's seconds are over it counts as progress, and one time later it is a hang."""
+    launch(waits, tmp_path, SharedClock(), False, 2, num_processes=2, timeout=320, stream=False)
+    reports = read_reports(tmp_path)
+    assert {verdict.rank for report in reports for verdict in report.verdicts} == {0} and len(reports) == 2
+    waiting = next(report for report in reports if report.rank == 1)
+    assert 2 * SECONDS < waiting.seconds < 4 * SECONDS
 
 
 def calls_of(page):
