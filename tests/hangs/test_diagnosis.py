@@ -170,6 +170,7 @@ def test_a_hang_is_one_when_those_to_blame_have_stood_still_too():
     assert is_hang([waits, rank(1, call(1), stalled=SECONDS)], 0, SECONDS)
     assert not is_hang([waits, rank(1, call(1), stalled=SECONDS - 1)], 0, SECONDS), "it works, or did just now"
     assert is_hang([waits, rank(1, call(1), stalled=0.0, life="stopped")], 0, SECONDS)
+    assert not is_hang([waits, rank(1, call(1), life="late")], 0, SECONDS), "its machine has not posted for a moment"
     assert not is_hang([waits, rank(1, life="unseen")], 0, SECONDS)
     assert is_hang([dataclasses.replace(waits, stalled=10 * SECONDS), rank(1, life="unseen")], 0, SECONDS)
 

@@ -95,10 +95,10 @@ EXPECTED = {  # what, collective, sequence, where
 }
 
 
-def after(fault, folder, ranks=3):
+def after(fault, folder, ranks=3, stream=False):
     """The reports, and what the launch says; a hang that nobody reports ends the launch with another error."""
     with pytest.raises(RankError) as error:
-        launch(train, fault, folder, num_processes=ranks, timeout=400, stream=False)
+        launch(train, fault, folder, num_processes=ranks, timeout=400, stream=stream)
     for rank in range(ranks):
         assert not psutil.pid_exists(int((folder / f"pid{rank}").read_text()))
     return read_reports(folder / "hang"), str(error.value)
@@ -113,10 +113,10 @@ def work_may_take_for_ever(monkeypatch):
 
 @pytest.mark.usefixtures("work_may_take_for_ever")
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, monkeypatch):
+def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, monkeypatch, capsys):
     if fault == "elsewhere":
         monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")  # gloo keeps a record of its own, too
-    reports, error = after(fault, tmp_path)
+    reports, error = after(fault, tmp_path, stream=fault == "elsewhere")
     what, collective, sequence, mark = EXPECTED[fault]
     died = {"dead": {CULPRIT}, "stopped": {CULPRIT}}.get(fault, set())
     writers = {report.rank for report in reports}
@@ -140,6 +140,7 @@ def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, mon
         text = (tmp_path / "hang" / f"hang-rank{report.rank}.txt").read_text()
         assert verdict.sentence in text and report.stacks in text
     if fault == "elsewhere":
+        assert capsys.readouterr().out.count("watchdog: rank 1 ") == 1, "one rank tells for all"
         assert f"line {line_of('elsewhere')}, in train" in reports[0].stacks, "rank 1's stack stands in rank 0's report"
         backend = json.loads((tmp_path / "hang" / "hang-rank0.json").read_text())["backend"]
         assert backend["entries"][-1]["profiling_name"] == "gloo:all_reduce" and not backend["entries"][-1]["retired"]
