@@ -15,6 +15,7 @@ from transformers import Trainer as HuggingFaceTrainer
 from course_lib.config import OptimConfig, build
 from course_lib.errors import ConfigError
 from course_lib.modeling import presets
+from course_lib.modeling.mixtures import routers_of
 from course_lib.training import run
 from course_lib.training.callbacks import Callback, FunctionCallback
 from course_lib.training.checkpoints import checkpoint, manifest, resuming, safetensors_tree
@@ -83,6 +84,17 @@ def test_accumulation_gives_the_large_batch_and_the_naive_way_does_not(trainer_o
                                    loss_weighting="micro_batch"))
     assert 1e-3 * whole.norm() < (naive - whole).norm() < whole.norm(), "another, of its size"
     assert (same - whole).norm() < 1e-5 * whole.norm()
+
+
+def test_copies_of_a_micro_batch_have_the_gradient_of_one_in_the_routers_loss_too(trainer_of):
+    gradients = []
+    for copies in (1, 3):
+        trainer = trainer_of(model="tiny-olmoe", task="causal_lm", router_aux_loss_coef=1.0, max_grad_norm=0)
+        router = next(iter(routers_of(trainer.model).values()))
+        trainer.optimizer.register_step_pre_hook(lambda *_, of=router.weight: gradients.append(of.grad.clone()))
+        trainer.model.train()
+        trainer.train_step([next(iter(trainer.train_loader))] * copies)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("stop_at, training_type", [(2, "basic"), (7, "basic"), (12, "basic"), (7, "accelerated")])
