@@ -71,9 +71,13 @@ def test_torchrun_under_the_meter_and_the_watchdog(tmp_path):
 def test_plain_python_and_its_exit_code(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = course(tmp_path, "meter", "--json", "tables.json", "--", sys.executable, "train.py", "7", "group", **alone)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank1.jsonl").write_text("of an earlier job\n")
+    done = course(tmp_path, "meter", "--folder", "logs", "--json", "tables.json", "--", sys.executable, "train.py", "7",
+                  "group", **alone)
     assert done.returncode == 7 and reduced(tmp_path)["calls"] == STEPS, done.stderr
-    assert json.loads((tmp_path / "tables.json").read_text())["ranks"][0]["ended"]
+    rank, = json.loads((tmp_path / "tables.json").read_text())["ranks"]
+    assert rank["ended"] and len(list((tmp_path / "logs").iterdir())) == 1
 
 
 @pytest.mark.long
