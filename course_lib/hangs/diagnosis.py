@@ -123,7 +123,7 @@ def _has_come(partner: RankSnapshot, queue: Queue, call: Call) -> bool:
 
 
 def _of_partner(call: Call) -> tuple[str, int]:
-    """The stream and number of a partner's part of a call: of a send the receive."""
+    """Stream and number of the partner's part of a call, which for a send is its receive."""
     if call.name in POINT_TO_POINT:
         return f"{call.stream.rpartition(':')[0]}:{POINT_TO_POINT[call.name]}", call.sequence
     return call.stream, call.sequence
@@ -224,7 +224,7 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
     own = [(who, call) for who, call, whom in edges if whom == rank]
     last = sighting.calls[-1] if sighting.calls else None
     left = {(call.stream, call.sequence) for call in sighting.calls if call.ended}
-    # What it had left before it died, others are about to leave: they wait in what it never came to.
+    # A call that it had left keeps nobody: who is still in it has not woken up yet.
     call = min((call for _, call in own), key=lambda waited_in: (_of_partner(waited_in) in left, waited_in.at),
                default=last)
     file, line = place(sighting)

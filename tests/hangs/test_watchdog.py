@@ -116,6 +116,7 @@ def work_may_take_for_ever(monkeypatch):
 def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, monkeypatch, capsys):
     if fault == "elsewhere":
         monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")  # gloo keeps a record of its own, too
+        monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 60.0)  # else a busy machine may have two ranks tell
     reports, error = after(fault, tmp_path, stream=fault == "elsewhere")
     what, collective, sequence, mark = EXPECTED[fault]
     died = {"dead": {CULPRIT}, "stopped": {CULPRIT}}.get(fault, set())
@@ -262,7 +263,7 @@ def test_ranks_that_wait_are_accused_unless_they_beat(tmp_path, beats):
 
 
 def test_work_without_end_is_accused(tmp_path):
-    """Until twice the watchdog's seconds are over it counts as progress, and one time later it is a hang."""
+    """Work counts as progress for 2 x SECONDS; SECONDS later it is a hang."""
     launch(waits, tmp_path, SharedClock(), False, 2, num_processes=2, timeout=320, stream=False)
     reports = read_reports(tmp_path)
     assert {verdict.rank for report in reports for verdict in report.verdicts} == {0} and len(reports) == 2
