@@ -15,6 +15,7 @@ import importlib
 import io
 import json
 import multiprocessing
+import operator
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from course_lib.errors import LaunchError
@@ -130,13 +132,17 @@ def end_openmp_threads() -> None:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Sends a module by its name, also one of a class of its own.
+    """Sends a module by its name, also one of a class of its own, and torch's operators by theirs.
 
     Where a function's globals hold ``torch``, and ``classes`` or ``ops`` is an attribute in its code, whosever it is,
     cloudpickle sends the submodule of that name along, and ``torch.classes`` and ``torch.ops`` are no plain modules.
     """
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, OpOverload | OpOverloadPacket):
+            return operator.attrgetter(str(value)), (torch.ops,)
+        if isinstance(value, _OpNamespace):
+            return operator.attrgetter(value.name), (torch.ops,)
         if isinstance(value, ModuleType) and type(value) is not ModuleType and value.__name__ in sys.modules:
             return importlib.import_module, (value.__name__,)
         return super().reducer_override(value)

@@ -31,7 +31,7 @@ CATALOGUE = ("T4", "V100", "V100-32GB", "A10G", "L4", "L40S", "A100", "A100-80GB
 def load(tmp_path_factory):
     """A function that gives tasks to SkyPilot: for each what it loaded, or what it said."""
     folder, home = tmp_path_factory.mktemp("sky"), tmp_path_factory.mktemp("home")
-    command, settings = bootstrap.uv_command(Path(sys.prefix), str(PINS))
+    command, settings = bootstrap.uv_command(Path(sys.prefix), "install", str(PINS))
     done = subprocess.run([*command, "--no-deps", "--target", str(folder), "-r", str(PINS)], env=os.environ | settings,
                           capture_output=True, text=True, timeout=480)
     if "error sending request" in done.stderr:

@@ -30,7 +30,7 @@ def version_2(tmp_path_factory):
     venv = tmp_path_factory.mktemp("v2") / "venv"
     python = bootstrap.python_of(venv)
     assert run(sys.executable, "-m", "uv", "venv", "-q", "--python", sys.executable, venv).returncode == 0
-    command, settings = bootstrap.uv_command(Path(sys.prefix), str(PINS))
+    command, settings = bootstrap.uv_command(Path(sys.prefix), "install", str(PINS))
     command[command.index("--python") + 1] = python
     done = run(*command, "--no-deps", "-r", PINS, env=os.environ | settings)
     if "error sending request" in done.stderr:
