@@ -5,6 +5,7 @@ GPU_TESTS=hardware leaves the GPUs in sight: `make gpu` runs tests/gpu so.
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -93,4 +94,6 @@ def freed_memory_goes_back():
 
 
 def pytest_unconfigure():
+    for child in multiprocessing.active_children():  # of a test that failed; Python would wait for it to end
+        child.kill()
     shutil.rmtree(CACHE, ignore_errors=True)

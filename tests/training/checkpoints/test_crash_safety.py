@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from course_lib.errors import CheckpointError
+from course_lib.parallel.sharding import Shard
 from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree, sharded
 
 WRITING = os.O_WRONLY | os.O_RDWR
@@ -300,9 +301,15 @@ def test_left_overs_are_never_taken_for_checkpoints(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_nothing_that_is_read_back_is_unpickled(tmp_path):
-    from course_lib.parallel.sharding import Shard
+@pytest.mark.parametrize(("name", "there", "here"), [("model/w", "6", 4), ("model/v", "no", 6)])
+def test_pieces_of_another_model_are_refused(tmp_path, name, there, here):
+    sharded.save({"model/w": Shard(torch.Size([6]), 0, torch.arange(6.0))}, tmp_path)
+    with pytest.raises(CheckpointError, match=f"model or optimizer: {name} has {there} elements there and {here} here"):
+        sharded.load({name: Shard(torch.Size([here]), 0, torch.zeros(here))}, tmp_path)
 
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nothing_that_is_read_back_is_unpickled(tmp_path):
     values = torch.arange(6.0)
     safetensors_tree.save({"a": [1, (2.0, None), {"b": values}]}, tmp_path / "tree.safetensors")
     sharded.save({"model/w": Shard(values.shape, 0, values)}, tmp_path)
