@@ -36,5 +36,7 @@ EQUIVALENT = {
     ("experts.layer", "stable=True -> "): "copies of one expert may come in any order",
     ("experts.layer", "stable=True -> stable=False"): "copies of one expert may come in any order",
     ("museum.buckets", "len(gradient) > limit -> len(gradient) >= limit"): "what fills a bucket is alone in it anyway",
+    ("museum.entry", "memory_format=torch.contiguous_format -> "):
+        "every rank's gradient is transposed in memory alike, and is summed as it lies there",
     ("museum.tokens", "ignore_index=-100 -> "): "-100 is what torch takes by itself",
 }
