@@ -35,7 +35,7 @@ gpu: setup  ## what runs on the GPUs here: a report to attach to an issue; every
 
 long: setup  ## more cases of what `make test` shows; the third of twelve parts with SLICE=3/12
 	$(BIN)/python tests/gpu_sim/build.py
-	$(PYTEST) tests -m long -n 2 $(SLICE:%=--slice %) --times build/long-$(subst /,-of-,$(or $(SLICE),1/1)).json
+	$(PYTEST) tests -m long -n 2 --no-loadscope-reorder $(SLICE:%=--slice %) --times build/long-$(subst /,-of-,$(or $(SLICE),1/1)).json
 
 room: setup  ## one room's tests, fast and long: ROOM=planning
 	@test -d "tests/$(ROOM)" -a -n "$(ROOM)" || { echo "make room: ROOM=$(ROOM) is no folder of tests/, such as ROOM=planning"; exit 2; }

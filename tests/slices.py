@@ -83,20 +83,39 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(trylast=True)  # what -m leaves
 def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # one of several
+    if config.option.slice:
+        take_slice(config, items)
+    elif hasattr(config, "workerinput"):  # one of several
         known, of = measured(), {item: item.nodeid.split("::")[0] for item in items}
         files = order(set(of.values()), known["files"], known["waiting"])
         place = {file: i for i, file in enumerate(files)}
         items.sort(key=lambda item: place[of[item]])
-    if not config.option.slice:
-        return
+
+
+def take_slice(config, items):
+    """Leave the items of the slice that is asked for, those of the longest units first."""
     number, _, count = config.option.slice.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(f"--slice {config.option.slice}: give K/N with K from 1 to N, such as 3/12")
     of, seconds = units([item.nodeid for item in items], measured()["long"])
-    mine = set(parts(seconds, int(count))[int(number) - 1])
+    mine = parts(seconds, int(count))[int(number) - 1]
     config.hook.pytest_deselected(items=[item for item in items if of[item.nodeid] not in mine])
-    items[:] = [item for item in items if of[item.nodeid] in mine]
+    items[:] = sorted((item for item in items if of[item.nodeid] in mine), key=lambda item: mine.index(of[item.nodeid]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of a slice any process takes the next unit; without it those of one file would all go to one."""
+    if not config.option.slice:
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            known = measured()["long"]
+            return units(dict.fromkeys([*known, *self.collection]), known)[0][nodeid]
+
+    return ByUnit(config, log)
 
 
 def main(files):

@@ -49,12 +49,14 @@ def test_mutants_of_a_solution_are_rejected_and_an_equivalent_one_is_told(monkey
 
 
 @pytest.mark.long
-def test_every_mutant_is_rejected_or_as_good_for_a_reason():
-    rows = mutants.run()
-    assert {row.mutant.task for row in rows} == set(TASKS) and len(rows) > 750
+@pytest.mark.parametrize("lesson", sorted({task.lesson for task in TASKS.values()}))
+def test_every_mutant_is_rejected_or_as_good_for_a_reason(lesson):
+    tasks = {name: task for name, task in TASKS.items() if task.lesson == lesson}
+    rows = mutants.run(tasks)
+    assert {row.mutant.task for row in rows} == set(tasks)
     assert [(row.mutant.task, row.mutant.line, row.mutant.change) for row in rows if not row.holds] == []
-    reasons = load(solutions_folder() / "equivalent.py").EQUIVALENT
-    assert set(reasons) == {(row.mutant.task, row.mutant.change) for row in rows if row.equivalent}
+    reasons = {key for key in load(solutions_folder() / "equivalent.py").EQUIVALENT if key[0] in tasks}
+    assert reasons == {(row.mutant.task, row.mutant.change) for row in rows if row.equivalent}
 
 
 def test_mutants_want_the_self_test(command):  # noqa: F811
