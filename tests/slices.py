@@ -24,7 +24,7 @@ MEASURED = TESTS / "measured_seconds.json"
 """
 UNMEASURED = 20.0
 LARGEST = 300.0
-QUICK = 4.0
+QUICK = 2.5
 
 
 def measured():
@@ -67,7 +67,7 @@ def units(names, seconds):
 
 def pytest_addoption(parser):
     parser.addoption("--slice", help="K/N: run the K-th of N parts")
-    parser.addoption("--quick", action="store_true", help=f"run the files that take {QUICK:.0f} seconds at most")
+    parser.addoption("--quick", action="store_true", help=f"run the files that take {QUICK:g} seconds at most")
 
 
 def pytest_configure(config):
