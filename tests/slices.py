@@ -110,10 +110,12 @@ def pytest_xdist_make_scheduler(config, log):
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    known = measured()["long"]
+    of, _ = units(known, known)
+
     class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            known = measured()["long"]
-            return units(dict.fromkeys([*known, *self.collection]), known)[0][nodeid]
+            return of.get(nodeid, nodeid.split("::")[0])
 
     return ByUnit(config, log)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from course_lib.errors import ConfigError
-from course_lib.grading import mutants
+from course_lib.grading import masters, mutants
 from course_lib.grading.hidden import load, solutions_folder
 from course_lib.grading.tasks import TASKS
 from tests.grading.test_grade_command import command  # noqa: F401
@@ -57,6 +57,13 @@ def test_every_mutant_is_rejected_or_as_good_for_a_reason(lesson):
     assert [(row.mutant.task, row.mutant.line, row.mutant.change) for row in rows if not row.holds] == []
     reasons = {key for key in load(solutions_folder() / "equivalent.py").EQUIVALENT if key[0] in tasks}
     assert reasons == {(row.mutant.task, row.mutant.change) for row in rows if row.equivalent}
+
+
+@pytest.mark.long
+def test_the_solutions_have_more_than_a_thousand_mutants():
+    folder = solutions_folder()
+    assert sum(len(mutants.mutants(name, masters.answers(folder / f"{task.lesson}.ipynb")[name]))
+               for name, task in TASKS.items()) > 1000
 
 
 def test_mutants_want_the_self_test(command):  # noqa: F811

@@ -77,8 +77,8 @@ def test_each_file_is_read_by_its_tool(emitted, monkeypatch):
     if "training_arguments.json" in expected:
         monkeypatch.chdir(folder)
         raw = json.loads((folder / "training_arguments.json").read_text())
-        # On a machine without GPUs the Trainer refuses bf16, FSDP and DeepSpeed's engine: its parser reads the fields.
         assert raw.get("use_liger_kernel", False) == (name == "large vocabulary, offload"), "where logits have no room"
+        # On a machine without GPUs the Trainer refuses bf16, FSDP and DeepSpeed's engine: its parser reads the fields.
         known = {action.dest for action in HfArgumentParser(TrainingArguments)._actions}
         assert set(raw) <= known
         assert raw["per_device_train_batch_size"] == config.run.batch_size

@@ -60,7 +60,7 @@ class SyncedFolder:
 
 
 def job_case(rng: random.Random, place: int) -> dict:
-    """A config of all that JSON knows; in every third case a value is too long, in another no machine has a GPU."""
+    """A config of all that JSON knows; in every third a value is too long, in another third no machine has a GPU."""
     config = {"model": rng.choice(("tiny-bert", "true", "7")), "learning_rate": rng.randrange(1, 99) / 1e6,
               "max_steps": rng.randrange(8, 999), "bf16": bool(place % 2), "text_column": None, "note": "",
               "warmup": float(rng.randrange(1, 5)), "version": "1e-3", "labels": ["0", 1, rng.choice(("ä", "é"))],
