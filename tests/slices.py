@@ -72,6 +72,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.seconds_of_files = measured()["files"] if config.option.quick else {}
+    if config.option.slice:
+        number, _, count = config.option.slice.partition("/")
+        if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+            raise pytest.UsageError(f"--slice {config.option.slice}: give K/N with K from 1 to N, such as 3/12")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -94,11 +98,9 @@ def pytest_collection_modifyitems(config, items):
 
 def take_slice(config, items):
     """Leave the items of the slice that is asked for, those of the longest units first."""
-    number, _, count = config.option.slice.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise pytest.UsageError(f"--slice {config.option.slice}: give K/N with K from 1 to N, such as 3/12")
+    number, count = map(int, config.option.slice.split("/"))
     of, seconds = units([item.nodeid for item in items], measured()["long"])
-    mine = parts(seconds, int(count))[int(number) - 1]
+    mine = parts(seconds, count)[number - 1]
     config.hook.pytest_deselected(items=[item for item in items if of[item.nodeid] not in mine])
     items[:] = sorted((item for item in items if of[item.nodeid] in mine), key=lambda item: mine.index(of[item.nodeid]))
 

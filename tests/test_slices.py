@@ -1,10 +1,11 @@
 """Slices of the long tests: together all of them, each once, and none longer than its share allows."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from tests.slices import LARGEST, TESTS, measured, order, parts, units
+from tests.slices import LARGEST, TESTS, measured, order, parts, pytest_configure, units
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
@@ -39,3 +40,10 @@ def test_what_was_measured_is_there():
     known = measured()
     files = {*known["files"], *(name.split("::")[0] for name in known["long"])}
     assert len(files) > 100 and not [name for name in files if not (TESTS.parent / name).exists()]
+
+
+@pytest.mark.parametrize("wrong", ["13/12", "0/12", "3", "a/b"])
+def test_a_slice_that_is_none_is_refused_before_anything_is_collected(wrong):
+    config = SimpleNamespace(option=SimpleNamespace(quick=False, slice=wrong))
+    with pytest.raises(pytest.UsageError, match=f"--slice {wrong}: give K/N with K from 1 to N, such as 3/12"):
+        pytest_configure(config)
