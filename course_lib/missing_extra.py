@@ -1,11 +1,16 @@
-"""Which extra of the course brings a package, so that a command that misses it says what to install."""
+"""Which extra of the course brings a package, and which torch it needs, so that who lacks one is told what to install.
+"""
+
+import re
+from math import inf
 
 from course_lib.errors import EXIT_USAGE, CourseError
 
 COURSE = "distributed-transformers-course"
 BROUGHT_BY = {
-    "train": ("transformers", "datasets", "accelerate", "evaluate", "deepspeed", "sklearn", "pandas", "tokenizers",
-              "safetensors", "huggingface_hub", "charset_normalizer", "pydantic", "tqdm", "psutil", "ninja"),
+    "train": ("transformers", "datasets", "accelerate", "evaluate", "deepspeed", "sklearn", "pandas", "pyarrow",
+              "tokenizers", "safetensors", "huggingface_hub", "charset_normalizer", "pydantic", "tqdm", "psutil",
+              "ninja"),
     "notebooks": ("matplotlib", "ipywidgets", "IPython", "nbformat", "nbconvert", "papermill", "jupyterlab"),
     "tracking": ("wandb", "trackio", "tensorboard"),
     "sagemaker": ("sagemaker", "boto3", "botocore", "moto"),
@@ -15,9 +20,12 @@ BROUGHT_BY = {
 MEANT_FOR = {"grade": "grading", "release": "grading"}
 """The extra that a command is for, where another brings the same package."""
 
+TORCH = {"": (2, 6), "train": (2, 11)}
+"""The oldest torch that the base and the extra ``train`` were run on (docs/setup.md), as in pyproject.toml."""
+
 
 class ExtraError(CourseError):
-    """A package that the base does not bring, and this command needs."""
+    """A package, or a version of torch, that is not installed, and that this command needs."""
 
     exit_code = EXIT_USAGE
 
@@ -33,6 +41,53 @@ def explain(error: ModuleNotFoundError, command: str) -> ExtraError | None:
     if not extras:
         return None
     extra = MEANT_FOR[command] if MEANT_FOR.get(command) in extras else extras[0]
-    return ExtraError(f"`course {command}` needs {package}, which is not installed",
-                      f"pip install '{COURSE}[{extra}]' "
-                      f"(in a checkout: pip install -c constraints.txt -e '.[{extra}]')")
+    return ExtraError(f"`course {command}` needs {package}, which is not installed", _how_to_install(extra))
+
+
+def _how_to_install(extra: str) -> str:
+    wanted = f"[{extra}]" if extra else ""
+    return f"pip install '{COURSE}{wanted}' (in a checkout: pip install -c constraints.txt -e '.{wanted}')"
+
+
+def torch_version() -> tuple[float, float]:
+    """The first two numbers of the installed torch, which is not imported; infinite where they cannot be told."""
+    from importlib import metadata  # takes 20 ms, which --help need not pay
+
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        found = None
+    return (int(found[1]), int(found[2])) if found else (inf, inf)
+
+
+def require(package: str, oldest: str, what: str) -> None:
+    """Refuse a package that is too old for something, where the course itself does with it.
+
+    Args:
+        package: as it is installed by name.
+        oldest: version that has what is needed.
+        what: needs it.
+    Raises:
+        ExtraError: it is older.
+    """
+    from importlib import metadata
+
+    installed = metadata.version(package)
+    if [int(part) for part in re.findall(r"\d+", installed)[:2]] < [int(part) for part in oldest.split(".")]:
+        raise ExtraError(f"{what} needs {package} {oldest}, and {installed} is installed",
+                         f"pip install '{package}>={oldest}'")
+
+
+def require_torch(extra: str = "") -> None:
+    """Refuse a torch that is too old.
+
+    Args:
+        extra: whose torch is needed; none for the base's.
+    Raises:
+        ExtraError: it is below the range.
+    """
+    found, oldest = torch_version(), TORCH[extra]
+    if found < oldest:
+        what = f"the extra `{extra}` needs" if extra else "the course needs"
+        raise ExtraError(f"torch {found[0]}.{found[1]} is installed, and {what} {oldest[0]}.{oldest[1]} or newer, "
+                         "below 2.14", _how_to_install(extra))

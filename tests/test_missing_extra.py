@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,7 +16,8 @@ from packaging.utils import canonicalize_name
 
 from course_lib import missing_extra
 from course_lib.errors import EXIT_HUNG, EXIT_USAGE
-from course_lib.missing_extra import BROUGHT_BY, COURSE
+from course_lib.missing_extra import BROUGHT_BY, COURSE, TORCH, torch_version
+from tests import lowest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -25,8 +25,8 @@ BASE = {canonicalize_name(Requirement(each).name) for each in PROJECT["dependenc
 EXTRAS = {extra: {canonicalize_name(Requirement(each).name) for each in listed}
           for extra, listed in PROJECT["optional-dependencies"].items()}
 NOT_HERE = sorted({package for packages in BROUGHT_BY.values() for package in packages} | {"pytest"})
-PACKED_WITH_OTHERS = {"IPython", "boto3", "botocore", "jinja2", "traitlets", "pyarrow", "httpx2", "starlette",
-                      "uvicorn", "pygments", "threadpoolctl", "scipy"}
+PACKED_WITH_OTHERS = {"IPython", "boto3", "botocore", "jinja2", "traitlets", "starlette", "uvicorn",
+                      "pygments", "threadpoolctl", "scipy"}
 """Packages that come with those that the course asks for."""
 
 # An import of what is None in sys.modules fails as if it were missing.
@@ -135,17 +135,46 @@ def run_all(commands, folder, before=WITHOUT, **options):
 
 
 def check(results):
-    for command in COMMANDS:
+    older = {"check": "train", "grade . --out out": "train"} if torch_version() < TORCH["train"] else {}
+    for command in set(COMMANDS) - set(older):
         assert not results[command][0] and results[command][1], (command, results[command])
-    for command, extra in NEEDS.items():
+    for command, extra in (NEEDS | older).items():
         code, _, said = results[command]
         assert code == EXIT_USAGE and said.count("\n") == 1, (command, code, said)
-        assert re.search(rf"^course: `course {command.split()[0]}` needs \w+, which is not installed: "
-                         rf"pip install '{COURSE}\[{extra}\]'", said), (command, said)
+        lacks = rf"`course {command.split()[0]}` needs \w+, which is not installed"
+        if older and extra == "train":
+            lacks += r"|torch 2\.\d+ is installed, and the extra `train` needs 2\.11 or newer, below 2\.14"
+        assert re.search(rf"^course: ({lacks}): pip install '{COURSE}\[{extra}\]'", said), (command, said)
 
 
 def test_what_needs_the_base_alone_runs_and_what_needs_more_says_what(tmp_path):
     check(run_all([*COMMANDS, *NEEDS], tmp_path))
+
+
+@pytest.mark.parametrize(("torch", "command", "said"), [
+    ("2.5.1+cu121", ["audit", "subject.py:make"],
+     "torch 2.5 is installed, and the course needs 2.6 or newer, below 2.14"),
+    ("2.10.0", ["train"], "torch 2.10 is installed, and the extra `train` needs 2.11 or newer, below 2.14"),
+    ("2.10.0", ["watch", "--", sys.executable, "-c", ""], "")], ids=["base", "train", "base alone"])
+def test_a_torch_below_the_range_is_named_with_the_range(tmp_path, torch, command, said):
+    (tmp_path / "subject.py").write_text(SUBJECT)
+    done = run(f"""
+import importlib.metadata as metadata
+version = metadata.version
+metadata.version = lambda name: {torch!r} if name == "torch" else version(name)
+from course_lib import cli
+raise SystemExit(cli.main({command}))
+""", tmp_path)
+    assert done.stderr.startswith(f"course: {said}" if said else "") and done.stderr.count("\n") == bool(said)
+    assert done.returncode == (EXIT_USAGE if said else 0)
+
+
+def test_the_ranges_of_torch_are_those_that_are_declared():
+    declared = {extra: next(Requirement(each).specifier for each in listed if Requirement(each).name == "torch")
+                for extra, listed in {"": PROJECT["dependencies"],
+                                      "train": PROJECT["optional-dependencies"]["train"]}.items()}
+    assert {extra: f"<2.14,>={major}.{minor}" for extra, (major, minor) in TORCH.items()} == {
+        extra: str(specifier) for extra, specifier in declared.items()}
 
 
 def test_a_package_that_no_extra_brings_is_a_defect():
@@ -158,19 +187,7 @@ def test_a_package_that_no_extra_brings_is_a_defect():
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A wheel and a source archive of what is committed or about to be."""
-    folder = tmp_path_factory.mktemp("built")
-    wanted = ("course_lib", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *wanted], cwd=ROOT, capture_output=True,
-                            text=True, check=True)
-    for name in listed.stdout.split():
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    for make in ("build_wheel", "build_sdist"):
-        code = f"from setuptools import build_meta; build_meta.{make}('dist')"
-        done = run(code, folder)
-        assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "dist"
+    return lowest.build(tmp_path_factory.mktemp("built"))
 
 
 TRAIN = """

@@ -40,7 +40,7 @@ def changes(source: str) -> set[str]:
                 found.add(name if name in ROOM else called)
             elif re.fullmatch(r"os\.environ\.(setdefault|update|pop|clear)", called):
                 found.add("os.environ")
-            elif name == "setattr" and ast.unparse(node.args[0]) == "module":
+            elif name == "setattr" and ast.unparse(node.args[0]) in imported | {"module"}:
                 found.add("setattr")
         targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [
             node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []

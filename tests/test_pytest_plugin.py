@@ -12,6 +12,7 @@ from course_lib.launching.launch import RankError
 from course_lib.metering.meter import Meter
 from course_lib.pytest_plugin import assert_moved, assert_order
 from tests.audit import subjects
+from tests.torch_versions import FSDP2_ON_CPUS, needs
 
 pytest_plugins = ["course_lib.pytest_plugin"]
 
@@ -42,6 +43,7 @@ def seen(ranks):
     return ranks(2)(step, sharded)
 
 
+@needs(FSDP2_ON_CPUS)
 def test_what_an_engine_moves_and_in_what_order(seen):
     assert [rank.value for rank in seen] == [(0, WIDTH * WIDTH // 2), (1, WIDTH * WIDTH // 2)]
     assert_moved(seen, "all_gather", calls=2, bytes=2 * BYTES, sent=BYTES, axis="world")
@@ -53,6 +55,7 @@ def test_what_an_engine_moves_and_in_what_order(seen):
     assert_order(seen, "all_gather", "all_gather", "reduce_scatter", exactly=True)
 
 
+@needs(FSDP2_ON_CPUS)
 @pytest.mark.parametrize(("expectation", "said"), [
     (lambda seen: assert_moved(seen, "all_gather", bytes=BYTES, calls=2),
      f"rank 0: all_gather: bytes {2 * BYTES:,}, not {BYTES:,}. It issued: 2 x all_gather over world of float32, "

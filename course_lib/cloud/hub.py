@@ -6,8 +6,8 @@ The token comes from ``HF_TOKEN`` or from ``hf auth login`` and is handed to the
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from httpx2 import HTTPError
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
@@ -17,6 +17,7 @@ from course_lib.system import hub_reachable
 from course_lib.tracking.redact import redact
 
 CARD = "README.md"
+HTTPError: Any = HfHubHTTPError.__base__  # of the client: httpx in huggingface-hub 1, httpx2 in 2
 
 
 class HubError(CourseError):

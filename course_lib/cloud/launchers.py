@@ -10,6 +10,7 @@ import yaml
 
 from course_lib.cloud.job import Job
 from course_lib.launching.interrupts import NOTE
+from course_lib.missing_extra import torch_version
 from course_lib.planning import hardware
 
 PORT = 29500
@@ -45,6 +46,7 @@ def slurm(job: Job) -> str:
     """
     note = shlex.quote(f"{job.config.output_dir}/{NOTE}")
     gpus = f"#SBATCH --gpus-per-node={job.processes}\n" if _has_gpus(job) else ""
+    patience = "--shutdown-timeout 100 " if torch_version() >= (2, 12) else ""  # before, always 30 s
     hours, minutes = divmod(round(job.max_hours * 60), 60)
     return f"""#!/bin/bash
 #SBATCH --job-name={job.name}
@@ -61,7 +63,7 @@ set -uo pipefail
 rm -f {note}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc_per_node {job.processes} \\
-    --shutdown-timeout 100 --rdzv_backend c10d --rdzv_endpoint "$head:{PORT}" --rdzv_id "$SLURM_JOB_ID" \\
+    {patience}--rdzv_backend c10d --rdzv_endpoint "$head:{PORT}" --rdzv_id "$SLURM_JOB_ID" \\
     {TRAIN} {options(job)} {RESUME}
 code=$?
 # torchrun ends with 1 whatever its ranks end with; this is the trainer's word for "asked to stop, and saved".

@@ -26,7 +26,7 @@ BUFFER_BYTES = 1 << 20
 class BatchedParquet(Parquet):
     """The builder of ``datasets`` for Parquet files, but for what it holds."""
 
-    def _generate_tables(self, files: Sequence[str], row_groups_list: object) -> Iterator[tuple[Key, pa.Table]]:
+    def _generate_tables(self, files: Sequence[str], row_groups_list: object = None) -> Iterator[tuple[Key, pa.Table]]:
         for number, path in enumerate(files):
             with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
                 for part, batch in enumerate(file.iter_batches(batch_rows(file.metadata))):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from course_lib.hangs.liveness import process_state, start_ticks
 from course_lib.hangs.rank_state import RUNNING, SIZE, Life, RankSnapshot, RankState, read_flags, read_page
+from course_lib.torch_names import connected_again
 
 POST_SECONDS = 1.0  # between two posts to ranks on other machines; more where there are more than 16 ranks
 SILENT_SECONDS = 3.0  # longer than three posts take, and a rank on another machine counts as gone
@@ -80,15 +81,16 @@ class RankStateExchange:
         rank: this rank.
         world_size: ranks.
         store: where they meet.
+        prefix: of their keys there.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store):
+    def __init__(self, rank: int, world_size: int, store: dist.Store, prefix: str):
         self.rank, self.world_size, self.page = rank, world_size, RankState()
         self._identity = Identity.own(self.page)
         self._identities: dict[int, Identity] = {rank: self._identity}
         self._maps: dict[int, mmap.mmap] = {}
         self._copies: dict[int, _Copy] = {}
-        self._store, self._closed = store, threading.Event()
+        self._store, self._prefix, self._closed = store, prefix, threading.Event()
         self._met, self._lost_peer = threading.Event(), False
         self.thread = threading.Thread(target=self._meet, name="watchdog-board", daemon=True)
         self._post_seconds = max(POST_SECONDS, world_size / 16)
@@ -142,7 +144,7 @@ class RankStateExchange:
     def _meet(self) -> None:
         """Find the others' pages, and exchange copies with those on other machines, until closed."""
         try:
-            store: Any = self._store.clone()  # type: ignore[attr-defined]
+            store: Any = connected_again(self._store, self._prefix)
             store.set(f"identity/{self.rank}", json.dumps(dataclasses.asdict(self._identity)))
             pause = self.world_size / 500
             while len(self._identities) < self.world_size and not self._closed.wait(pause):

@@ -98,8 +98,7 @@ class Watchdog:
         else:
             rank, world_size, store = 0, 1, dist.HashStore()
         self.rank = rank
-        own_keys = dist.PrefixStore(f"course/watchdog/{Watchdog._entered}", store)
-        self._board = RankStateExchange(rank, world_size, own_keys)
+        self._board = RankStateExchange(rank, world_size, store, f"course/watchdog/{Watchdog._entered}")
         self._recorder = FlightRecorder(self._board.page)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._activity, self._entered_at = Activity((self._thread, self._board.thread)), time.time()

@@ -21,6 +21,7 @@ import torch
 from torch.distributed import TCPStore
 
 from course_lib.launching import forks
+from course_lib.launching.launch_environment import check_loopback
 from course_lib.launching.rank_process import leave_caller
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -112,6 +113,7 @@ def run_forked(main: Callable[[], int], num_processes: int, *, threads: int | No
 
 
 def _run_forked(main: Callable[[], int], num_processes: int, threads: int | None, grace: float) -> RanksEnded:
+    check_loopback()
     # Here, so that its port is the system's choice and no rank is its host.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     forks.end_openmp_threads()

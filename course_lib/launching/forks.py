@@ -5,7 +5,7 @@ at its first one the autograd engine starts a thread for each device (torch/csrc
 start_device_threads), and a backward in a forked process then raises. AdamW's step asks for the device's stream
 (torch/optim/optimizer.py, _accelerator_graph_capture_health_check), which a forked process may not do either once the
 driver was used. So there ranks are forked from the standard library's fork server, which imports what they need and
-does nothing else.
+does nothing else; and where threads of OpenMP cannot be ended before a fork, as in torch 2.6.
 """
 
 import contextlib
@@ -36,11 +36,14 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from course_lib.errors import LaunchError
 from course_lib.replacing import replaced
+from course_lib.torch_names import current_accelerator
 
 PLAN = "COURSE_PRELOAD"
 """Environment variable of the fork server: what it imports first, and its own environment."""
 PRELOADED = ("torch.distributed", "torch._dynamo", "accelerate", "transformers")
 PROBE_SECONDS = 60.0
+PAUSE = "omp_pause_resource_all"
+"""Function of OpenMP 5.0 (section 3.2.44) that ends threads."""
 
 _server: Any = forkserver._forkserver
 _clean = False  # whether this process came from the fork server
@@ -58,17 +61,17 @@ def unused_accelerator() -> str | None:
 
     It uses ``mps`` and ``cuda``, which AMD's GPUs are called, too (ROCm).
     """
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not accelerators() or accelerator.type in ("cuda", "mps"):
+    accelerator = current_accelerator()
+    if accelerator is None or accelerator.type in ("cuda", "mps"):
         return None
     return accelerator.type
 
 
 def default_start_method() -> str:
-    """`spawn` on macOS, `fork` where there is no accelerator, else `forkserver`, or `spawn` where that cannot serve."""
+    """`spawn` on macOS, `fork` where it can train, else `forkserver`, or `spawn` where that cannot serve."""
     if sys.platform == "darwin":
         return "spawn"
-    if not accelerators() or (_clean and not why_not_fork("cpu")):
+    if not from_server() or (_clean and not why_not_fork("cpu")):
         return "fork"
     try:
         serve()
@@ -80,11 +83,13 @@ def default_start_method() -> str:
 
 def from_server() -> bool:
     """Whether clean processes come from the fork server here, rather than from the caller."""
-    return sys.platform != "darwin" and accelerators() > 0
+    return sys.platform != "darwin" and bool(accelerators() or _unending())
 
 
 def why_not_fork(device: str) -> str:
     """Why a process forked from this one could not train on a device, as one found that tried; empty where it can."""
+    if libraries := _unending():
+        return f"threads of {', '.join(libraries)} cannot be ended before a fork"
     if not accelerators():
         return ""
     reader, writer = os.pipe()
@@ -124,11 +129,23 @@ def end_openmp_threads() -> None:
     A forked process inherits GNU OpenMP's belief that its workers are there, and waits for them
     for ever in its first parallel region (gcc.gnu.org/bugzilla, 58378).
     """
+    for library in _openmp_libraries():
+        if hasattr(loaded := ctypes.CDLL(library), PAUSE):
+            getattr(loaded, PAUSE)(2)  # omp_pause_hard
+
+
+def _openmp_libraries() -> set[str]:
+    """Paths of GNU OpenMP as this process has it loaded; none where the system does not say, as macOS."""
     maps = Path("/proc/self/maps")
-    if maps.exists():
-        libraries = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
-        for library in libraries:
-            ctypes.CDLL(library).omp_pause_resource_all(2)  # omp_pause_hard (OpenMP 5.0, section 3.2.44)
+    return {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line} if maps.exists() else set()
+
+
+def _unending() -> list[str]:
+    """Names of loaded OpenMP libraries whose threads cannot be ended, GCC's before version 9.
+
+    torch 2.6 and scikit-learn 1.5 bring one.
+    """
+    return sorted(Path(library).name for library in _openmp_libraries() if not hasattr(ctypes.CDLL(library), PAUSE))
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -20,8 +20,10 @@ import torch
 from torch.distributed import TCPStore
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
+from course_lib import torch_names  # noqa: F401
 from course_lib.errors import LaunchError
 from course_lib.launching import forks
+from course_lib.launching.launch_environment import check_loopback
 from course_lib.launching.output import LabelledOutput
 from course_lib.launching.rank_process import RankEnds, RankJob
 from course_lib.launching.supervisor import RankError, RanksHung, RankSupervisor
@@ -85,6 +87,7 @@ def _check(num_processes: int, device: str, start_method: str | None) -> tuple[s
         raise LaunchError(f"num_processes is {num_processes}", "ask for at least 1")
     if "RANK" in os.environ:
         raise LaunchError(f"this process is rank {os.environ['RANK']} of a launch already", "call launch() outside it")
+    check_loopback()
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus >= num_processes else "cpu"

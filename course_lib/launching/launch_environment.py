@@ -39,6 +39,20 @@ def discover(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     return LaunchEnvironment()
 
 
+def check_loopback() -> None:
+    """See that processes of this machine reach each other, as ranks have to.
+
+    Raises:
+        LaunchError: the loopback interface is down, as in a network namespace that is new.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5.0):
+            pass
+    except OSError as error:
+        raise LaunchError(f"ranks cannot reach each other at 127.0.0.1 ({error.strerror or error})",
+                          "switch the loopback interface on: ip link set lo up") from error
+
+
 def to_start(ranks: LaunchEnvironment, num_processes: int | None) -> int:
     """How many ranks this process has to start itself: 0 to join those that are there.
 

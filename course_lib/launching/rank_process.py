@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+from course_lib import torch_names
 from course_lib.errors import LaunchError
 from course_lib.launching.cores import usable_cores
 from course_lib.launching.ended_groups import keep_destroyed_groups
@@ -166,10 +167,7 @@ def forget_meshes() -> None:
     room = "torch.distributed.tensor."
     dtensor, redistributing = sys.modules.get(room + "_api"), sys.modules.get(room + "_redistribute")
     if dtensor and redistributing:
-        dtensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
-        redistributing._gen_transform_infos.cache_clear()
-        redistributing.clear_redistribute_planner_cache()
+        torch_names.clear_caches(dtensor.DTensor._op_dispatcher.sharding_propagator, redistributing)
 
 
 def leave_caller() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
+from course_lib.missing_extra import require
 from course_lib.parallel.expert_router import Routing, TopKRouter, balance_loss, z_loss
 from course_lib.parallel.experts import (
     ExpertGroups,
@@ -23,6 +24,8 @@ from course_lib.parallel.experts import (
     expert_groups,
     keep_own_experts,
 )
+
+require("transformers", "5.19", "lesson 15, where transformers spreads the experts of a model,")
 
 Build = Callable[[], Any]
 Batch = Callable[[int], tuple[Tensor, Tensor]]

@@ -20,6 +20,7 @@ from transformers import GPT2LMHeadModel
 from course_lib.lessons.lab_gpt2 import gpt2
 from course_lib.metering.meter import Meter
 from course_lib.metering.storages import resizes
+from course_lib.modeling.recomputing import recompute_activations
 from course_lib.parallel import blocks
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
@@ -36,7 +37,7 @@ def small_gpt2(layers: int, width: int, checkpointing: bool = False) -> GPT2LMHe
     """A GPT-2 without dropout, the same weights on every call; its token embedding is its output head too."""
     model = gpt2(layers, width, LENGTH, VOCABULARY, heads=HEADS, use_cache=False)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model)
     return model.train()
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -215,7 +215,7 @@ class AllocationLog(TorchDispatchMode):
         name = FUNCTIONAL.get(func._schema.name.partition("::")[2])
         if name is None:  # it waits for one
             return
-        group = _resolve_process_group(next(GroupName(arg) for arg in reversed(args) if isinstance(arg, str)))
+        group = _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))  # type: ignore[arg-type]
         payload = result if name == "all_gather" else args[0]
         for tensor in (args[0], result):
             self.hold(tensor, "communication buffers")

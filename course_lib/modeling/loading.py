@@ -27,6 +27,7 @@ from transformers.utils import logging
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
 from course_lib.modeling import model_sources, presets
+from course_lib.modeling.recomputing import recompute_activations
 
 HEADS: dict[str, tuple[Any, Any]] = {
     "classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
@@ -240,7 +241,7 @@ def _checkpoint_activations(model: PreTrainedModel, name: str) -> None:
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"model `{name}` ({model.config.model_type}) has no activation checkpointing",
                          "leave --activation_checkpointing out")
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    recompute_activations(model)
 
 
 def _max_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:

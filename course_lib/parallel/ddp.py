@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from course_lib import torch_names  # noqa: F401
 from course_lib.errors import CourseError
 from course_lib.parallel.sharding import names_of
 from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from course_lib import torch_names  # noqa: F401
 from course_lib.errors import ConfigError
 from course_lib.parallel.groups import device_of
 

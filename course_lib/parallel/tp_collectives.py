@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib import torch_names  # noqa: F401
 from course_lib.errors import ConfigError
 
 Group: TypeAlias = dist.ProcessGroup | None

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.errors import ConfigError, nearest
 from course_lib.metering.allocation_log import KINDS, AllocationLog, CollectiveRecord
+from course_lib.modeling.recomputing import recompute_activations
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
 from course_lib.planning import models
@@ -187,7 +188,7 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
         parameters = sum(parameter.numel() for parameter in model.parameters())
         model.train()
         if setting.checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(model)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         engine: nn.Module
         if sharded:

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from course_lib.audit import Layout, Subject, gathered_pieces, layouts
 from course_lib.errors import ConfigError, ModelError
+from course_lib.missing_extra import require
 from course_lib.modeling.small_configs import shrunk_config
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.ddp import DataParallel
@@ -162,8 +163,12 @@ def _transformers(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subj
     from transformers.distributed import DistributedConfig
 
     experts = layout.ep * (layout.tp if subject.split_experts else 1)
+    spread = {}
+    if experts > 1:
+        require("transformers", "5.19", "to spread experts")
+        spread = {"ep_size": experts}
     model = subject.loaded(distributed_config=DistributedConfig(
-        tp_size=layout.tp, fsdp_size=layout.shard * layout.ep, dp_replicate_size=layout.dp, ep_size=experts))
+        tp_size=layout.tp, fsdp_size=layout.shard * layout.ep, dp_replicate_size=layout.dp, **spread))
     return Subject(model, _adam(model), _loss, batch)
 
 

@@ -325,7 +325,7 @@ def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
             return dataclasses.replace(own(page), machine="one" if machine == "one" else f"machine {number}")
 
         monkeypatch.setattr(Identity, "own", named)
-        boards.append(RankStateExchange(number, 2, store))
+        boards.append(RankStateExchange(number, 2, store, "test"))
     boards[1].page.write_step(4)
     assert boards[0].sightings()[1].life == "unseen"
     opening = threading.Thread(target=boards[0].open)

@@ -29,6 +29,7 @@ from course_lib.hangs.rank_state import (
 from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.metering import collective_hooks, graph_captures
 from course_lib.metering.collective_log import CollectiveLog
+from tests.torch_versions import ERRORS_OF_BACKENDS, needs
 
 GPU = torch.device("cuda", 0)
 
@@ -354,6 +355,7 @@ def group_that_says(error):
                            _get_backend=lambda device: made[device.type])
 
 
+@needs(ERRORS_OF_BACKENDS)
 def test_nccls_error_is_read_and_groups_that_have_none_to_tell_are_passed_over():
     fine, silent = group_that_says("SUCCESS"), SimpleNamespace(_device_types=[torch.device("cpu")])
     assert backend_records.backend_error([fine, silent]) is None

@@ -131,6 +131,16 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
         torch.set_num_threads(threads)
 
 
+def test_where_openmp_cannot_end_its_threads_ranks_come_from_a_clean_process(monkeypatch):
+    """GCC's OpenMP before version 9, which torch 2.6 brings: ``make long`` has such a torch."""
+    assert forks.default_start_method() == "fork" and not forks.why_not_fork("cpu")
+    monkeypatch.setattr(forks, "PAUSE", "omp_is_older")
+    assert forks.default_start_method() == "forkserver"
+    assert launch(work_on_all_cores, num_processes=2, timeout=320) == [600.0, 600.0]
+    with pytest.raises(LaunchError, match=r"threads of libgomp\S*\.so\S* cannot be ended before a fork"):
+        launch(work_on_all_cores, start_method="fork")
+
+
 def test_a_ranks_threads_find_a_pool_though_all_of_them_ask_at_once(monkeypatch):
     """What gloo's thread and the backward do in a rank that is told how many threads it has."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

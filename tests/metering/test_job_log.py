@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from course_lib.launching.launch import launch
 from course_lib.metering import job_report
 from course_lib.metering.job_log import begin
+from tests.torch_versions import FSDP2_ON_CPUS, needs
 
 WIDTH, ROWS, UNITS = 16, 4, 2
 THEIRS = {"all_reduce": "all_reduce", "allreduce_": "all_reduce", "all_gather_into_tensor": "all_gather",
@@ -64,6 +65,7 @@ def job(tmp_path_factory):
     return returned, job_report.read(folder)
 
 
+@needs(FSDP2_ON_CPUS)
 def test_each_rank_counts_what_torch_counts(job):
     returned, logs = job
     assert [log.rank for log in logs] == [0, 1, 2, 3]
@@ -72,6 +74,7 @@ def test_each_rank_counts_what_torch_counts(job):
         assert log.ended and all(call.end is not None and call.end >= call.start for call in log.calls)
 
 
+@needs(FSDP2_ON_CPUS)
 def test_axes_have_the_names_of_the_mesh_and_the_bytes_of_the_formula(job):
     _, logs = job
     rows = {(row["axis"], row["collective"]): row for row in job_report.table(logs)}
@@ -85,6 +88,7 @@ def test_axes_have_the_names_of_the_mesh_and_the_bytes_of_the_formula(job):
     assert rows["world", "all_reduce"]["calls"] == 1 and rows["world", "all_reduce"]["groups"] == [(0, 1, 2, 3)]
 
 
+@needs(FSDP2_ON_CPUS)
 def test_memory_is_that_of_the_optimizer(job):
     returned, logs = job
     for log, (_, held) in zip(logs, returned, strict=True):

@@ -22,6 +22,7 @@ from course_lib.launching import netns
 from course_lib.launching.launch import launch
 from course_lib.launching.netns import in_own_network
 from course_lib.metering.meter import Meter
+from tests.torch_versions import FSDP2_ON_CPUS, SYNCHRONOUS_IS_TOLD, has, needs
 
 WIDTH, UNITS = 32, 3
 PARAMETERS = UNITS * WIDTH * (WIDTH + 1)  # 3168: even, so that two ranks split it without padding
@@ -198,8 +199,8 @@ def kept():
 
 def two_ranks():
     dist.init_process_group("gloo")
-    return {"ddp": replicated(), "fsdp": sharded(), "overlap": overlapping(), "kept": kept(),
-            "functional": functional()}
+    return {"ddp": replicated(), "fsdp": sharded() if has(FSDP2_ON_CPUS) else None, "overlap": overlapping(),
+            "kept": kept(), "functional": functional()}
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +264,7 @@ def test_ddp_holds_the_formulas_bytes(two):
     assert resident["communication buffers"] == 4 * PARAMETERS  # the reducer's buckets
 
 
+@needs(FSDP2_ON_CPUS)
 def test_fsdp2_gathers_and_scatters_as_torch_counts_them(two):
     for rank in two:
         found = rank["fsdp"]
@@ -272,6 +274,7 @@ def test_fsdp2_gathers_and_scatters_as_torch_counts_them(two):
         assert found["sent"] == 3 * 4 * PARAMETERS // 2
 
 
+@needs(FSDP2_ON_CPUS)
 def test_fsdp2_holds_half_and_gathers_a_unit_at_a_time(two):
     for rank in two:
         resident, peak = rank["fsdp"]["resident"], rank["fsdp"]["peak"]
@@ -284,7 +287,8 @@ def test_fsdp2_holds_half_and_gathers_a_unit_at_a_time(two):
 def test_overlap_is_zero_when_blocking_and_positive_behind_compute(two):
     for rank in two:
         blocking, inside, hidden = rank["overlap"]
-        for overlap, communication, exposed in (blocking, inside):
+        # Before, what the rank does between a call and its wait counts as overlap.
+        for overlap, communication, exposed in (blocking, inside) if has(SYNCHRONOUS_IS_TOLD) else (blocking,):
             assert overlap == 0 and exposed == communication > 0
         assert 0 < hidden[0] <= hidden[1]
 

@@ -140,7 +140,7 @@ def test_torch_comes_without_cuda_where_there_is_no_gpu(bootstrap, monkeypatch, 
         assert command[2:5] == ["uv", "pip", "install"] and command[command.index("-c") + 1] == "constraints.txt"
         assert [command[i + 1] for i, part in enumerate(command) if part == "--find-links"] == ["a", "b"]
     assert (bootstrap.CPU_INDEX in torch) is extra and env["SSL_CERT_FILE"] == "roots.pem"
-    assert torch[-1] == "torch>=2.13,<2.14" and course[-2:] == ["-e", ".[dev,book,all]"]
+    assert torch[-1] == "torch>=2.6,<2.14" and course[-2:] == ["-e", ".[dev,book,all]"]
     assert "PIP_CONSTRAINT" not in free and {"--no-deps", "--require-hashes"} < set(minilm)
     assert not any("--index-url" in command for command, _ in ran)
 

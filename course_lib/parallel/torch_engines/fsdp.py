@@ -22,6 +22,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel import blocks as partition
 from course_lib.parallel.call_hooks import run_hooks_always
 from course_lib.parallel.sharding import check_elementwise, names_of, repoint
+from course_lib.torch_names import parameter_groups
 
 
 def hybrid_mesh(device_type: str, replicas: int, shards: int) -> DeviceMesh:
@@ -102,10 +103,9 @@ class TorchFullyShardedDataParallel(nn.Module):
 
         It is in no public list; without it what a unit holds while it computes could not be measured.
         """
-        # One group of parameters per call of `fully_shard`, one record per parameter.
         states = [fully_shard.state(module) for module in self.module.modules()]  # type: ignore[attr-defined]
-        return [record for state in states if state for group in state._fsdp_param_groups
-                for record in group.fsdp_params]
+        groups = [group for state in states if state for group in parameter_groups(state)]
+        return [record for group in groups for record in group.fsdp_params]
 
 
 def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None = None,

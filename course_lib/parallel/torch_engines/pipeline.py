@@ -12,6 +12,8 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils._pytree import tree_map
 
+from course_lib.errors import ConfigError
+from course_lib.missing_extra import torch_version
 from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.executor import LossFunction, StepResult
@@ -35,6 +37,11 @@ class TorchPipeline:
     def __init__(self, schedule: Schedule, stages: Mapping[int, nn.Module], loss_function: LossFunction,
                  group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
         check(schedule)
+        ranks = schedule.stage_ranks
+        if torch_version() < (2, 12) and any(ranks[stage] == ranks[stage + 1] for stage in range(schedule.stages - 1)):
+            raise ConfigError("torch's schedule runtime sends every stage's output to another rank before torch 2.12, "
+                              "and this table has neighbouring stages on one rank",
+                              "take the engine scratch, another schedule, or torch 2.12")
         self.table = without_communication(schedule)
         self.stages, self.loss_function, self.group = dict(stages), loss_function, group
         self.device = torch.device(device)

