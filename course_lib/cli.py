@@ -46,7 +46,7 @@ from course_lib.commands import (
     train,
     watch,
 )
-from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
+from course_lib.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 
 COMMANDS = (train, evaluate, audit, watch, meter, schedule, plan, simulate, select, bench, runs, dashboard, sweep,
@@ -166,6 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (missing := missing_extra.explain(error, argv[0] if argv else "")) is None:
             raise
         return report(str(missing), missing.exit_code)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+            raise
+        what = ". ".join(str(error).partition("\n")[0].split(". ")[:3]).rstrip(".")
+        return report(f"{what}: take a smaller --batch_size, --activation_checkpointing or --strategy zero3; `course "
+                      "plan` says what fits", EXIT_FAILED)
     except KeyboardInterrupt:
         return report("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from benchmarks.hardware.findings import Findings, Settings
+from benchmarks.hardware.findings import Findings, Settings, failed, first_line
 from benchmarks.hardware.processes import ROOT
 
 MAY_BE_ABSENT = ("Hugging Face Hub", "MiniLM", "W&B")
@@ -16,6 +16,8 @@ def run(settings: Settings, findings: Findings) -> None:
     command = [sys.executable, str(ROOT / "course_lib" / "cli.py"), "doctor", "--json"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=110)
     print(said.stdout, said.stderr)
+    if not said.stdout:
+        raise failed(said.stderr, first_line(said.stderr))
     content = json.loads(said.stdout)
     for reason in content["reasons"]:
         findings.fail("the quickstart cannot run", reason)

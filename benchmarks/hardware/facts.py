@@ -11,7 +11,9 @@ import torch
 
 from benchmarks.hardware.findings import Findings, Settings, first_line
 from benchmarks.hardware.processes import ENVIRONMENT
-from course_lib.system import machine
+from course_lib.errors import CourseError
+from course_lib.launching import gpus
+from course_lib.missing_extra import require_torch
 
 QUERY = ("index", "name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "pcie.link.gen.max",
          "pcie.link.width.max")
@@ -21,7 +23,8 @@ def probe() -> dict[str, object]:
     """How many GPUs there are, and what they are; or why there is none. Takes the driver into this process.
 
     Returns:
-        ``gpus``, ``name``, ``memory``, ``bf16`` and ``simulated`` as :class:`Settings` has them, and ``why``.
+        ``gpus``, ``name``, ``memory``, ``bf16`` and ``simulated`` as :class:`Settings` has them, and ``why``; or
+        ``unusable``: why one of them cannot be used.
     """
     count, why = torch.cuda.device_count(), ""
     if not count:
@@ -34,13 +37,21 @@ def probe() -> dict[str, object]:
         else:
             why = f"torch {torch.__version__} sees none"
         return {"gpus": 0, "why": why}
+    try:
+        require_torch("train")
+        for index in range(count):
+            gpus.take(index)
+    except CourseError as error:
+        return {"gpus": count, "unusable": str(error)}
     properties = [torch.cuda.get_device_properties(index) for index in range(count)]
     return {"gpus": count, "name": properties[0].name, "memory": min(each.total_memory for each in properties),
-            "bf16": machine.native_bf16("cuda"), "simulated": "gpu_sim" in sys.modules}
+            "bf16": torch.cuda.is_bf16_supported(including_emulation=False), "simulated": "gpu_sim" in sys.modules}
 
 
 def run(settings: Settings, findings: Findings) -> None:
     """Write down what this machine is."""
+    from course_lib.system import machine  # wants psutil, and the question whether there are GPUs does not
+
     here = machine.describe(hub_timeout=0.1)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "absent"
     facts = findings.table("what", "here")
@@ -52,9 +63,11 @@ def run(settings: Settings, findings: Findings) -> None:
     chosen = [f"{name}={value}" for name, value in sorted(os.environ.items())
               if name.startswith(("NCCL_", "CUDA_", "TORCH_NCCL", "PYTORCH_", "OMP_")) and name not in ENVIRONMENT]
     facts.row("variables", ", ".join(chosen) or "none")
-    gpus = findings.table("GPU", "name", "memory (GiB)", "compute capability", "bf16 in hardware")
+    devices = findings.table("GPU", "name", "memory (GiB)", "of it free", "compute capability", "bf16 in hardware")
     for index, gpu in enumerate(here.gpus):
-        gpus.row(index, gpu.name, f"{gpu.memory_bytes / 2**30:.1f}", gpu.capability, machine.native_bf16("cuda"))
+        free = torch.cuda.mem_get_info(index)[0]
+        devices.row(index, gpu.name, f"{gpu.memory_bytes / 2**30:.1f}", f"{free / 2**30:.1f}", gpu.capability,
+                    machine.native_bf16("cuda"))
     if len(here.gpus) != settings.gpus:
         findings.fail("GPUs", f"{settings.gpus} were counted at first, and {len(here.gpus)} now")
     with findings.trying("a sum on every GPU"):

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import re
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ class Settings:
     """The device is tests/gpu_sim's."""
     folder: str = ""
     """For what the sections leave to each other; gone at the end."""
+    seconds: float = inf
+    """That a section may take."""
 
     @property
     def counted(self) -> str:
@@ -63,10 +67,12 @@ class Findings:
 
     Args:
         path: the JSON file to write.
+        seconds: after which the section will be ended.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, seconds: float = inf):
+        self.path, self.until = path, time.monotonic() + seconds
+        self.longest = 0.0
         self.parts: list[str | Table] = []
         self.failures: list[tuple[str, str]] = []
         self.left_out: list[tuple[str, str]] = []
@@ -95,6 +101,13 @@ class Findings:
         self.left_out.append((what, why))
         self.write()
 
+    def is_late(self, what: str) -> bool:
+        """Whether there is too little time for one more block like the longest so far; then ``what`` is left out."""
+        late = time.monotonic() + 1.2 * self.longest > self.until
+        if late:
+            self.leave_out(what, "its share of --minutes is over")
+        return late
+
     @contextlib.contextmanager
     def trying(self, what: str) -> Iterator["Attempt"]:
         """Run a block; what it raises is a failure in the report, with its traceback in the log."""
@@ -103,12 +116,18 @@ class Findings:
         start = time.perf_counter()
         try:
             yield attempt
-            attempt.succeeded = True
         except Exception as error:
             traceback.print_exc()
-            self.fail(what, f"{type(error).__name__}: {error}")
+            if lacking := missing(error):
+                attempt.word = "not run"
+                self.leave_out(what, lacking)
+            else:
+                self.fail(what, f"{type(error).__name__}: {error}")
+        else:
+            attempt.succeeded, attempt.word = True, "ok"
         finally:
             attempt.seconds = time.perf_counter() - start
+            self.longest = max(self.longest, attempt.seconds)
 
     def write(self) -> None:
         """Put all of it on the disk."""
@@ -121,11 +140,28 @@ class Attempt:
 
     succeeded = False
     seconds = 0.0
+    word = "FAILED"
+    """For a cell of a table: ``ok``, ``FAILED``, or ``not run`` for want of a package."""
 
-    @property
-    def word(self) -> str:
-        """For a cell of a table."""
-        return "ok" if self.succeeded else "FAILED"
+
+def missing(error: BaseException) -> str:
+    """What to install where a package that is none of the course's is not found, there or on a rank; else nothing."""
+    each: BaseException | None = error
+    while each and not isinstance(each, ModuleNotFoundError):
+        each = each.__cause__
+    package = (each.name or "").partition(".")[0] if each else ""
+    return f"{package} is not installed" if package not in ("", "course_lib", "benchmarks", "testing", "tests") else ""
+
+
+def failed(said: str, why: str) -> Exception:
+    """Of a program of ours that ended badly: the package that it found missing, or why else it failed.
+
+    Args:
+        said: by the program.
+        why: in one line.
+    """
+    lacking = re.search(r"No module named '([\w.]+)'|needs (\w+), which is not installed", said)
+    return ModuleNotFoundError(why, name=lacking[1] or lacking[2]) if lacking else RuntimeError(why)
 
 
 def first_line(text: str) -> str:

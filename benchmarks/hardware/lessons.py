@@ -6,7 +6,7 @@ from pathlib import Path
 
 import nbformat
 
-from benchmarks.hardware.findings import Findings, Settings, first_line
+from benchmarks.hardware.findings import Findings, Settings, failed, first_line
 from benchmarks.hardware.processes import ROOT
 
 DEVICE = {"00_start_here": ("cuda", 2), "01_basic_loop": ("cuda", 1), "02_data_parallel": ("auto", 2),
@@ -33,6 +33,8 @@ def run(settings: Settings, findings: Findings) -> None:
     chosen = everything if settings.full else [name for name in everything if name in quick and not settings.tiny]
     table = findings.table("lesson", "parameters", "seconds", "result")
     for name in chosen:
+        if findings.is_late(name):
+            continue
         parameters = {} if settings.full else dict(SHORTER.get(name, {}))
         device, gpus = DEVICE.get(name, ("", 0))
         if gpus and settings.gpus >= gpus:
@@ -73,4 +75,5 @@ def _execute(notebook: Path, parameters: dict[str, object], folder: Path, second
     print(ended.stdout, ended.stderr)
     if ended.returncode:
         raised = [line for line in ended.stderr.splitlines() if line[:1].isalpha() and "Error" in line]
-        raise RuntimeError(first_line(raised[-1] if raised else ended.stderr[-300:]))
+        why = first_line(raised[-1] if raised else ended.stderr[-300:])
+        raise failed(why, why)

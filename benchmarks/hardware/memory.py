@@ -105,6 +105,8 @@ def run(settings: Settings, findings: Findings) -> None:
     table = findings.table("run", "kind", "predicted", "counted", "error of the prediction")
     for number, (strategy, engine, precision, again) in enumerate(runs(settings, subject)):
         label = f"{strategy}, {engine}, {precision.replace('no', 'fp32')}" + (", recomputing" if again else "")
+        if findings.is_late(label):
+            continue
         with findings.trying(label):
             held = planning.estimate(subject.known, subject.plan(strategy, engine, settings.gpus, precision, again))
             options = {"strategy": strategy, "engine": engine, "mixed_precision": precision, "checkpointing": again}

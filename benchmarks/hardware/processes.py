@@ -16,13 +16,12 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.hardware.findings import Findings, Settings
+from benchmarks.hardware.findings import Findings, Settings, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "GPU_CHECK_SECTION"
@@ -77,18 +76,29 @@ class Outcome:
 
     @property
     def state(self) -> str:
-        """``passed``, ``FAILED``, or ``not run`` where it has nothing to show."""
+        """``passed``, ``FAILED``, or ``not run`` where something was left out and no table has a row."""
         if self.failures:
             return "FAILED"
-        return "passed" if self.parts else "not run"
+        shown = any(isinstance(part, list) and len(part) > 1 for part in self.parts)
+        return "passed" if shown or (self.parts and not self.left_out) else "not run"
 
 
-def run(section: Section, settings: Settings, logs: Path) -> Outcome:
-    """Run a section to its end or its limit; every process that it started is ended."""
+def not_begun(section: Section, why: str, logs: Path) -> Outcome:
+    """Of a section that is left out."""
+    return Outcome(section, [], [], [("all of it", why)], 0.0, logs / f"{section.name}.log")
+
+
+def run(section: Section, settings: Settings, logs: Path, seconds: float = inf) -> Outcome:
+    """Run a section to its end or its limit; every process that it started is ended.
+
+    Args:
+        seconds: that it may take at most, of what there is for all; its own limit may be less.
+    """
     started, room = time.monotonic(), settings.room(section.name)
     found, log = room / "findings.json", logs / f"{section.name}.log"
-    (room / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
-    mark, limit = uuid.uuid4().hex, section.seconds * (section.full_factor if settings.full else 1)
+    own = section.seconds * (section.full_factor if settings.full else 1)
+    mark, limit = uuid.uuid4().hex, min(own, seconds)
+    (room / "settings.json").write_text(json.dumps(asdict(replace(settings, seconds=limit))), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items()
                    if name not in LAUNCHED and not name.startswith("ACCELERATE_")}
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -112,7 +122,9 @@ def run(section: Section, settings: Settings, logs: Path) -> Outcome:
     if found.exists():
         content = json.loads(found.read_text(encoding="utf-8"))
     failures = [(what, why) for what, why in content["failures"]]
-    if late:
+    if late and limit < own:
+        content["left_out"].append(("the rest of it", f"ended after {limit:.0f} s, its share of --minutes"))
+    elif late:
         failures.append((section.name, f"not done after {limit:g} s, and ended"))
     elif process.returncode:
         failures.append((section.name, f"its process ended with {process.returncode}"))
@@ -128,18 +140,18 @@ def _end(process: subprocess.Popen, mark: str) -> None:
     until = time.monotonic() + ENDING_SECONDS
     while (left := marked(mark)) and time.monotonic() < until:
         for each in left:
-            with contextlib.suppress(psutil.Error):
-                each.kill()
-        psutil.wait_procs(left, timeout=1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        time.sleep(0.05)
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Processes of this user that carry a section's mark, zombies left out."""
+def marked(mark: str) -> list[int]:
+    """Processes of this user that carry a section's mark; of a zombie's environment nothing is left."""
     found = []
-    for each in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if each.environ().get(MARK) == mark and each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
     return found
 
 
@@ -147,13 +159,17 @@ def main() -> int:
     """What the process of a section does."""
     target, settings, found = sys.argv[1:]
     module, function = target.split(":")
-    findings = Findings(Path(found))
+    given = Settings(**json.loads(Path(settings).read_text(encoding="utf-8")))
+    findings = Findings(Path(found), given.seconds)
     try:
-        getattr(importlib.import_module(module), function)(
-            Settings(**json.loads(Path(settings).read_text(encoding="utf-8"))), findings)
+        getattr(importlib.import_module(module), function)(given, findings)
     except Exception as error:
         traceback.print_exc()
-        findings.fail(function if function != "run" else module.rpartition(".")[2], f"{type(error).__name__}: {error}")
+        if lacking := missing(error):
+            findings.leave_out("all of it" if not findings.parts else "the rest of it", lacking)
+        else:
+            what = function if function != "run" else module.rpartition(".")[2]
+            findings.fail(what, f"{type(error).__name__}: {error}")
     return 0
 
 

@@ -15,6 +15,7 @@ from course_lib.config import build
 from course_lib.data.processing import Collator, ProcessedData
 from course_lib.lessons.lab_gpt2 import gpt2
 from course_lib.modeling.loading import LoadedModel
+from course_lib.modeling.recomputing import recompute_activations
 from course_lib.planning import memory, models
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
@@ -114,7 +115,7 @@ def trainer(subject: Subject, folder: Path, steps: int, ranks: int, callbacks: I
         "progress_bar": False, "output_dir": str(folder)} | options)
     model = subject.model()
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model)
     folder.mkdir(parents=True, exist_ok=True)
     rows = subject.rows_of_tokens(subject.rows * ranks * steps)
     data = ProcessedData({"train": rows}, None, "causal_lm", "random tokens")

@@ -1,6 +1,7 @@
 """Sections that go wrong, for the test of what runs them."""
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import time
 from pathlib import Path
 
 from benchmarks.hardware.findings import Findings, Settings
+from course_lib.launching.rank_process import Failure
+from course_lib.launching.supervisor import RankError
 
 
 def fine(settings: Settings, findings: Findings) -> None:
@@ -38,6 +41,18 @@ def hangs(settings: Settings, findings: Findings) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     Path(os.environ["PIDS"]).write_text(f"{os.getpid()} {child.pid}")
     time.sleep(600)
+
+
+def lacks(settings: Settings, findings: Findings) -> None:
+    """Wants packages: two that are not installed, and a module of the course that is not there."""
+    findings.note("before")
+    with findings.trying("a row"):
+        cause = pickle.dumps(ModuleNotFoundError("none", name="absent.part"))
+        error = RankError(0, Failure("raised", 0.0, False, cause=cause), {})
+        raise error from error.cause
+    with findings.trying("another"):
+        import course_lib.nowhere  # noqa: F401
+    import nowhere_at_all  # noqa: F401
 
 
 def dies(settings: Settings, findings: Findings) -> None:

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from benchmarks import gpu
-from benchmarks.hardware import memory, peers, report, speed, strategies
+from benchmarks.hardware import facts, memory, peers, report, speed, strategies
 from benchmarks.hardware import subject as subjects
 from benchmarks.hardware.findings import Findings, Settings
 from benchmarks.hardware.processes import Section
@@ -51,11 +51,11 @@ def planted(monkeypatch, tmp_path):
                                                "simulated": True})
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)  # these tests' own process keeps its handlers
 
-    def run(*names, seconds=100.0):
+    def run(*names, seconds=100.0, arguments=()):
         pids = {"PIDS": str(tmp_path / "pids")}
         sections = [Section(f"{number}-{name}", f"Section {number}", f"tests.gpu.planted_sections:{name}", seconds,
                             environment=pids) for number, name in enumerate(names)]
-        code = gpu.main(["--output", str(tmp_path / "report.md")], sections)
+        code = gpu.main(["--output", str(tmp_path / "report.md"), *arguments], sections)
         return code, (tmp_path / "report.md").read_text()
 
     return run
@@ -111,6 +111,58 @@ def test_what_hangs_is_ended_with_all_that_it_started(planted, tmp_path):
     assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
+def test_it_ends_within_its_minutes_and_the_report_is_whole(planted, monkeypatch):
+    monkeypatch.setattr(gpu, "ENDING_SECONDS", 0.0)
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.5)
+    code, text = planted("hangs", "fine", arguments=["--minutes", "0.2"])
+    assert code == 0 and re.findall(r"^## Section \d: (.*)$", text, re.M) == ["passed", "passed"]
+    assert "| a row before it hung |" in text
+    assert re.search(r"^- the rest of it: ended after [56] s, its share of --minutes$", text, re.M)
+    code, text = planted("fine", arguments=["--minutes", "0.001"])
+    assert code == 0 and "## Section 0: not run\n\n**Not run:**\n\n- all of it: the 0.001 minutes were over" in text
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "soon", "inf"])
+def test_minutes_that_are_none_are_refused_in_a_line(planted, capsys, minutes):
+    with pytest.raises(SystemExit) as ended:
+        planted("fine", arguments=["--minutes", minutes])
+    assert ended.value.code == 2 and "argument --minutes" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_is_late_is_left_out_once(tmp_path, monkeypatch):
+    findings = Findings(tmp_path / "found.json", seconds=100.0)
+    assert not findings.is_late("a run")
+    findings.longest = 90.0
+    assert findings.is_late("the last 3 of 4 runs") and len(findings.left_out) == 1
+
+
+def test_what_wants_a_package_that_is_not_installed_is_left_out_by_its_name(planted):
+    code, text = planted("lacks", "fine")
+    assert code == 1 and "- another: `ModuleNotFoundError: No module named 'course_lib.nowhere'`" in text
+    assert "- a row: absent is not installed\n- the rest of it: nowhere_at_all is not installed\n" in text
+
+
+def test_a_gpu_that_cannot_be_used_is_named_in_a_line(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    why = "GPU 0 is full: 0.1 of its 79.1 GiB are free: end what runs there"
+    answer = subprocess.CompletedProcess([], 0, json.dumps({"gpus": 1, "unusable": why}) + "\n", "")
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **options: answer)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        gpu.main([])
+    assert ended.value.code == why and not list(tmp_path.iterdir())
+
+
+def full_gpu():
+    torch.cuda.set_per_process_memory_fraction(0.0)
+    return facts.probe()
+
+
+def test_a_full_gpu_is_found_when_they_are_looked_for(gpus):
+    found = gpus.run(full_gpu, gpus=2)
+    assert found["unusable"].startswith("GPU 0 is full: `nvidia-smi` lists what runs there")
+
+
 def test_findings_are_on_the_disk_as_they_come(tmp_path):
     findings = Findings(tmp_path / "found.json")
     with findings.trying("something") as attempt:
@@ -131,7 +183,7 @@ def test_every_section_has_a_function_and_its_own_name():
     for section in gpu.SECTIONS:
         module, function = section.target.split(":")
         assert callable(getattr(importlib.import_module(module), function))
-    assert gpu.SECTIONS[2].environment == gpu.SECTIONS[3].environment == {"NVIDIA_TF32_OVERRIDE": "0"}
+    assert gpu.SECTIONS[1].environment == gpu.SECTIONS[2].environment == {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
@@ -231,7 +283,8 @@ def test_fsdp_keeps_no_whole_parameters_beside_its_shards(gpus, engine, tmp_path
 def test_the_whole_of_it_runs_on_a_simulated_gpu(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {"GPU_SIM": "1", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
-    said = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny"], cwd=tmp_path,
+    said = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny", "--minutes", "30"],
+                          cwd=tmp_path,
                           env=environment, capture_output=True, text=True, timeout=850)
     text = (tmp_path / "gpu-report.md").read_text()
     assert said.returncode == 0, f"{said.stdout}\n{said.stderr}\n{text}"

@@ -206,3 +206,33 @@ def test_the_doctor_finds_that_everything_runs(gpus):
     states = {name: found[name]["state"] for name in ("plain loop", "CPU processes", "FSDP2", "one GPU", "many GPUs")}
     assert states == dict.fromkeys(states, "ok"), found
     assert found["FSDP2"]["detail"] == "one step taken; each of 2 ranks holds half of the gradient"
+
+
+def out_of_memory(folder):
+    """What the command line says of a run that a GPU of 8 MB cannot hold, or a GPU without any room: code and lines."""
+    import contextlib
+    import io
+
+    import torch
+
+    from course_lib import cli
+
+    said = []
+    total = torch.cuda.get_device_properties(0).total_memory
+    for megabytes in (8, 0):
+        torch.cuda.set_per_process_memory_fraction(megabytes * 2**20 / total)
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            code = cli.main(["train", "--model", "tiny-gpt2", "--max_train_samples", "64", "--max_eval_samples", "8",
+                             "--batch_size", "64", "--max_steps", "1", "--baselines", "false", "--num_processes", "1",
+                             "--progress_bar", "false", "--output_dir", f"{folder}/{megabytes}"])
+        said.append((code, [line for line in errors.getvalue().splitlines() if line.startswith("course: ")],
+                     "Traceback" in errors.getvalue()))
+    return said
+
+
+@pytest.mark.simulated("it limits the memory of GPUs")
+def test_too_little_memory_is_a_line_at_the_start_and_in_a_step(gpus, tmp_path):
+    (first, (step,), torn), (code, (start,), also_torn) = gpus.run(out_of_memory, str(tmp_path), gpus=1, timeout=400)
+    assert first == code == 1 and not torn and not also_torn
+    assert step.startswith("course: CUDA out of memory. Tried to allocate") and "take a smaller --batch_size" in step
+    assert start.startswith("course: GPU 0 is full: `nvidia-smi` lists what runs there")

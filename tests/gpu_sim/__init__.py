@@ -72,10 +72,12 @@ def install() -> None:
     ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
     spec = importlib.util.spec_from_file_location("gpu_sim_device", made)
     assert spec and spec.loader
-    import torch  # noqa: F401
+    import torch
 
     ext = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ext)
+    if torch.version.cuda:
+        ext.cover_kernels(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"))
     from gpu_sim import cuda
 
     cuda.install(ext)

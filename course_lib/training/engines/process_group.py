@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
 
 from course_lib.hangs.diagnosis import BUSY_FACTOR
+from course_lib.launching import gpus
 from course_lib.launching.launch_environment import reserved_port
 
 GPU_BACKENDS = "cpu:gloo,cuda:nccl"
@@ -26,8 +27,11 @@ def use_own_gpu() -> None:
 
     Before anything asks CUDA: many a question (whether the GPU knows bfloat16, say) is put to the current GPU and makes
     a context there, some hundred megabytes of GPU 0 for every rank that has not chosen.
+
+    Raises:
+        LaunchError: it is full, another's, or not to be used.
     """
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    gpus.take(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -149,7 +150,10 @@ struct CUDAHooks final : public at::CUDAHooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void deviceSynchronize(c10::DeviceIndex) const override { synchronize_all("synchronize"); }
 };
-namespace at { using ::CUDAHooks; REGISTER_CUDA_HOOKS(CUDAHooks) }
+namespace at {  // before those of a torch that is built for CUDA
+using ::CUDAHooks;
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
+}
 
 // ---------------------------------------------------------------- labels
 Tensor gpu_sim::as_cpu(const Tensor& t) {
@@ -413,6 +417,23 @@ static void record_stream(Tensor& self, at::Stream s) {
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
+static const std::set<std::string> own = {
+  "aten::empty.memory_format", "aten::empty_strided", "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize",
+  "aten::_local_scalar_dense", "aten::resize_", "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::unfold",
+  "aten::set_.source_Storage_storage_offset", "aten::set_.source_Storage", "aten::set_.source_Tensor", "aten::set_",
+  "aten::record_stream"};
+// A torch that is built for CUDA has kernels of its own, which come before the fallback.
+void cover_kernels(const std::vector<std::string>& operators) {
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(nullptr);  // it asks the driver
+  static auto& libraries = *new std::map<std::string, torch::Library>;
+  for (const auto& name : operators) {
+    auto at = name.find("::");
+    if (own.count(name) || at == std::string::npos || name.substr(0, at) == "c10d") continue;
+    auto space = name.substr(0, at);
+    auto library = libraries.try_emplace(space, torch::Library::IMPL, space, c10::DispatchKey::CUDA, __FILE__, __LINE__).first;
+    library->second.impl(name.substr(at + 2).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  }
+}
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty_memory_format);
   m.impl("empty_strided", empty_strided);
@@ -441,7 +462,7 @@ class DeviceTimer final : public Timer {
     return a && b && *b >= *a ? std::optional<int64_t>(*b - *a) : std::nullopt;
   }
 };
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, DeviceTimer);
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, c10::kCUDA, c10::REGISTRY_PREFERRED, DeviceTimer);
 } }
 
 void resize_storage(const Tensor& t, int64_t bytes) {

@@ -27,6 +27,7 @@ using at::Tensor;
 using namespace gpu_sim;
 
 void resize_storage(const Tensor& t, int64_t bytes);
+void cover_kernels(const std::vector<std::string>& operators);
 Tensor generator_state(int device);
 void set_generator_state(int device, const Tensor& state);
 void seed_generator(int device, uint64_t seed);
@@ -612,6 +613,7 @@ class SimulatedNccl final : public c10d::Backend {
 // ---------------------------------------------------------------- for Python
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &device_count);
+  m.def("cover_kernels", &cover_kernels);
   m.def("current_device", [] { return (int)current_device(); });
   m.def("set_device", [](int d) { set_current_device((c10::DeviceIndex)d); });
   m.def("use_driver", &use_driver);
