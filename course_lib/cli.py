@@ -52,6 +52,13 @@ from course_lib.tracking.redact import redact
 COMMANDS = (train, evaluate, audit, watch, meter, schedule, plan, simulate, select, bench, runs, dashboard, sweep,
             submit, push, check, progress, grade, release, doctor)
 
+LESS_MEMORY = {
+    "train": "take a smaller --batch_size and as much more of --gradient_accumulation_steps, then "
+             "--activation_checkpointing; `course plan` says what fits",
+    "evaluate": "take a smaller --eval_batch_size",
+}
+"""What to do about a GPU that has too little memory, by command."""
+
 
 class Parser(argparse.ArgumentParser):
     """Reports a wrong command line as a ConfigError, with the nearest name."""
@@ -169,9 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
             raise
-        what = ". ".join(str(error).partition("\n")[0].split(". ")[:3]).rstrip(".")
-        return report(f"{what}: take a smaller --batch_size, --activation_checkpointing or --strategy zero3; `course "
-                      "plan` says what fits", EXIT_FAILED)
+        what = ". ".join(str(error).partition("\n")[0].split(". ")[:3]).rstrip(".")  # torch goes on about its allocator
+        return report(f"{what}: {LESS_MEMORY.get(argv[0] if argv else '', 'take a smaller model')}", EXIT_FAILED)
     except KeyboardInterrupt:
         return report("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:

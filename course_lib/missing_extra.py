@@ -1,5 +1,4 @@
-"""Which extra of the course brings a package, and which torch it needs, so that who lacks one is told what to install.
-"""
+"""Which extra of the course brings a package, and which versions are too old, so that a line says what to install."""
 
 import re
 from math import inf
@@ -61,12 +60,12 @@ def torch_version() -> tuple[float, float]:
 
 
 def require(package: str, oldest: str, what: str) -> None:
-    """Refuse a package that is too old for something, where the course itself does with it.
+    """Refuse a package that is new enough for the course, and too old for one thing in it.
 
     Args:
-        package: as it is installed by name.
-        oldest: version that has what is needed.
-        what: needs it.
+        package: name of its distribution.
+        oldest: the first version that has what is needed, as ``5.19``.
+        what: the thing that needs it, as the message begins.
     Raises:
         ExtraError: it is older.
     """

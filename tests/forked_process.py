@@ -23,7 +23,7 @@ import warnings
 from types import SimpleNamespace
 
 from course_lib import replacing
-from course_lib.launching import forks
+from course_lib.launching import openmp
 from course_lib.launching.rank_process import leave_caller
 from course_lib.tracking import collect, sweeps
 
@@ -60,7 +60,7 @@ class Forked:
 
     def __init__(self, main, environment, cwd=".", output=(1, 2)):
         self.returncode = None
-        forks.end_openmp_threads()
+        openmp.end_threads()
         left, leaves = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:

@@ -58,7 +58,7 @@ class Environment:
 
     def run(self, *arguments, seconds=3000, **environment):
         """Run its Python in its folder."""
-        given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+        given = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         given |= {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
                   "PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"} | environment
         return subprocess.run([self.python, *map(str, arguments)], cwd=self.folder, env=given, capture_output=True,

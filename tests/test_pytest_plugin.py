@@ -72,6 +72,11 @@ def test_what_differs_is_told(seen, expectation, said):
         expectation(seen)
 
 
+def test_ranks_are_metered_without_an_engine(ranks):
+    seen = ranks(2)(lambda: dist.all_reduce(torch.ones(4)))
+    assert_moved(seen, "all_reduce", calls=1, bytes=16, axis="world")
+
+
 def test_a_meter_of_ones_own_will_do():
     with Meter() as meter:
         pass

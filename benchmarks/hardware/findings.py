@@ -145,7 +145,10 @@ class Attempt:
 
 
 def missing(error: BaseException) -> str:
-    """What to install where a package that is none of the course's is not found, there or on a rank; else nothing."""
+    """``X is not installed``, where that is the error, or a rank's error behind it; empty for every other error.
+
+    Modules of this checkout are no packages: one that is not found is a defect.
+    """
     each: BaseException | None = error
     while each and not isinstance(each, ModuleNotFoundError):
         each = each.__cause__
@@ -160,7 +163,7 @@ def failed(said: str, why: str) -> Exception:
         said: by the program.
         why: in one line.
     """
-    lacking = re.search(r"No module named '([\w.]+)'|needs (\w+), which is not installed", said)
+    lacking = re.search(r"No module named '?([\w.]+)|needs (\w+), which is not installed", said)
     return ModuleNotFoundError(why, name=lacking[1] or lacking[2]) if lacking else RuntimeError(why)
 
 

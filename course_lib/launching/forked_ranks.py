@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 from torch.distributed import TCPStore
 
-from course_lib.launching import forks
+from course_lib.launching import openmp
 from course_lib.launching.launch_environment import check_loopback
 from course_lib.launching.rank_process import leave_caller
 
@@ -116,7 +116,7 @@ def _run_forked(main: Callable[[], int], num_processes: int, threads: int | None
     check_loopback()
     # Here, so that its port is the system's choice and no rank is its host.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    forks.end_openmp_threads()
+    openmp.end_threads()
     context = multiprocessing.get_context("fork")
     ranks: list[BaseProcess] = [
         context.Process(target=_rank, args=(main, rank, num_processes, store.port, threads))

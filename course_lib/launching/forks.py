@@ -5,11 +5,10 @@ at its first one the autograd engine starts a thread for each device (torch/csrc
 start_device_threads), and a backward in a forked process then raises. AdamW's step asks for the device's stream
 (torch/optim/optimizer.py, _accelerator_graph_capture_health_check), which a forked process may not do either once the
 driver was used. So there ranks are forked from the standard library's fork server, which imports what they need and
-does nothing else; and where threads of OpenMP cannot be ended before a fork, as in torch 2.6.
+does nothing else. So are they where threads of OpenMP cannot be ended before a fork (`course_lib.launching.openmp`).
 """
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import io
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +33,7 @@ from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from course_lib.errors import LaunchError
+from course_lib.launching import openmp
 from course_lib.replacing import replaced
 from course_lib.torch_names import current_accelerator
 
@@ -42,8 +41,6 @@ PLAN = "COURSE_PRELOAD"
 """Environment variable of the fork server: what it imports first, and its own environment."""
 PRELOADED = ("torch.distributed", "torch._dynamo", "accelerate", "transformers")
 PROBE_SECONDS = 60.0
-PAUSE = "omp_pause_resource_all"
-"""Function of OpenMP 5.0 (section 3.2.44) that ends threads."""
 
 _server: Any = forkserver._forkserver
 _clean = False  # whether this process came from the fork server
@@ -83,12 +80,12 @@ def default_start_method() -> str:
 
 def from_server() -> bool:
     """Whether clean processes come from the fork server here, rather than from the caller."""
-    return sys.platform != "darwin" and bool(accelerators() or _unending())
+    return sys.platform != "darwin" and bool(accelerators() or openmp.unending())
 
 
 def why_not_fork(device: str) -> str:
-    """Why a process forked from this one could not train on a device, as one found that tried; empty where it can."""
-    if libraries := _unending():
+    """Why a process forked from this one could not train on a device; empty where it can. With GPUs here, one tries."""
+    if libraries := openmp.unending():
         return f"threads of {', '.join(libraries)} cannot be ended before a fork"
     if not accelerators():
         return ""
@@ -121,31 +118,6 @@ def _try_to_train(device: str) -> str:
     except Exception as error:
         return str(error).partition("\n")[0] or type(error).__name__
     return "ok"
-
-
-def end_openmp_threads() -> None:
-    """End this thread's OpenMP workers; they are started again when they are next needed.
-
-    A forked process inherits GNU OpenMP's belief that its workers are there, and waits for them
-    for ever in its first parallel region (gcc.gnu.org/bugzilla, 58378).
-    """
-    for library in _openmp_libraries():
-        if hasattr(loaded := ctypes.CDLL(library), PAUSE):
-            getattr(loaded, PAUSE)(2)  # omp_pause_hard
-
-
-def _openmp_libraries() -> set[str]:
-    """Paths of GNU OpenMP as this process has it loaded; none where the system does not say, as macOS."""
-    maps = Path("/proc/self/maps")
-    return {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line} if maps.exists() else set()
-
-
-def _unending() -> list[str]:
-    """Names of loaded OpenMP libraries whose threads cannot be ended, GCC's before version 9.
-
-    torch 2.6 and scikit-learn 1.5 bring one.
-    """
-    return sorted(Path(library).name for library in _openmp_libraries() if not hasattr(ctypes.CDLL(library), PAUSE))
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -242,7 +214,7 @@ def start_clean(target: Callable[..., None], call: functools.partial, *args: Any
         with without_main():
             process.start()
         return process
-    end_openmp_threads()
+    openmp.end_threads()
     process = multiprocessing.get_context("fork").Process(target=target, args=(call, *args))
     process.start()
     return process

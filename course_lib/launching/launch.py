@@ -22,7 +22,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from course_lib import torch_names  # noqa: F401
 from course_lib.errors import LaunchError
-from course_lib.launching import forks
+from course_lib.launching import forks, openmp
 from course_lib.launching.launch_environment import check_loopback
 from course_lib.launching.output import LabelledOutput
 from course_lib.launching.rank_process import RankEnds, RankJob
@@ -51,8 +51,8 @@ def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, tim
         start_method: ``fork``: the ranks inherit the caller's memory. ``forkserver``: they are forked from a clean
             process, made at the first launch, and ``spawn``: each is a new Python; the function goes to them by
             cloudpickle, with the caller's environment, working directory, number of threads and torch's random state
-            of this moment, and of modules that the caller has changed they see nothing. Default: fork on Linux, where
-            there are GPUs forkserver, on macOS spawn.
+            of this moment, and of modules that the caller has changed they see nothing. Default: fork on Linux, but
+            forkserver where there are GPUs or an old OpenMP, and spawn on macOS.
         stream: show what the ranks print, line by line, each labelled with its rank.
     Raises:
         CourseError: a rank raised it; it is raised here as it was.
@@ -121,7 +121,7 @@ def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
 def _start(job: RankJob, num_processes: int, start_method: str, watch: RankSupervisor) -> None:
     """Start the ranks and wait until they have ended, or one has failed."""
     if start_method == "fork":
-        forks.end_openmp_threads()
+        openmp.end_threads()
     # torch would report every failure once more, without its cause.
     with _quiet("torch.multiprocessing.spawn"):
         with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():

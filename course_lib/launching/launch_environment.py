@@ -1,12 +1,16 @@
 """Which ranks a launcher started, by the environment that it left, and whether they are those that were asked for."""
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from course_lib.errors import LaunchError
+
+NO_NETWORK = (errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+"""What the system says of an address on an interface that is down."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,9 @@ def check_loopback() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5.0):
             pass
     except OSError as error:
-        raise LaunchError(f"ranks cannot reach each other at 127.0.0.1 ({error.strerror or error})",
+        if error.errno not in NO_NETWORK:
+            raise
+        raise LaunchError(f"ranks cannot reach each other at 127.0.0.1 ({error.strerror})",
                           "switch the loopback interface on: ip link set lo up") from error
 
 

@@ -9,7 +9,7 @@ import importlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 
-from course_lib.launching import forks  # noqa: E402
+from course_lib.launching import forks, openmp  # noqa: E402
 
 if forks.PLAN in os.environ:
     _plan = json.loads(os.environ.pop(forks.PLAN))
@@ -17,5 +17,5 @@ if forks.PLAN in os.environ:
     for _name in _plan["modules"]:
         with contextlib.suppress(Exception):  # the rank that needs it imports it again, and tells what is wrong
             importlib.import_module(_name)
-    forks.end_openmp_threads()
+    openmp.end_threads()
 signal.signal(signal.SIGINT, _interrupt)

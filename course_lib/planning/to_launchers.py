@@ -191,7 +191,7 @@ def training_arguments(plan: Plan, deepspeed: str | None = None, tokens: float |
         "gradient_accumulation_steps": plan.accumulation, "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16", "torch_compile": plan.compiled and plan.engine != "deepspeed"}
     if plan.checkpointing == "full":
-        arguments["gradient_checkpointing"] = True  # also an alias of the name in transformers since 5.23, until 6
+        arguments["gradient_checkpointing"] = True  # the name in transformers until 5.22, and an alias until 6
     if plan.loss == "linear":
         arguments["use_liger_kernel"] = True
     theirs = {"adamw-8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd", "muon": "muon",

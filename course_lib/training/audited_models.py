@@ -165,7 +165,7 @@ def _transformers(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subj
     experts = layout.ep * (layout.tp if subject.split_experts else 1)
     spread = {}
     if experts > 1:
-        require("transformers", "5.19", "to spread experts")
+        require("transformers", "5.19", "an audit of experts that transformers spreads")
         spread = {"ep_size": experts}
     model = subject.loaded(distributed_config=DistributedConfig(
         tp_size=layout.tp, fsdp_size=layout.shard * layout.ep, dp_replicate_size=layout.dp, **spread))

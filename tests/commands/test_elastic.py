@@ -17,8 +17,7 @@ import torch
 from course_lib.config import build
 from course_lib.data.batching import GlobalBatchSampler, layout
 from course_lib.errors import ConfigError, CourseError, LaunchError
-from course_lib.launching import interrupts, launch_environment
-from course_lib.launching.forks import end_openmp_threads
+from course_lib.launching import interrupts, launch_environment, openmp
 from course_lib.training import run
 from course_lib.training.callbacks import Callback
 from testing.virtual_hosts import torchrun
@@ -131,7 +130,7 @@ def test_machines_die_and_join_and_the_curve_is_the_undisturbed_one(tmp_path, en
     started = []
 
     def start(name, count, is_head=False):
-        end_openmp_threads()
+        openmp.end_threads()
         arguments = tmp_path, name, count, endpoint, is_head
         started.append(multiprocessing.get_context("fork").Process(target=machine, args=arguments))
         started[-1].start()

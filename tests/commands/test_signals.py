@@ -22,10 +22,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from course_lib.commands import relaunch
 from course_lib.config import build
 from course_lib.errors import EXIT_INTERRUPTED, EXIT_RESUME, TrainingInterrupted
-from course_lib.launching import forks, interrupts
+from course_lib.launching import forks, interrupts, openmp
 from course_lib.launching.cores import usable_cores
 from course_lib.launching.forked_ranks import SIGNALS
-from course_lib.launching.forks import end_openmp_threads
 from course_lib.launching.interrupts import NOTE, StopRequest, end_with_launcher, exit_code, leave_note, stop_requests
 from course_lib.launching.launch import launch
 from course_lib.training.callbacks import Callback
@@ -230,7 +229,7 @@ def launched_apart(folder, does):
         args = argparse.Namespace(argv=(folder, does), main=rank_to_signal)
         os._exit(relaunch.relaunch(2, args, config(folder), output_dir=folder))
 
-    end_openmp_threads()
+    openmp.end_threads()
     launcher = multiprocessing.get_context("fork").Process(target=launch_them)
     launcher.start()
     return launcher
@@ -277,7 +276,7 @@ def train_for_ever(folder):
 
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path, endpoint):
     (tmp_path / "run").mkdir()
-    end_openmp_threads()
+    openmp.end_threads()
     launcher = multiprocessing.get_context("fork").Process(
         target=functools.partial(torchrun, nodes=(1, 1), ranks=2, endpoint=endpoint, is_head=True),
         args=(train_for_ever, tmp_path / "run"))

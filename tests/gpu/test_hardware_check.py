@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,15 +18,16 @@ import torch
 import yaml
 
 from benchmarks import gpu
-from benchmarks.hardware import facts, memory, peers, report, speed, strategies
+from benchmarks.hardware import facts, memory, peers, processes, report, speed, strategies
 from benchmarks.hardware import subject as subjects
-from benchmarks.hardware.findings import Findings, Settings
+from benchmarks.hardware.findings import Findings, Settings, failed, missing
 from benchmarks.hardware.processes import Section
 from course_lib.config import ENGINES, build
 from course_lib.launching.launch import launch
 from course_lib.planning import memory as planning
 from tests.gpu.machine import ROOT, SITE
 from tests.long_cases import some
+from tests.waiting import until
 
 pytestmark = pytest.mark.simulated("it tries the tool that runs these tests")
 HERE = Settings(gpus=1, name="NVIDIA H100 80GB HBM3", memory=80 << 30, bf16=True)
@@ -111,15 +113,38 @@ def test_what_hangs_is_ended_with_all_that_it_started(planted, tmp_path):
     assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
-def test_it_ends_within_its_minutes_and_the_report_is_whole(planted, monkeypatch):
-    monkeypatch.setattr(gpu, "ENDING_SECONDS", 0.0)
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.5)
-    code, text = planted("hangs", "fine", arguments=["--minutes", "0.2"])
-    assert code == 0 and re.findall(r"^## Section \d: (.*)$", text, re.M) == ["passed", "passed"]
-    assert "| a row before it hung |" in text
-    assert re.search(r"^- the rest of it: ended after [56] s, its share of --minutes$", text, re.M)
-    code, text = planted("fine", arguments=["--minutes", "0.001"])
-    assert code == 0 and "## Section 0: not run\n\n**Not run:**\n\n- all of it: the 0.001 minutes were over" in text
+def test_a_section_may_take_half_of_what_is_left_of_the_minutes_and_the_last_one_all(planted, monkeypatch):
+    """By a clock that stands still but for what a section takes: here, each all that it may."""
+    now, limits = [0.0], []
+
+    def takes_all(section, settings, logs, seconds):
+        limits.append(seconds)
+        now[0] += seconds
+        return processes.not_begun(section, "planted", logs)
+
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(processes, "run", takes_all)
+    whole = 480 - gpu.ENDING_SECONDS
+    planted("fine", "fine", "fine")
+    assert limits == [whole / 2, whole / 4, whole / 4] and now[0] == whole
+    now[0] = 0.0
+    _, text = planted(*["fine"] * 5, arguments=["--minutes", "0.5"])
+    assert limits[3:] == [10.0, 5.0, 5.0] and now[0] == 30 - gpu.ENDING_SECONDS
+    assert text.count("- all of it: the 0.5 minutes were over: --minutes") == 2
+
+
+def test_what_is_ended_at_its_share_keeps_what_it_has_and_has_not_failed(planted, monkeypatch, tmp_path):
+    class WaitsUntilItHangs(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is not None and not (tmp_path / "pids").exists():
+                until((tmp_path / "pids").exists, self)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", WaitsUntilItHangs)
+    code, text = planted("hangs", "nothing", seconds=1000)
+    assert code == 0 and "| a row before it hung |" in text
+    assert re.search(r"^- the rest of it: ended after \d+ s, its share of --minutes$", text, re.M)
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "soon", "inf"])
@@ -129,7 +154,7 @@ def test_minutes_that_are_none_are_refused_in_a_line(planted, capsys, minutes):
     assert ended.value.code == 2 and "argument --minutes" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_is_late_is_left_out_once(tmp_path, monkeypatch):
+def test_what_is_late_is_left_out_once(tmp_path):
     findings = Findings(tmp_path / "found.json", seconds=100.0)
     assert not findings.is_late("a run")
     findings.longest = 90.0
@@ -140,6 +165,16 @@ def test_what_wants_a_package_that_is_not_installed_is_left_out_by_its_name(plan
     code, text = planted("lacks", "fine")
     assert code == 1 and "- another: `ModuleNotFoundError: No module named 'course_lib.nowhere'`" in text
     assert "- a row: absent is not installed\n- the rest of it: nowhere_at_all is not installed\n" in text
+
+
+@pytest.mark.parametrize(("said", "package"), [
+    ("/venv/bin/python: No module named papermill", "papermill"),
+    ("ModuleNotFoundError: No module named 'matplotlib.pyplot'", "matplotlib"),
+    ("course: `course doctor` needs datasets, which is not installed: pip install", "datasets")])
+def test_what_another_program_lacks_is_read_from_its_words(said, package):
+    assert missing(failed(said, said)) == f"{package} is not installed"
+    for ours in ("ValueError: no data", "ModuleNotFoundError: No module named 'tests.gone'"):
+        assert missing(failed(ours, ours)) == ""
 
 
 def test_a_gpu_that_cannot_be_used_is_named_in_a_line(monkeypatch, tmp_path):
@@ -284,8 +319,7 @@ def test_the_whole_of_it_runs_on_a_simulated_gpu(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {"GPU_SIM": "1", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
     said = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny", "--minutes", "30"],
-                          cwd=tmp_path,
-                          env=environment, capture_output=True, text=True, timeout=850)
+                          cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=850)
     text = (tmp_path / "gpu-report.md").read_text()
     assert said.returncode == 0, f"{said.stdout}\n{said.stderr}\n{text}"
     assert "simulated device" in text.splitlines()[0]

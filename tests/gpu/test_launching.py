@@ -234,5 +234,6 @@ def out_of_memory(folder):
 def test_too_little_memory_is_a_line_at_the_start_and_in_a_step(gpus, tmp_path):
     (first, (step,), torn), (code, (start,), also_torn) = gpus.run(out_of_memory, str(tmp_path), gpus=1, timeout=400)
     assert first == code == 1 and not torn and not also_torn
-    assert step.startswith("course: CUDA out of memory. Tried to allocate") and "take a smaller --batch_size" in step
+    assert step.startswith("course: CUDA out of memory. Tried to allocate")
+    assert "take a smaller --batch_size and as much more of" in step
     assert start.startswith("course: GPU 0 is full: `nvidia-smi` lists what runs there")

@@ -17,7 +17,7 @@ from course_lib.grading import masters, selftest
 from course_lib.grading.check import check
 from course_lib.grading.hidden import hidden_cases
 from course_lib.grading.tasks import TASKS
-from course_lib.launching import forks
+from course_lib.launching import openmp
 
 PLANTED = selftest.planted
 BESIDE = ("this rank's own", "forwards alone")
@@ -49,7 +49,7 @@ def every_second(first):
 def rows(request):
     answers, hidden = request.param
     with mock.patch.object(selftest, "planted", answers), mock.patch.object(selftest, "hidden_cases", hidden):
-        forks.end_openmp_threads()
+        openmp.end_threads()
         with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
             found = [row for rows in pool.map(every_second, (0, 1)) for row in rows]
     assert len(found) == 3 * len(TASKS) + len(answers(selftest.solutions_folder()))

@@ -40,6 +40,12 @@ def test_ranks_that_could_not_reach_each_other_are_not_started(monkeypatch):
     def unreachable(*_):
         raise OSError(101, "Network is unreachable")
 
+    def too_many(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("socket.create_connection", too_many)
+    with pytest.raises(OSError, match="Too many open files"):
+        check_loopback()
     monkeypatch.setattr("socket.create_connection", unreachable)
     with pytest.raises(LaunchError, match=r"127\.0\.0\.1 \(Network is unreachable\): switch .* on: ip link set lo up$"):
         check_loopback()

@@ -29,7 +29,7 @@ from accelerate.state import AcceleratorState
 from torch.distributed.rendezvous import rendezvous
 
 from course_lib.errors import EXIT_HUNG, ConfigError, LaunchError
-from course_lib.launching import forks, own_time, rank_process, supervisor
+from course_lib.launching import forks, openmp, own_time, rank_process, supervisor
 from course_lib.launching import launch as start
 from course_lib.launching.launch import RankError, RanksHung, launch
 from course_lib.launching.output import LabelledOutput
@@ -124,7 +124,7 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
         assert launch(work_on_all_cores, num_processes=1, timeout=320) == [600.0]
         assert launch(work_on_all_cores, num_processes=2, timeout=320) == [600.0, 600.0]
         work_on_all_cores()
-        monkeypatch.setattr("course_lib.launching.forks.end_openmp_threads", lambda: None)
+        monkeypatch.setattr(openmp, "end_threads", lambda: None)
         with pytest.raises(RanksHung):
             launch(work_on_all_cores, num_processes=1, timeout=4)
     finally:
@@ -134,7 +134,7 @@ def test_ranks_may_use_several_cores_after_the_caller_did(monkeypatch):
 def test_where_openmp_cannot_end_its_threads_ranks_come_from_a_clean_process(monkeypatch):
     """GCC's OpenMP before version 9, which torch 2.6 brings: ``make long`` has such a torch."""
     assert forks.default_start_method() == "fork" and not forks.why_not_fork("cpu")
-    monkeypatch.setattr(forks, "PAUSE", "omp_is_older")
+    monkeypatch.setattr(openmp, "PAUSE", "omp_is_older")
     assert forks.default_start_method() == "forkserver"
     assert launch(work_on_all_cores, num_processes=2, timeout=320) == [600.0, 600.0]
     with pytest.raises(LaunchError, match=r"threads of libgomp\S*\.so\S* cannot be ended before a fork"):
