@@ -22,6 +22,10 @@ class DataConfig(Strict):
     """Column that holds the class; found by itself for known data sets and usual names."""
     separator: Literal[",", ";", "|", "tab"] | None = None
     """What separates the columns of a CSV file; default: the one by which all its first rows have as many."""
+    quoting: Literal["none", "minimal", "escaped"] | None = None
+    """What quotes mean in CSV and TSV files: `none`, characters of the texts; `minimal`, they enclose a field, and \
+doubled stand in it; `escaped`, a backslash stands before them in it; default: as RFC 4180, and what that leaves open is \
+refused."""
     encoding: str | None = None
     """Encoding of local files of text, as in cp1252; default: what a byte-order mark says, else UTF-8."""
     train_split: str = "train"
@@ -38,14 +42,15 @@ class DataConfig(Strict):
     """Tokens at which an example is truncated, or the length of a block in language modelling."""
     mlm_probability: Annotated[float, Gt(0), Lt(1)] = 0.15
     """Share of tokens to predict in masked language modelling."""
-    clean_text: bool = True
-    """Normalise Unicode (NFC), unescape HTML entities, fold white space."""
+    clean_text: bool | None = None
+    """Normalise Unicode (NFC), unescape HTML entities, fold white space; default: for classification, and for the \
+prose of `pydocs`; any other text a language model learns as it is in the file."""
     lowercase: bool = False
     """Lower-case the text before tokenizing."""
     max_train_samples: Positive | None = None
-    """Use only the first so many training rows."""
+    """Use only the first so many training rows, or as many drawn in each class where the first lack some."""
     max_eval_samples: Positive | None = None
-    """Use only the first so many rows of each evaluation split."""
+    """Use only the first so many rows of each evaluation split, or as many drawn in each class likewise."""
     group_by_length: bool = True
     """Build global batches of examples of similar length: less padding, the same number of steps."""
     pad_to_multiple_of: Positive | None = None

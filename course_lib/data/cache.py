@@ -15,7 +15,7 @@ from huggingface_hub.utils import WeakFileLock
 
 from course_lib.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key; to be raised when the same inputs give another result."""
 
 BATCH_ROWS = 10_000
@@ -40,14 +40,14 @@ def digest(*parts: Any) -> str:
 
 
 def column_digest(rows: datasets.Dataset, name: str) -> str:
-    """What `digest` is to values, for a column of strings or integers; how it is stored makes no difference.
+    """What `digest` is to values, for a column of strings, bytes or integers; how it is stored makes no difference.
 
     No string counts as an empty one.
     """
     lengths, content = hashlib.sha256(), hashlib.sha256()
     for values in batches(rows, name):
         if not pa.types.is_integer(values.type):
-            encoded = [(value or "").encode() for value in values.to_pylist()]
+            encoded = [value if isinstance(value, bytes) else (value or "").encode() for value in values.to_pylist()]
             lengths.update(np.fromiter(map(len, encoded), "<i8", len(encoded)).tobytes())
             content.update(b"".join(encoded))
         else:
@@ -90,15 +90,30 @@ def cached_map(rows: datasets.Dataset, function: Callable[[pa.Table], Mapping[st
         parts = (table.slice(start, size) for start in range(0, len(table), size))
         return pa.concat_tables([pa.table(function(part), features.arrow_schema) for part in parts])
 
-    folder = Path(datasets.config.HF_DATASETS_CACHE, "course")
-    path = folder / f"{key}.arrow"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    path = folder() / f"{key}.arrow"
+    with unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(f"{path}.lock"), progress_bars(len(rows) > BAR_ROWS):
             return rows.with_format("arrow").map(
                 in_batches, batched=True, batch_size=record, writer_batch_size=record, features=features,
                 remove_columns=rows.column_names, desc=describe, cache_file_name=str(path), load_from_cache_file=True,
                 new_fingerprint=key).with_format(None)
+
+
+def folder() -> Path:
+    """Where all that is made of data sets is kept: within the cache of `datasets`."""
+    return Path(datasets.config.HF_DATASETS_CACHE, "course")
+
+
+@contextlib.contextmanager
+def unwritable(path: Path) -> Iterator[None]:
+    """One clear line where a file of the cache cannot be written.
+
+    Raises:
+        DataError: it cannot.
+    """
+    try:
+        yield
     except OSError as error:
         raise DataError(f"cannot write {path} ({error.strerror or error})",
                         "set HF_DATASETS_CACHE to a folder that can be written and has room") from error

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import datasets
@@ -10,14 +11,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from course_lib.data import arrow_types
 from course_lib.data.cache import FORMAT, batches, cached_map, column, column_digest, digest
+from course_lib.data.class_names import Classes, all_hidden, visible
 from course_lib.data.ordering import PART
+from course_lib.data.tables import Raw
 from course_lib.errors import DataError, nearest
 
 TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
 LABEL_NAMES = ("label", "labels", "sentiment", "class", "target", "category", "emotion")
-MISSING_LABELS = ("", "-1")
-"""What stands for no label, besides null: an empty field, and the Hub's number for a hidden one."""
+CHATS = ("messages", "conversations", "conversation", "chosen", "dialog", "turns")
+"""Columns that hold conversations, a list of turns in each row."""
+PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("sentence_A", "sentence_B"), ("text_a", "text_b"),
+         ("text1", "text2"), ("question1", "question2"), ("question", "context"), ("question", "passage"),
+         ("question", "sentence"), ("query", "passage"), ("instruction", "output"), ("prompt", "completion"),
+         ("prompt", "response"), ("question", "answer"), ("input", "output"), ("title", "body"))
+"""Columns that hold two texts to be read together."""
 
 
 def choose_column(wanted: str | None, usual: Sequence[str], columns: Sequence[str], option: str, what: str) -> str:
@@ -34,33 +43,62 @@ def choose_column(wanted: str | None, usual: Sequence[str], columns: Sequence[st
     """
     listed = ", ".join(columns)
     if wanted is not None:
-        if wanted not in columns:
+        alike = [name for name in columns if visible(name) == visible(wanted)]
+        if wanted not in columns and len(alike) != 1:
             raise DataError(f"{what} has no column `{wanted}`, only {listed}", nearest(wanted, columns))
-        return wanted
-    candidates = [name for name in columns if name.lower() in usual]
+        return wanted if wanted in columns else alike[0]
+    candidates = [name for name in columns if visible(name).casefold() in usual]
     if len(candidates) != 1:
         which = f"{' and '.join(candidates)} could each be" if candidates else "none is known to be"
+        other = "" if candidates else _other_form(columns, option)
         raise DataError(f"{what} has the columns {listed}, and {which} the {option.partition('_')[0]}",
-                        f"name it with --{option}")
+                        other or f"name it with --{option}")
     return candidates[0]
 
 
-def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset:
+def _other_form(columns: Sequence[str], option: str) -> str:
+    """What to do about columns that are no text and no class but something known, or no header; nothing else."""
+    if any(len(name.split()) >= 4 or re.fullmatch(r"[-+.,\d]+", name) for name in columns):
+        return f"is the first line a row, and no header? Then put one above it, such as text,label; else name the " \
+               f"column with --{option}"
+    if option != "text_column":
+        return ""
+    chat = next((name for name in columns if name.lower() in CHATS), None)
+    if chat:
+        return (f"`{chat}` holds conversations: make a text of each first, rows.map(lambda row: {{\"text\": "
+                f"tokenizer.apply_chat_template(row[\"{chat}\"], tokenize=False)}})")
+    pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
+    if pair:
+        return (f"{pair[0]} and {pair[1]} are two texts per row: join them first, rows.map(lambda row: {{\"text\": "
+                f"row[\"{pair[0]}\"] + \"\\n\" + row[\"{pair[1]}\"]}}), or name one of them with --{option}")
+    return ""
+
+
+def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:
     """The rows with one column, `text`: empty where there is none.
 
     Raises:
         DataError: the column holds something else.
     """
-    values = column(rows, name)
-    kind = values.type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
-        raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not text",
-                        "name another with --text_column")
-    rows = rows.select_columns(name).rename_column(name, "text") if name != "text" else rows.select_columns(name)
-    if pa.types.is_string(kind) and not values.null_count:
-        return rows
-    return cached_map(rows, lambda batch: {"text": pc.fill_null(batch["text"].cast(pa.string()), "")},
-                      key=digest(FORMAT, "text", column_digest(rows, "text")),
+    held, way = raw.problem(name) or (None, "")
+    plain = None if held else arrow_types.plain_type(raw.type_of(name))
+    if plain not in (pa.string(), pa.binary(), pa.null()):
+        held = held or arrow_types.shown(raw.type_of(name))
+        way = way or arrow_types.AS_TEXT.replace("NAME", repr(name))
+        raise DataError(f"column `{name}` of the {split} split holds {held}, not text",
+                        f"name another with --text_column, or {way}")
+    rows = raw.rows.select_columns(name)
+    if rows.features[name] == datasets.Value("string") and not column(rows, name).null_count:
+        return rows.rename_column(name, "text") if name != "text" else rows
+    first = 0
+
+    def texts(batch: pa.Table) -> dict[str, pa.Array]:
+        nonlocal first
+        first += len(batch)
+        values = arrow_types.plain(batch[name].combine_chunks())
+        return {"text": pc.fill_null(arrow_types.text_of(values, name, split, first - len(batch)), "")}
+
+    return cached_map(rows, texts, key=digest(FORMAT, "text", column_digest(rows, name)),
                       features=datasets.Features({"text": datasets.Value("string")}), describe=f"Reading {split}")
 
 
@@ -75,127 +113,112 @@ def blank_rows(rows: datasets.Dataset) -> pa.ChunkedArray:
     return pa.chunked_array([pa.Array.from_buffers(pa.bool_(), len(rows), [None, pa.py_buffer(bits)])])
 
 
-def label_names(rows: datasets.Dataset, name: str, split: str) -> Iterator[pa.Array]:
-    """The class of each row by its name, batch by batch; for numbers without names, the number's digits.
-
-    Raises:
-        DataError: a row has none, or the column holds no classes.
-    """
-    first, feature = 0, rows.features[name]
-    for values in batches(rows, name):
-        yield _named(values, feature, name, split, first)
-        first += len(values)
-
-
-def _named(values: pa.Array, feature: object, name: str, split: str, first: int) -> pa.Array:
-    """A batch of classes by their names.
-
-    Args:
-        first: the row that the batch begins at, for the error.
-    """
-    if isinstance(feature, datasets.ClassLabel) and feature.names:
-        hidden = pc.equal(values, -1)
-        names = pa.array(feature.names, pa.string()).take(pc.if_else(hidden, None, values))
-    else:
-        names = _as_names(values, name, split, first)
-    missing = pc.or_kleene(pc.is_null(names), pc.is_in(pc.utf8_trim_whitespace(names), pa.array(MISSING_LABELS)))
-    if (row := pc.index(missing, True).as_py()) >= 0:
-        elsewhere = "" if split == "train" else f", or name another split with --{split}_split"
-        raise DataError(f"row {first + row} (from 0) of the {split} split has no label in column `{name}`",
-                        f"give every row a class{elsewhere}")
-    return names
-
-
-def _as_names(values: pa.Array, name: str, split: str, first: int) -> pa.Array:
-    kind = values.type
-    if pa.types.is_floating(kind):  # what readers make of whole numbers where some are missing
-        values = pc.if_else(pc.is_nan(values), None, values)
-        fractional = pc.not_equal(pc.floor(values), values)
-        if (row := pc.index(fractional, True).as_py()) >= 0:
-            raise DataError(f"column `{name}` of the {split} split holds {values[row].as_py()} in row {first + row} "
-                            "(from 0), which is no class", "use whole numbers or names; regression is not here")
-        values = values.cast(pa.int64())
-    elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
-              or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"column `{name}` of the {split} split holds {_shown(kind)}, not one class per row",
-                        "name another with --label_column")
-    return values.cast(pa.string())
-
-
-def _shown(kind: pa.DataType) -> str:
-    """A type in words; readers of JSON have one of their own for values of several types."""
-    return "values of several types" if isinstance(kind, pa.BaseExtensionType) else str(kind)
-
-
-def name_classes(names: pa.Array, feature: object) -> tuple[str, ...]:
-    """All classes in order: as the data set numbers them, else whole numbers by size, else names sorted."""
-    if isinstance(feature, datasets.ClassLabel) and feature.names:
-        return tuple(feature.names)
-    distinct = pc.unique(names).to_pylist()
-    are_numbers = all(re.fullmatch(r"-?\d{1,18}", name) for name in distinct)
-    return tuple(sorted(distinct, key=int if are_numbers else None))
-
-
-def number_classes(texts: datasets.Dataset, labels: "Labels", classes: Sequence[str], known: pa.Array,
-                   split: str) -> datasets.Dataset:
-    """The texts with the number of each row's class in a column `label`, int64.
-
-    Args:
-        texts: as many rows as there are labels.
-        labels: class of each row.
-        classes: all of them by name, in order.
-        known: those that the training split has.
-        split: for the error.
-    Raises:
-        DataError: a class does not occur in the training split.
-    """
-    if pc.index(pc.is_in(labels.distinct, known), False).as_py() >= 0:
-        first = 0
-        for names in labels.by_name(split):
-            if (row := pc.index(pc.is_in(names, known), False).as_py()) >= 0:
-                raise DataError(f"label `{names[row].as_py()}` in row {first + row} (from 0) of the {split} split does "
-                                "not occur in the training split",
-                                "add training rows of that class, or leave such rows out")
-            first += len(names)
-    numbered = pa.array(classes, pa.string())
-
-    def numbers(batch: pa.Table) -> dict[str, pa.Array]:
-        names = _named(batch[labels.name].combine_chunks(), labels.feature, labels.name, split, 0)
-        return {"label": pc.index_in(names, numbered)}
-
-    coded = cached_map(labels.rows, numbers, key=digest(FORMAT, "label", list(classes), labels.digest),
-                       features=datasets.Features({"label": datasets.Value("int64")}), describe=f"Labels of {split}")
-    return datasets.concatenate_datasets([texts, coded], axis=1)
-
-
 class Labels:
     """The column of classes of one split, checked; its values stay on disk.
 
     Args:
-        rows: the split.
+        raw: the split.
         name: of the column.
         split: for an error.
     Attributes:
-        rows: that column alone.
         feature: how the data set describes it.
-        distinct: the classes by name, in the order in which they first occur.
-        digest: names every row's class.
+        counts: rows by label, as it is written, in the order in which they first occur.
+        digest: names every row's label.
     Raises:
         DataError: a row has none, or the column holds no classes.
     """
 
-    def __init__(self, rows: datasets.Dataset, name: str, split: str):
-        self.rows, self.name, self.feature = rows.select_columns(name), name, rows.features[name]
-        seen, content = dict[str, None](), hashlib.sha256()
-        for names in self.by_name(split):
+    def __init__(self, raw: Raw, name: str, split: str):
+        held, way = raw.problem(name) or (None, "")
+        if held:
+            raise DataError(f"column `{name}` of the {split} split holds {held}, not one class per row",
+                            f"name another with --label_column, or {way}")
+        self.rows, self.name, self.split = raw.rows.select_columns(name), name, split
+        self.feature = raw.rows.features[name]
+        counts, content = Counter[str](), hashlib.sha256()
+        for names in self.by_name():
             batch = names.to_pylist()
-            seen.update(dict.fromkeys(batch))
+            counts.update(batch)
             content.update(json.dumps(batch).encode())
-        self.distinct, self.digest = pa.array(list(seen), pa.string()), content.hexdigest()
+        self.counts, self.digest = dict(counts), content.hexdigest()
 
-    def by_name(self, split: str) -> Iterator[pa.Array]:
-        """The class of each row, batch by batch."""
-        return label_names(self.rows, self.name, split)
+    @property
+    def names(self) -> Sequence[str] | None:
+        """All classes in the data set's own order, where it has one."""
+        return self.feature.names if isinstance(self.feature, datasets.ClassLabel) and self.feature.names else None
+
+    def by_name(self) -> Iterator[pa.Array]:
+        """The label of each row by its name, batch by batch; for numbers without names, the number's digits.
+
+        Raises:
+            DataError: a row has none, or one that is no class.
+        """
+        first = 0
+        for values in batches(self.rows, self.name):
+            yield self._named(values, first)
+            first += len(values)
+
+    def _named(self, values: pa.Array, first: int) -> pa.Array:
+        """A batch of labels by their names.
+
+        Args:
+            values: as they are stored.
+            first: the row that the batch begins at, for the error.
+        """
+        if self.names is not None:
+            known = pc.and_kleene(pc.greater_equal(values, 0), pc.less(values, len(self.names)))
+            names = pa.array(self.names, pa.string()).take(pc.if_else(known, values, None))
+        else:
+            names = self._as_names(arrow_types.plain(values), first)
+        blank = pc.equal(pc.utf8_trim_whitespace(names), "")
+        if (row := pc.index(pc.or_kleene(pc.is_null(names), blank), True).as_py()) >= 0:
+            elsewhere = "" if self.split == "train" else f", or name another split with --{self.split}_split"
+            raise DataError(f"row {first + row} (from 0) of the {self.split} split has no label in column "
+                            f"`{self.name}`", f"give every row a class{elsewhere}")
+        return names
+
+    def _as_names(self, values: pa.Array, first: int) -> pa.Array:
+        if not pa.types.is_floating(values.type):
+            return (values.cast(pa.string()) if not pa.types.is_binary(values.type)
+                    else arrow_types.text_of(values, self.name, self.split, first))
+        # What readers make of whole numbers where some are missing.
+        values = pc.if_else(pc.is_nan(values), None, values)
+        unfit = pc.or_(pc.not_equal(pc.floor(values), values), pc.greater(pc.abs(values), arrow_types.EXACT))
+        if (row := pc.index(unfit, True).as_py()) >= 0:
+            raise DataError(f"column `{self.name}` of the {self.split} split holds {values[row].as_py()} in row "
+                            f"{first + row} (from 0), which is no class",
+                            "use whole numbers or names; regression is not here")
+        return values.cast(pa.int64()).cast(pa.string())
+
+    def numbered(self, texts: datasets.Dataset, classes: Classes) -> datasets.Dataset:
+        """The texts with the number of each row's class in a column `label`, int64.
+
+        Args:
+            texts: as many rows as there are labels.
+            classes: of the training split.
+        Raises:
+            DataError: a class does not occur in the training split.
+        """
+        numbers = {name: classes.number_of(name) for name in self.counts}
+        unknown = [name for name, number in numbers.items() if number is None]
+        if unknown and all_hidden(self.counts):
+            raise DataError(f"the {self.split} split has no labels: every row has `{unknown[0]}`",
+                            f"name another split with --{self.split}_split, or leave it out")
+        if unknown:
+            first = 0
+            for names in self.by_name():
+                if (row := pc.index(pc.is_in(names, pa.array(unknown)), True).as_py()) >= 0:
+                    name = names[row].as_py()
+                    raise DataError(f"label `{name}` in row {first + row} (from 0) of the {self.split} split does "
+                                    "not occur in the training split", classes.unseen(name))
+                first += len(names)
+        spelt, meant = pa.array(list(numbers), pa.string()), pa.array(list(numbers.values()), pa.int64())
+        coded = cached_map(
+            self.rows, lambda batch: {"label": meant.take(pc.index_in(
+                self._named(batch[self.name].combine_chunks(), 0), spelt))},
+            key=digest(FORMAT, "label", numbers, self.digest),
+            features=datasets.Features({"label": datasets.Value("int64")}), describe=f"Labels of {self.split}")
+        return datasets.concatenate_datasets([texts, coded], axis=1)
 
 
 def cut(size: int, fraction: float, seed: int, labels: pa.ChunkedArray | None = None,

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from course_lib.config import DataConfig
 from course_lib.data import columns, label_check, sources
 from course_lib.data.cache import FORMAT, cached_filter, cached_map, column, column_digest, digest
+from course_lib.data.class_names import Classes
 from course_lib.data.cleaning import clean
 from course_lib.errors import DataError, nearest
 
@@ -72,7 +73,7 @@ class DataConnector:
         source, notes = sources.find(self.config), list[str]()
         chosen = self._choose_splits(source, notes)
         rows = {split: self._read(source, own_name, split, notes) for split, own_name in chosen.items()}
-        splits, label_names = self._number(rows)
+        splits, label_names = self._number(rows, notes)
         splits = self._cut_missing(splits, notes)
         splits = self._shorten(splits, label_names, notes)
         return TextData(splits, label_names, source.name, source.described, fingerprint(splits, label_names),
@@ -103,12 +104,13 @@ class DataConnector:
     def _read(self, source: sources.Source, own_name: str, split: str, notes: list[str]) -> _Rows:
         """The rows of one split, checked."""
         raw = source.read(own_name)
-        if not len(raw):
+        if not len(raw.rows):
             raise DataError(f"the {split} split of {source.name} is empty", "give a split with at least one row")
         what = f"the {split} split of {source.name}"
+        notes += raw.notes
         text = columns.choose_column(self.config.text_column or source.text_column, columns.TEXT_NAMES,
                                      raw.column_names, "text_column", what)
-        texts = self._clean(columns.only_text(raw, text, split), split)
+        texts = self._clean(columns.only_text(raw, text, split), split, source.is_prose)
         blank = columns.blank_rows(texts)
         count = pc.sum(blank).as_py()
         if not self._classifies:
@@ -128,13 +130,14 @@ class DataConnector:
         label = columns.choose_column(self.config.label_column or source.label_column, columns.LABEL_NAMES,
                                       raw.column_names, "label_column", what)
         labels = columns.Labels(raw, label, split)
-        if split == "train" and not isinstance(labels.feature, datasets.ClassLabel):
-            label_check.check_classes(raw, text, label, labels.distinct.to_pylist(), what)
+        if split == "train" and labels.names is None:
+            label_check.check_classes(raw.rows, text, label, list(labels.counts), what)
         return _Rows(texts, labels)
 
-    def _clean(self, rows: datasets.Dataset, split: str) -> datasets.Dataset:
-        """The texts cleaned as the config says."""
+    def _clean(self, rows: datasets.Dataset, split: str, is_prose: bool) -> datasets.Dataset:
+        """The texts cleaned as the config says; where it says nothing, for classification, and prose for all tasks."""
         tidy, lowercase = self.config.clean_text, self.config.lowercase
+        tidy = self._classifies or is_prose if tidy is None else tidy
         if not (tidy or lowercase):
             return rows
 
@@ -145,18 +148,20 @@ class DataConnector:
         key = digest(FORMAT, "clean", tidy, lowercase, column_digest(rows, "text"))
         return cached_map(rows, normalise, key=key, features=rows.features, describe=f"Cleaning {split}")
 
-    def _number(self, rows: dict[str, _Rows]) -> tuple[dict[str, datasets.Dataset], tuple[str, ...] | None]:
+    def _number(self, rows: dict[str, _Rows],
+                notes: list[str]) -> tuple[dict[str, datasets.Dataset], tuple[str, ...] | None]:
         """Each split with its classes as numbers, and the names of the classes."""
-        if not self._classifies:
-            return {split: split_rows.texts for split, split_rows in rows.items()}, None
         labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels}
-        known = labels["train"].distinct
-        label_names = columns.name_classes(known, labels["train"].feature)
-        if len(label_names) < 2:
-            raise DataError(f"every row of the training split has the label `{label_names[0]}`",
+        if not labels:
+            return {split: split_rows.texts for split, split_rows in rows.items()}, None
+        counts = labels["train"].counts
+        classes = Classes(counts, labels["train"].names)
+        if len(classes.names) < 2:
+            raise DataError(f"every row of the training split has the label `{classes.names[0]}`",
                             "a classifier needs two classes: check --label_column")
-        return {split: columns.number_classes(rows[split].texts, numbered, label_names, known, split)
-                for split, numbered in labels.items()}, label_names
+        notes += classes.notes(counts)
+        numbered = {split: own.numbered(rows[split].texts, classes) for split, own in labels.items()}
+        return numbered, classes.names
 
     def _cut_missing(self, splits: dict[str, datasets.Dataset], notes: list[str]) -> dict[str, datasets.Dataset]:
         """The splits with those that are missing cut from the training split, each of the same share of its rows."""
@@ -187,14 +192,25 @@ class DataConnector:
 
     def _shorten(self, splits: dict[str, datasets.Dataset], label_names: tuple[str, ...] | None,
                  notes: list[str]) -> datasets.DatasetDict:
-        """Only the first rows of each split where the config says so."""
+        """Only the first rows of each split where the config says so; drawn where the first ones lack classes."""
         for split, rows in splits.items():
             limit = self.config.max_train_samples if split == "train" else self.config.max_eval_samples
             if limit is not None and limit < len(rows):
-                splits[split] = rows.select(range(limit))
+                splits[split] = self._first(rows, limit, split, notes) if label_names else rows.select(range(limit))
         if label_names and (left := len(column(splits["train"], "label").unique())) < len(label_names):
             notes.append(f"the training rows have {left} of the {len(label_names)} classes")
         return datasets.DatasetDict(splits)
+
+    def _first(self, rows: datasets.Dataset, limit: int, split: str, notes: list[str]) -> datasets.Dataset:
+        """The first rows of a split, or as many drawn in each class where it is sorted, and the first lack classes."""
+        labels, first = column(rows, "label"), rows.select(range(limit))
+        there, left = len(labels.unique()), len(column(first, "label").unique())
+        if left == there or left >= limit:
+            return first
+        notes.append(f"the first {limit} rows of the {split} split have {left} of its {there} classes, so rows are "
+                     f"drawn in each class (seed {self.seed})")
+        drawn = columns.cut(len(rows), limit / len(rows), self.seed, labels)
+        return cached_filter(rows, drawn, f"Drawing {split} rows")
 
 
 def fingerprint(splits: datasets.DatasetDict, label_names: tuple[str, ...] | None) -> str:

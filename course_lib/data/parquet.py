@@ -1,36 +1,27 @@
-"""Reads Parquet files into the cache of ``datasets``, a batch of rows at a time.
+"""Reads Parquet and Arrow files, a batch of rows at a time.
 
-``datasets`` reads them by Arrow's scanner, which runs ahead of who takes its rows, as far as the file is read faster
+``datasets`` reads Parquet by Arrow's scanner, which runs ahead of who takes its rows, as far as the file is read faster
 than the cache is written: up to a gigabyte of them waits in memory.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets.builder import Key
-from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-from datasets.packaged_modules.parquet.parquet import Parquet
 
+from course_lib.data import arrow_types
 from course_lib.data.cache import RECORD_ROWS
+from course_lib.data.tables import Table
+from course_lib.errors import DataError
 
 BATCH_BYTES = 1 << 22
 """At most, of a batch; and RECORD_ROWS rows."""
 
 BUFFER_BYTES = 1 << 20
 """Of a column, read at a time."""
-
-
-class BatchedParquet(Parquet):
-    """The builder of ``datasets`` for Parquet files, but for what it holds."""
-
-    def _generate_tables(self, files: Sequence[str], row_groups_list: object = None) -> Iterator[tuple[Key, pa.Table]]:
-        for number, path in enumerate(files):
-            with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
-                for part, batch in enumerate(file.iter_batches(batch_rows(file.metadata))):
-                    yield Key(number, part), self._cast_table(pa.Table.from_batches([batch]))
 
 
 def batch_rows(metadata: pq.FileMetaData) -> int:
@@ -40,13 +31,73 @@ def batch_rows(metadata: pq.FileMetaData) -> int:
     return max(1, min(RECORD_ROWS, int(BATCH_BYTES / max(longest, 1.0))))
 
 
-def read_parquet(files: Sequence[Path]) -> datasets.Dataset:
-    """The rows of Parquet files as one split, memory-mapped from the cache.
+def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a file, some of its columns alone."""
+    if path.suffix.lower() == ".parquet":
+        with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+            yield from file.iter_batches(batch_rows(file.metadata), columns=list(columns))
+        return
+    with pa.memory_map(str(path)) as source, _open_arrow(source) as reader:
+        read = reader if isinstance(reader, pa.ipc.RecordBatchStreamReader) else map(
+            reader.get_batch, range(reader.num_record_batches))
+        for batch in read:
+            for start in range(0, len(batch), RECORD_ROWS):
+                yield batch.select(list(columns)).slice(start, RECORD_ROWS)
+
+
+def _open_arrow(source: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
+    """An Arrow file in either of its two forms."""
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+
+
+def _schema(path: Path) -> pa.Schema:
+    if path.suffix.lower() == ".parquet":
+        return pq.read_schema(path)
+    with pa.memory_map(str(path)) as source, _open_arrow(source) as reader:
+        return reader.schema
+
+
+def table_of(files: Sequence[Path]) -> Table:
+    """The rows of Parquet or Arrow files as one split.
 
     Raises:
-        datasets.exceptions.DatasetGenerationError: a file cannot be read, or there are no rows.
+        DataError: the files have other columns, or columns of other types.
     """
-    builder = BatchedParquet(data_files={"train": list(map(str, files))}, writer_batch_size=RECORD_ROWS,
-                             hash=_PACKAGED_DATASETS_MODULES["parquet"][1])
-    builder.download_and_prepare()
-    return builder.as_dataset(split="train")
+    schemas = [_schema(file) for file in files]
+    first = schemas[0]
+    if repeated := next((name for name in first.names if first.names.count(name) > 1), None):
+        raise DataError(f"{files[0]} has two columns `{repeated}`", "rename one of them")
+    types: dict[str, pa.DataType | str] = {}
+    for name in first.names:
+        kinds = {arrow_types.plain_type(schema.field(name).type) if name in schema.names else _absent(
+            files[0], files[number], name) for number, schema in enumerate(schemas)}
+        known = kinds - {pa.null()} or {pa.null()}
+        if known == {pa.int64(), pa.float64()}:
+            known = {pa.float64()}
+        held = dict.fromkeys(arrow_types.shown(schema.field(name).type) for schema in schemas)
+        one = next(iter(known))
+        types[name] = one if len(known) == 1 and one is not None else " in one file and ".join(held)
+    refused = {name for name, kind in types.items() if isinstance(kind, str)}
+    kept = [name for name in first.names if name not in refused]
+
+    def batches() -> Iterator[Mapping[str, pa.Array]]:
+        for batch in itertools.chain.from_iterable(_batches(file, kept) for file in files):
+            yield {name: batch.column(name) for name in kept} if kept else {}
+
+    return Table(types, batches, _class_names(first, types),
+                 {name: arrow_types.way_out(first.field(name).type, name) for name in refused})
+
+
+def _absent(one: Path, other: Path, name: str) -> None:
+    raise DataError(f"{other} has no column `{name}`, and {one.name} has", "give all files of a split the same columns")
+
+
+def _class_names(schema: pa.Schema, types: Mapping[str, pa.DataType | str]) -> dict[str, list[str]]:
+    """Names of the classes of columns that ``datasets`` wrote as numbers with names."""
+    told = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = told.get("info", {}).get("features") or {}
+    return {name: about["names"] for name, about in features.items()
+            if isinstance(about, dict) and about.get("_type") == "ClassLabel" and about.get("names")
+            and types.get(name) == pa.int64()}

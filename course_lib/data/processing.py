@@ -1,7 +1,9 @@
 """DataProcessor: from text to token ids, cached on disk, and to the collator that makes batches of them."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -10,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
-from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest
+from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest, folder
 from course_lib.data.collating import Collator
 from course_lib.data.connector import TextData
+from course_lib.data.split_facts import SplitFacts, class_counts, repeated
 from course_lib.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -23,6 +26,11 @@ __all__ = ["Collator", "DataProcessor", "ProcessedData", "as_torch"]
 TENSOR_CORES = 8
 """Products of 16-bit matrices are fastest on GPUs where their sizes are multiples of this."""
 FEATURES = datasets.Features({"input_ids": datasets.List(datasets.Value("int32")), "length": datasets.Value("int32")})
+UNCUT = datasets.Features(FEATURES | {"uncut": datasets.Value("int32")})
+"""With the tokens of each text before it was cut."""
+
+Counts = tuple[int, int, int]
+"""Tokens of all texts of a split, texts that are cut, and tokens that are left out."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,8 @@ class ProcessedData:
     """Names the token ids, the labels and their order; the same in every process."""
     notes: tuple[str, ...] = ()
     """See :class:`course_lib.data.connector.TextData`."""
+    facts: Mapping[str, SplitFacts] = field(default_factory=dict)
+    """What each split holds, and what was cut of it."""
 
 
 class DataProcessor:
@@ -72,10 +82,14 @@ class DataProcessor:
         keys = {split: digest(FORMAT, classifies, self.max_length, tokenizer_digest,
                               column_digest(rows, "text")) for split, rows in data.splits.items()}
         tokenize = self._truncate_split if classifies else self._cut_split
-        splits = {split: tokenize(rows, split, keys[split]) for split, rows in data.splits.items()}
+        splits, facts, again = dict[str, datasets.Dataset](), dict[str, SplitFacts](), repeated(data.splits)
+        for split, rows in data.splits.items():
+            splits[split], counts = tokenize(rows, split, keys[split])
+            facts[split] = SplitFacts(len(rows), class_counts(rows, data.label_names), again[split], self.max_length,
+                                      *counts)
         labels = [column_digest(rows, "labels") for rows in splits.values() if classifies]
         return ProcessedData(splits, data.label_names, self.config.task, digest(keys, data.label_names, labels),
-                             data.notes)
+                             data.notes, facts)
 
     def collator(self, device_type: str = "cpu") -> Collator:
         """What makes batches of the rows, for that kind of device.
@@ -94,33 +108,47 @@ class DataProcessor:
             max_positions=self.max_positions, mlm_probability=config.mlm_probability,
             mask_token_id=self._token("mask") if config.task == "masked_lm" else None, ordinary=ordinary)
 
-    def _truncate_split(self, rows: datasets.Dataset, split: str, key: str) -> datasets.Dataset:
+    def _truncate_split(self, rows: datasets.Dataset, split: str, key: str) -> tuple[datasets.Dataset, Counts]:
         """Each text as at most max_length tokens, with its label."""
 
         def truncated(batch: pa.Table) -> dict[str, Any]:
-            tokens = self.tokenizer(batch["text"].to_pylist(), truncation=True, max_length=self.max_length,
-                                    return_attention_mask=False, return_token_type_ids=False)["input_ids"]
-            return {"input_ids": tokens, "length": [len(ids) for ids in tokens]}
+            texts = batch["text"].to_pylist()
+            options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+            tokens = self.tokenizer(texts, **options)["input_ids"]
+            uncut = [len(ids) for ids in tokens]
+            long = [row for row, length in enumerate(uncut) if length > self.max_length]
+            if long:
+                cut = self.tokenizer([texts[row] for row in long], truncation=True, max_length=self.max_length,
+                                     **options)
+                for row, ids in zip(long, cut["input_ids"], strict=True):
+                    tokens[row] = ids
+            return {"input_ids": tokens, "length": [len(ids) for ids in tokens], "uncut": uncut}
 
-        tokens = cached_map(rows.select_columns("text"), truncated, key=key, features=FEATURES,
+        tokens = cached_map(rows.select_columns("text"), truncated, key=key, features=UNCUT,
                             describe=f"Tokenizing {split}")
-        if (row := pc.index(column(tokens, "length"), pa.scalar(0, pa.int32())).as_py()) >= 0:
+        length, uncut = column(tokens, "length"), column(tokens, "uncut")
+        if (row := pc.index(length, pa.scalar(0, pa.int32())).as_py()) >= 0:
             raise DataError(f"row {row} (from 0) of the {split} split gives no tokens",
                             "leave such rows out, or use another model")
         labels = cached_map(rows.select_columns("label"), lambda batch: {"labels": batch["label"]},
                             key=digest(FORMAT, "labels", column_digest(rows, "label")),
                             features=datasets.Features({"labels": datasets.Value("int64")}),
                             describe=f"Labels of {split}")
-        return datasets.concatenate_datasets([tokens, labels], axis=1)
+        all_tokens = pc.sum(uncut).as_py()
+        counts = all_tokens, pc.sum(pc.greater(uncut, length)).as_py(), all_tokens - pc.sum(length).as_py()
+        return datasets.concatenate_datasets([tokens.select_columns(list(FEATURES)), labels], axis=1), counts
 
-    def _cut_split(self, rows: datasets.Dataset, split: str, key: str) -> datasets.Dataset:
+    def _cut_split(self, rows: datasets.Dataset, split: str, key: str) -> tuple[datasets.Dataset, Counts]:
         """All texts as blocks of max_length tokens."""
-        blocks = cached_map(rows.select_columns("text"), _Blocks(self.tokenizer, self._separator(), self.max_length),
+        counted = folder() / f"{key}.tokens"
+        blocks = cached_map(rows.select_columns("text"), _Blocks(self.tokenizer, self._separator(), self.max_length,
+                                                                 counted),
                             key=key, features=FEATURES, describe=f"Tokenizing {split}")
         if not len(blocks):
             raise DataError(f"the {split} split has too little text for one block of max_length {self.max_length} "
                             "tokens", "give a smaller --max_length, or more text")
-        return blocks
+        tokens = int(counted.read_text(encoding="utf-8"))
+        return blocks, (tokens, 0, tokens - len(blocks) * self.max_length)
 
     def _separator(self) -> int:
         """The token that ends a text."""
@@ -150,9 +178,10 @@ class DataProcessor:
 class _Blocks:
     """Cuts the tokens of batch after batch, in order, into blocks; what fills none waits for the next batch."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", separator: int, size: int):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", separator: int, size: int, counted: Path):
         self.tokenizer, self.separator, self.size = tokenizer, separator, size
         self.rest: list[int] = []
+        self.tokens, self.counted = 0, counted  # written batch by batch, so that it stands once the blocks do
 
     def __call__(self, batch: pa.Table) -> dict[str, Any]:
         texts = self.tokenizer(batch["text"].to_pylist(), add_special_tokens=False, return_attention_mask=False,
@@ -161,6 +190,8 @@ class _Blocks:
         for tokens in texts:
             stream += [*tokens, self.separator]
         whole = len(stream) // self.size * self.size
+        self.tokens += whole
+        self.counted.write_text(str(self.tokens + len(stream) - whole), encoding="utf-8")
         self.rest = stream[whole:]
         blocks = [stream[start : start + self.size] for start in range(0, whole, self.size)]
         return {"input_ids": blocks, "length": [self.size] * len(blocks)}

@@ -21,7 +21,8 @@ from course_lib.config import DataConfig
 from course_lib.data import bundled, localfiles
 from course_lib.data.cache import progress_bars
 from course_lib.data.pydocs import load_pydocs
-from course_lib.errors import DataError, nearest
+from course_lib.data.tables import Raw
+from course_lib.errors import DataError, near, nearest
 from course_lib.system import hub_reachable
 
 
@@ -55,10 +56,12 @@ class Source:
     """One line: where it is from, its licence or citation."""
     splits: Collection[str]
     """Its splits by their own names."""
-    read: Callable[[str], datasets.Dataset]
+    read: Callable[[str], Raw]
     """Reads one of them."""
     text_column: str | None = None
     label_column: str | None = None
+    is_prose: bool = False
+    """Whether its line breaks and indents mean nothing, so that a language model need not learn them."""
 
 
 def find(config: DataConfig) -> Source:
@@ -68,37 +71,51 @@ def find(config: DataConfig) -> Source:
         DataError: there is none, or it is out of reach.
     """
     name = config.dataset
-    if config.dataset_config is not None and (name in OFFLINE_NAMES or Path(name).expanduser().exists()):
+    path = Path(name).expanduser()
+    if config.dataset_config is not None and (name in OFFLINE_NAMES or path.is_file()):
         raise DataError(f"dataset_config `{config.dataset_config}` has no meaning for `{name}`",
-                        "leave it out: only data sets on the Hub have configurations")
+                        "leave it out: only data sets on the Hub, and clones of them, have configurations")
     if name in OFFLINE_NAMES:
         _refuse_meaningless(config)
         return _tweets() if name == "tweets" else _pydocs(config)
-    path = Path(name).expanduser()
     if path.exists():
-        files = localfiles.find_splits(path)
-        _refuse_meaningless(config, {localfiles.KINDS[file.suffix.lower()] for part in files.values() for file in part})
-        return Source(path.resolve().name, f"local {'folder' if path.is_dir() else 'file'} {name}", files,
-                      lambda split: localfiles.read_split(files[split], config.encoding, config.separator))
-    if path.suffix.lower() in localfiles.KINDS or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        beside = [str(entry) for entry in path.parent.glob("*") if entry.is_dir() or entry.suffix in localfiles.KINDS]
-        raise DataError(f"no file or folder {name}", nearest(str(path), beside) if beside else "")
+        return _local(config, path)
+    if localfiles.looks_local(name):
+        beside = [str(entry) for entry in path.parent.glob("*") if entry.is_dir() or localfiles.kind_of_name(entry)]
+        close = near(path.name, [Path(entry).name for entry in beside])
+        raise DataError(f"no file or folder {name}", nearest(str(path), [str(path.parent / entry) for entry in close])
+                        if close else f"{path.parent} has no file of a name like it")
     _refuse_meaningless(config)
     return _hub(name, config.dataset_config)
 
 
+def _local(config: DataConfig, path: Path) -> Source:
+    """A file, a folder of them, or a folder that ``save_to_disk`` has written."""
+    described = f"local {'folder' if path.is_dir() else 'file'} {config.dataset}"
+    if localfiles.is_saved(path):
+        _refuse_meaningless(config)
+        saved = localfiles.load_saved(path)
+        return Source(path.resolve().name, described, saved, lambda split: Raw(saved[split]))
+    files = localfiles.find_splits(path, config.dataset_config)
+    _refuse_meaningless(config, {localfiles.kind_of(file) or "" for part in files.values() for file in part})
+    options = localfiles.Options(config.encoding, config.separator, config.quoting)
+    return Source(path.resolve().name, described, files, lambda split: localfiles.read_split(files[split], options))
+
+
 def _refuse_meaningless(config: DataConfig, kinds: Collection[str] = ()) -> None:
     """Refuse options of text files where there is none: `kinds` of local files."""
-    for option, fits in (("separator", "csv" in kinds), ("encoding", bool({*kinds} - {"parquet"}))):
+    for option, fits, what in (("separator", "csv" in kinds, "CSV files"),
+                               ("quoting", bool({"csv", "tsv"} & {*kinds}), "CSV and TSV files"),
+                               ("encoding", bool({*kinds} - {*localfiles.BINARY}), "local files of text")):
         if (value := getattr(config, option)) is not None and not fits:
-            raise DataError(f"{option} `{value}` has no meaning for `{config.dataset}`", "leave it out: it is for "
-                            + ("CSV files" if option == "separator" else "local files of text"))
+            raise DataError(f"{option} `{value}` has no meaning for `{config.dataset}`",
+                            f"leave it out: it is for {what}")
 
 
 def _tweets() -> Source:
     about, splits = bundled.manifest(), bundled.load_tweets()
     return Source("tweets", f"bundled tweets; {about['source']}; {about['licence']}; {about['citation']}",
-                  splits, splits.__getitem__, "text", "label")
+                  splits, lambda split: Raw(splits[split]), "text", "label")
 
 
 def _pydocs(config: DataConfig) -> Source:
@@ -107,7 +124,7 @@ def _pydocs(config: DataConfig) -> Source:
     import platform
 
     return Source("pydocs", f"documentation of Python {platform.python_version()} on this machine; PSF licence",
-                  ("train",), lambda split: load_pydocs(), "text")
+                  ("train",), lambda split: Raw(load_pydocs()), "text", is_prose=True)
 
 
 def _hub(name: str, configuration: str | None) -> Source:
@@ -139,8 +156,8 @@ def _hub(name: str, configuration: str | None) -> Source:
         raise DataError(f"data set `{name}` cannot be loaded ({localfiles.first_line(error)})",
                         "give a data set of CSV, JSON or Parquet files, or a local copy") from error
     facts = [f"{repository} {where}", known.citation if known else "", f"licence {licence}" if licence else ""]
-    return Source(plain, "; ".join(filter(None, facts)), splits, splits.__getitem__, known.text if known else None,
-                  known.label if known else None)
+    return Source(plain, "; ".join(filter(None, facts)), splits, lambda split: Raw(splits[split]),
+                  known.text if known else None, known.label if known else None)
 
 
 def _look_up(name: str, repository: str, revision: str) -> DatasetInfo:
