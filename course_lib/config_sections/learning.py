@@ -24,8 +24,8 @@ class DataConfig(Strict):
     """What separates the columns of a CSV file; default: the one by which all its first rows have as many."""
     quoting: Literal["none", "minimal", "escaped"] | None = None
     """What quotes mean in CSV and TSV files: `none`, characters of the texts; `minimal`, they enclose a field, and \
-doubled stand in it; `escaped`, a backslash stands before them in it; default: as RFC 4180, and what that leaves open is \
-refused."""
+doubled stand in it; `escaped`, a backslash stands before them in it; default: as RFC 4180 says, and what that leaves \
+open is refused."""
     encoding: str | None = None
     """Encoding of local files of text, as in cp1252; default: what a byte-order mark says, else UTF-8."""
     train_split: str = "train"

@@ -32,6 +32,9 @@ def _any(*holds: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]
     return lambda kind: any(one(kind) for one in holds)
 
 
+CHATS = ("messages", "conversations", "conversation", "chosen", "rejected", "dialog", "turns")
+"""Columns that hold conversations, a list of turns in each row."""
+
 AS_TEXT = "turn it into text first, as frame[NAME].astype(str) does"
 KINDS = (
     Kind(_any(types.is_string, types.is_large_string, types.is_string_view), pa.string()),
@@ -70,6 +73,9 @@ def plain_type(kind: pa.DataType) -> pa.DataType | None:
 
 def way_out(kind: pa.DataType, name: str) -> str:
     """What to do about a column of a type that is refused."""
+    if name.lower() in CHATS and types.is_nested(kind):
+        return (f"make a text of each conversation first: rows.map(lambda row: {{'text': "
+                f"tokenizer.apply_chat_template(row[{name!r}], tokenize=False)}})")
     kind = unpacked(kind)
     return next((one.way_out for one in KINDS if one.holds(kind)), AS_TEXT).replace("NAME", repr(name))
 

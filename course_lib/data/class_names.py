@@ -52,7 +52,8 @@ class Classes:
         name = visible(name)
         if not (self.numbers and NUMBER.fullmatch(name) and _as_is(name)):
             return name
-        return format(abs(number) if not (number := Decimal(name)) else number.normalize(), "f")
+        number = Decimal(name)
+        return format(number.normalize(), "f") if number else "0"
 
     def number_of(self, name: str) -> int | None:
         """A class by its name; None where the training split has none of it."""

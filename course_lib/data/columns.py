@@ -20,27 +20,28 @@ from course_lib.errors import DataError, nearest
 
 TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
 LABEL_NAMES = ("label", "labels", "sentiment", "class", "target", "category", "emotion")
-CHATS = ("messages", "conversations", "conversation", "chosen", "dialog", "turns")
-"""Columns that hold conversations, a list of turns in each row."""
 PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("sentence_A", "sentence_B"), ("text_a", "text_b"),
          ("text1", "text2"), ("question1", "question2"), ("question", "context"), ("question", "passage"),
          ("question", "sentence"), ("query", "passage"), ("instruction", "output"), ("prompt", "completion"),
          ("prompt", "response"), ("question", "answer"), ("input", "output"), ("title", "body"))
 """Columns that hold two texts to be read together."""
+LOOKED_AT = 1000
+"""Rows that are looked at to tell a header from a row."""
 
 
-def choose_column(wanted: str | None, usual: Sequence[str], columns: Sequence[str], option: str, what: str) -> str:
+def choose_column(wanted: str | None, usual: Sequence[str], raw: Raw, option: str, what: str) -> str:
     """The column to use: the wanted one, else the only one with a usual name (in any case).
 
     Args:
         wanted: what the user asked for.
         usual: names to look for.
-        columns: those of the data set.
+        raw: the rows.
         option: name of the option, for the error.
         what: the data set, for the error.
     Raises:
         DataError: it is not there, or no column or several have a usual name.
     """
+    columns = raw.column_names
     listed = ", ".join(columns)
     if wanted is not None:
         alike = [name for name in columns if visible(name) == visible(wanted)]
@@ -50,28 +51,35 @@ def choose_column(wanted: str | None, usual: Sequence[str], columns: Sequence[st
     candidates = [name for name in columns if visible(name).casefold() in usual]
     if len(candidates) != 1:
         which = f"{' and '.join(candidates)} could each be" if candidates else "none is known to be"
-        other = "" if candidates else _other_form(columns, option)
+        other = "" if candidates else _other_form(raw, option)
         raise DataError(f"{what} has the columns {listed}, and {which} the {option.partition('_')[0]}",
                         other or f"name it with --{option}")
     return candidates[0]
 
 
-def _other_form(columns: Sequence[str], option: str) -> str:
+def _other_form(raw: Raw, option: str) -> str:
     """What to do about columns that are no text and no class but something known, or no header; nothing else."""
-    if any(len(name.split()) >= 4 or re.fullmatch(r"[-+.,\d]+", name) for name in columns):
+    columns = raw.column_names
+    if any(len(name.split()) >= 4 or re.fullmatch(r"[-+.,\d]+", name) or _occurs_below(raw, name) for name in columns):
         return f"is the first line a row, and no header? Then put one above it, such as text,label; else name the " \
                f"column with --{option}"
     if option != "text_column":
         return ""
-    chat = next((name for name in columns if name.lower() in CHATS), None)
+    chat = next((name for name in raw.refused if name.lower() in arrow_types.CHATS), None)
     if chat:
-        return (f"`{chat}` holds conversations: make a text of each first, rows.map(lambda row: {{\"text\": "
-                f"tokenizer.apply_chat_template(row[\"{chat}\"], tokenize=False)}})")
+        return f"`{chat}` holds conversations: {raw.refused[chat][1]}"
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
     if pair:
         return (f"{pair[0]} and {pair[1]} are two texts per row: join them first, rows.map(lambda row: {{\"text\": "
                 f"row[\"{pair[0]}\"] + \"\\n\" + row[\"{pair[1]}\"]}}), or name one of them with --{option}")
     return ""
+
+
+def _occurs_below(raw: Raw, name: str) -> bool:
+    """Whether the name of a column is one of the values in it, as a class in the first line is."""
+    if name not in raw.rows.column_names or not pa.types.is_string(raw.type_of(name)):
+        return False
+    return pc.index(column(raw.rows.select(range(min(LOOKED_AT, len(raw.rows)))), name), name).as_py() >= 0
 
 
 def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:

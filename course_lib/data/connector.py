@@ -108,8 +108,8 @@ class DataConnector:
             raise DataError(f"the {split} split of {source.name} is empty", "give a split with at least one row")
         what = f"the {split} split of {source.name}"
         notes += raw.notes
-        text = columns.choose_column(self.config.text_column or source.text_column, columns.TEXT_NAMES,
-                                     raw.column_names, "text_column", what)
+        text = columns.choose_column(self.config.text_column or source.text_column, columns.TEXT_NAMES, raw,
+                                     "text_column", what)
         texts = self._clean(columns.only_text(raw, text, split), split, source.is_prose)
         blank = columns.blank_rows(texts)
         count = pc.sum(blank).as_py()
@@ -128,7 +128,7 @@ class DataConnector:
             raise DataError(f"{what} has no column but `{text}`, so no classes",
                             "use --task causal_lm or masked_lm, or data with labels")
         label = columns.choose_column(self.config.label_column or source.label_column, columns.LABEL_NAMES,
-                                      raw.column_names, "label_column", what)
+                                      raw, "label_column", what)
         labels = columns.Labels(raw, label, split)
         if split == "train" and labels.names is None:
             label_check.check_classes(raw.rows, text, label, list(labels.counts), what)

@@ -17,9 +17,8 @@ SEPARATORS = {",": ",", ";": ";", "|": "|", "tab": "\t"}
 
 QUOTINGS = {
     "none": "quotes are characters of the texts",
-    "minimal": 'a field that begins with a quote ends with one, "" is a quote within it, and all other quotes are '
-               "characters",
-    "escaped": 'the same, and \\" is a quote within it',
+    "minimal": 'they enclose a field, "" within it is a quote, and all others are characters',
+    "escaped": 'they enclose a field, \\" within it is a quote, and all others are characters',
 }
 """What quotes mean, by the name that ``--quoting`` gives it."""
 
@@ -79,7 +78,7 @@ class Rows:
         Raises:
             Ambiguous: see the class.
         """
-        lines = enumerate(self.lines, start=self.skipped + 1)
+        lines, header = enumerate(self.lines, start=self.skipped + 1), list[str]()
         for number, line in lines:
             if not line.strip("\r\n"):
                 continue
@@ -94,8 +93,11 @@ class Rows:
             if len(fields) != self._width:
                 raise Ambiguous(number, f"has {len(fields)} field{'s' * (len(fields) != 1)}, and the header "
                                         f"{self._width}")
+            if fields == header and self._width > 1:
+                raise DataError(f"line {number} is the header again, as where files were joined", "delete such lines")
+            header = header or fields
             yield fields
-        if self.spanning and self.quoting is None and self._each_line_is_a_row:
+        if self.spanning and self.quoting is None and self._width > 1 and self._each_line_is_a_row:
             first, last = self.first_spanning
             raise Ambiguous(first, f"begins a quoted text that ends in line {last}, and each of these lines could be a "
                                    "row of its own")
@@ -265,7 +267,8 @@ class Delimited:
         first = next(iter(self._lines()), "")
         if error.what.endswith("and the header 1"):
             said = "a comment" if first.startswith(COMMENT) else "a title"
-            raise DataError(where, f"is line 1 (`{first.strip()[:40]}`) {said}, not the header? Then delete it")
+            raise DataError(where, f"is line 1 (`{first.strip()[:40]}`) {said}, and no header? Then delete all that "
+                                   "stands above the header")
         ways = [] if self.quoting else [name for name in QUOTINGS if self._reads(name)]
         if ways:
             meant = "; ".join(f"--quoting {name}: {QUOTINGS[name]}" for name in ways)

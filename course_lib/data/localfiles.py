@@ -13,9 +13,10 @@ import pyarrow as pa
 from datasets.utils import logging
 
 from course_lib.data import json_rows, parquet
+from course_lib.data.arrow_types import way_out
 from course_lib.data.cache import RECORD_BYTES, RECORD_ROWS
 from course_lib.data.delimited import Ambiguous, Delimited, Rows, same_header
-from course_lib.data.plain_files import COMPRESSED, contents, inner_name, read_lines
+from course_lib.data.plain_files import COMPRESSED, contents, inner_name, read_lines, refuse_what_it_is
 from course_lib.data.tables import NO_ROWS, Raw, Table, cached_table
 from course_lib.errors import DataError
 
@@ -192,6 +193,10 @@ def read_split(files: Sequence[Path], options: Options = Options()) -> Raw:
     """
     kind, shown = kind_of(files[0]), str(files[0])
     assert kind is not None
+    if kind in BINARY:
+        for file in files:
+            with file.open("rb") as opened:
+                refuse_what_it_is(file, opened.read(64), BINARY)
     if kind in BINARY and (packed := next((file for file in files if file.suffix.lower() in COMPRESSED), None)):
         raise DataError(f"{packed} is {kind} in another compression", "unpack it: such files are compressed within")
     if len(files) > 1:
@@ -264,13 +269,10 @@ def _of_json(files: Sequence[Path], options: Options) -> Table:
                                     "character", "mend that row, or leave it out") from None
                 begun += len(rows)
 
-    return Table(types, batches, way_out={name: arrow_way_out(str(kind), name) for name, kind in types.items()})
-
-
-def arrow_way_out(held: str, name: str) -> str:
-    """What to do about a column of JSON that is refused, by what it holds."""
-    return {"lists": f'give one value per row; lists of words: frame[{name!r}] = frame[{name!r}].map(" ".join)',
-            "objects": "take the field that you mean into a column of its own"}.get(held, "write them all alike")
+    shapes = {"lists": pa.list_(pa.null()), "objects": pa.struct([])}
+    return Table(types, batches, way_out={
+        name: way_out(shapes[str(kind)], name) if str(kind) in shapes else "write all its values alike"
+        for name, kind in types.items()})
 
 
 def _is_halved(row: json_rows.Row) -> bool:
@@ -304,7 +306,7 @@ def _of_delimited(files: Sequence[Path], options: Options, separator: str | None
 
 def _spanning(path: Path, rows: Rows) -> str:
     first, last = rows.first_spanning
-    return f"{path.name}: {rows.spanning} rows have line breaks within quotes (the first in lines {first} to {last})"
+    return f"{path.name}: {rows.spanning} of its rows span lines, within quotes (the first: lines {first} to {last})"
 
 
 def _in_batches(rows: Iterator[T], size: Callable[[T], int]) -> Iterator[list[T]]:

@@ -8,7 +8,7 @@ import lzma
 import re
 import unicodedata
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -19,6 +19,9 @@ from course_lib.errors import DataError, nearest
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
          codecs.BOM_UTF16_BE: "utf-16"}
 """Byte-order marks that files begin with; UTF-32's first, as UTF-16's is the beginning of one of them."""
+
+ASIAN = ("shift_jis", "euc_jp", "gb18030", "big5", "cp949", "euc_kr", "johab")
+"""Encodings of several bytes per character, which are taken for one another where there are few of them."""
 
 PIECE = 1 << 20
 """Bytes of a file that are read at a time."""
@@ -117,7 +120,7 @@ def _decoded(path: Path, wanted: str | None) -> Iterator[str]:
     try:
         with open_plain(path) as file:
             piece = file.read(PIECE)
-            _refuse_no_text(path, piece)
+            refuse_what_it_is(path, piece)
             encoding = wanted or by_mark(piece) or "utf-8"
             decoder, begun = codecs.getincrementaldecoder(encoding)(), 0
             while True:
@@ -142,14 +145,23 @@ def _decoded(path: Path, wanted: str | None) -> Iterator[str]:
         raise DataError(f"{path} is not UTF-8 (byte {error.start})", how_to_read(path, error.start)) from None
 
 
-def _refuse_no_text(path: Path, head: bytes) -> None:
+def refuse_what_it_is(path: Path, head: bytes, known: Sequence[str] = ()) -> None:
+    """Say what a file is that is no text, by its first bytes.
+
+    Args:
+        path: for the error.
+        head: of its bytes.
+        known: kinds that are expected, in small letters.
+    Raises:
+        DataError: it is one, or it is empty.
+    """
     if not head:
         raise DataError(f"{path} is empty", "give a file with at least one row")
     if head.startswith(b"PK\x03\x04"):
         what = "a spreadsheet or another zip archive"
     else:
         what = next((what for start, what in NO_TEXT.items() if head.startswith(start)), "")
-    if what:
+    if what and what.lower() not in known:
         raise DataError(f"{path} is {what.partition(': ')[0]}",
                         what.partition(": ")[2] or "name it by its own suffix, or save it as CSV, JSON or Parquet")
 
@@ -183,6 +195,8 @@ def how_to_read(path: Path, offset: int) -> str:
         head = file.read(max(0, offset - SAMPLE // 2) % PIECE + SAMPLE)[-SAMPLE:]
     best = from_bytes(head).best()
     names = [codecs.lookup(best.encoding).name] if best else []
+    if best and best.encoding in ASIAN:
+        names += [name for name in ASIAN if _as(head, name) is not None]
     western = _as(head, "cp1252")
     if western is not None and (best is None or _is_latin(str(best))):
         # Symbols within words are letters of another page of codes.
@@ -199,8 +213,9 @@ def how_to_read(path: Path, offset: int) -> str:
 
 
 def _as(head: bytes, encoding: str) -> str | None:
+    """The beginning of a text; None where it is in another encoding. Its last character may be cut off."""
     try:
-        return head.decode(encoding)
+        return codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:
         return None
 

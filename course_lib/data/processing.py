@@ -15,6 +15,7 @@ from course_lib.config import DataConfig
 from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest, folder
 from course_lib.data.collating import Collator
 from course_lib.data.connector import TextData
+from course_lib.data.plain_files import contents
 from course_lib.data.split_facts import SplitFacts, class_counts, repeated
 from course_lib.errors import DataError, ModelError
 
@@ -168,7 +169,8 @@ class DataProcessor:
         tokenizer = self.tokenizer
         special = [tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.truncation_side]
         if not tokenizer.is_fast:
-            settings = {name: repr(value) for name, value in tokenizer.init_kwargs.items()}
+            settings = {name: contents(Path(value)) if isinstance(value, str) and Path(value).is_file() else repr(value)
+                        for name, value in tokenizer.init_kwargs.items()}
             return digest(type(tokenizer).__name__, settings, tokenizer.get_vocab(), special)
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         # A call leaves its truncation and padding behind; each call here sets its own.

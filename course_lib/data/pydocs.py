@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 
 from course_lib.data.cache import digest, progress_bars
+from course_lib.data.plain_files import contents
 
 LEFT_OUT = {"__pycache__", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages", "test", "tests",
             "turtledemo"}
@@ -20,7 +21,7 @@ def load_pydocs() -> datasets.Dataset:
         return datasets.Dataset.from_generator(
             lambda: ({"text": text} for text in documents()),
             features=datasets.Features({"text": datasets.Value("string")}),
-            fingerprint=digest("pydocs", sys.version, sysconfig.get_path("stdlib")))
+            fingerprint=digest("pydocs", sys.version, [contents(path) for path in sources()]))
 
 
 def documents() -> Iterator[str]:
@@ -31,13 +32,18 @@ def documents() -> Iterator[str]:
     from pydoc_data import topics
 
     yield from dict.fromkeys(text.strip() for _, text in sorted(topics.topics.items()))
-    library, seen = Path(sysconfig.get_path("stdlib")), set[str]()
-    for path in sorted(library.rglob("*.py")):
-        if LEFT_OUT.isdisjoint(path.relative_to(library).parts):
-            fresh = dict.fromkeys(text for text in docstrings(ast.parse(path.read_bytes())) if text not in seen)
-            seen.update(fresh)
-            if fresh:
-                yield "\n\n".join(fresh)
+    seen = set[str]()
+    for path in sources():
+        fresh = dict.fromkeys(text for text in docstrings(ast.parse(path.read_bytes())) if text not in seen)
+        seen.update(fresh)
+        if fresh:
+            yield "\n\n".join(fresh)
+
+
+def sources() -> list[Path]:
+    """The files of the standard library, by name."""
+    library = Path(sysconfig.get_path("stdlib"))
+    return [path for path in sorted(library.rglob("*.py")) if LEFT_OUT.isdisjoint(path.relative_to(library).parts)]
 
 
 def docstrings(node: ast.AST) -> Iterator[str]:

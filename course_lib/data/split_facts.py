@@ -59,7 +59,7 @@ class SplitFacts:
             return ", ".join(f"{name} {count:,}" for name, count in self.classes.items())
         most = sorted(self.classes.items(), key=lambda pair: -pair[1])[:SHOWN_CLASSES]
         missing = sum(not count for count in self.classes.values())
-        none = f"; none of {missing} classes" if missing else ""
+        none = f" and none of {missing} classes" if missing else ""
         return f"{len(self.classes)} classes: {', '.join(f'{name} {count:,}' for name, count in most)}, …{none}"
 
 

@@ -19,8 +19,10 @@ from torch.utils.data import BatchSampler
 class ClassificationMetrics(evaluate.Metric):
     """Accuracy and macro-F1 as one ``evaluate`` metric that needs no download.
 
-    Macro-F1 is the unweighted mean of the F1 of every class of the model; a class without
-    predictions and references counts as 0.
+    Macro-F1 is the unweighted mean of the F1 of every class that is predicted or referred to.
+
+    Args:
+        num_labels: classes of the model.
     """
 
     def __init__(self, num_labels: int, **kwargs: Any):
@@ -35,8 +37,7 @@ class ClassificationMetrics(evaluate.Metric):
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
         return {
             "accuracy": float(accuracy_score(references, predictions)),
-            "macro_f1": float(f1_score(references, predictions, labels=range(self.num_labels), average="macro",
-                                       zero_division=0)),
+            "macro_f1": float(f1_score(references, predictions, average="macro", zero_division=0)),
         }
 
 
@@ -130,8 +131,9 @@ def confusion_matrix(predictions: torch.Tensor, references: torch.Tensor, num_la
 
 
 def macro_f1(confusion: torch.Tensor) -> float:
-    """Right: the mean F1 of the classes, from counts over all rows; a class that never occurs counts as 0."""
-    return float(np.mean(f1_by_class(confusion)))
+    """Right: the mean F1 of the classes, that occur, from counts over all rows."""
+    occurs = (confusion.sum(0) + confusion.sum(1) > 0).numpy()
+    return float(np.mean(np.array(f1_by_class(confusion))[occurs]))
 
 
 def f1_by_class(confusion: torch.Tensor) -> list[float]:

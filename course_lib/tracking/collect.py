@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 
 from course_lib.errors import DataError
+from course_lib.tracking.jsonl import sum_of
 
 METRIC_COLUMNS = ("run", "name", "group", "rank", "tracker", "step", "time", "metric", "value")
 RUN_COLUMNS = ("run", "name", "project", "group", "rank", "tracker", "state", "started", "steps", "folder")
@@ -169,7 +170,7 @@ def read_wandb(folder: Path) -> TrackedRun:
     tables: dict[str, tuple[list[str], list[list[Any]]]] = {}
     state = "unfinished"
     record_file = next(folder.glob("run-*.wandb"))
-    for record in map(json.loads, _inspect(folder, record_file.stat().st_mtime_ns).splitlines()):
+    for record in map(json.loads, _inspect(folder, sum_of(record_file)).splitlines()):
         kind = record["type"]
         content = record.get(kind, {})
         if kind == "run":
@@ -198,8 +199,8 @@ def read_wandb(folder: Path) -> TrackedRun:
 
 
 @functools.lru_cache
-def _inspect(folder: Path, written_ns: int) -> str:
-    """What wandb's reader prints, kept until the file is written to: it takes a second."""
+def _inspect(folder: Path, contents: str) -> str:
+    """What wandb's reader prints, kept for a file's contents: it takes a second."""
     done = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)],
                           capture_output=True, text=True, check=False,
                           env=os.environ | {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"})

@@ -19,7 +19,7 @@ def majority_class(train_labels: Sequence[int], test_labels: Sequence[int], num_
     Args:
         train_labels: class numbers.
         test_labels: class numbers to score on.
-        num_classes: classes that macro-F1 is the mean over.
+        num_classes: classes of the model.
     Returns:
         `accuracy` and `macro_f1`, fractions of 1, and `interval95`, a pair for each.
     Raises:
@@ -60,8 +60,7 @@ def tfidf_logistic_regression(train_texts: Sequence[str], train_labels: Sequence
         test_texts: texts to score on.
         test_labels: their class numbers.
     Returns:
-        `accuracy` and `macro_f1` (over the classes that occur in either split), fractions of 1, and `interval95`,
-        a pair for each.
+        `accuracy` and `macro_f1`, fractions of 1, and `interval95`, a pair for each.
     Raises:
         DataError: a split is empty, the training split has one class only, or no text has a word.
     """
@@ -95,7 +94,7 @@ def _score(labels: Sequence[int], predicted: Sequence[int], classes: Iterable[in
     from sklearn.metrics import accuracy_score, f1_score
 
     numbers = {label: number for number, label in enumerate(classes)}
-    macro_f1 = f1_score(labels, predicted, labels=list(numbers), average="macro", zero_division=0)
+    macro_f1 = f1_score(labels, predicted, average="macro", zero_division=0)
     pairs = Counter((numbers[guess], numbers[label]) for guess, label in zip(predicted, labels, strict=True))
     hits = sum(count for (guess, label), count in pairs.items() if guess == label)
     return {"accuracy": float(accuracy_score(labels, predicted)), "macro_f1": float(macro_f1),

@@ -27,8 +27,8 @@ BATCHES = 64
 class ClassificationCounts:
     """Accuracy and macro-F1 of what has been added, from counts per class.
 
-    Macro-F1 is the unweighted mean of the F1 of every class of the model, 2 TP / (2 TP + FP + FN); a class without
-    predictions and references counts as 0. The same by ``evaluate`` and scikit-learn, in
+    Macro-F1 is the unweighted mean of the F1, 2 TP / (2 TP + FP + FN), of every class that is predicted or referred
+    to, as by default in scikit-learn and ``evaluate``: a class that does not occur says nothing. The same by these, in
     :class:`course_lib.lessons.wrong_metrics.ClassificationMetrics`, is a second of import, which every rank would pay.
 
     Args:
@@ -53,7 +53,7 @@ class ClassificationCounts:
         """``accuracy`` and ``macro_f1``, fractions of 1."""
         f1 = 2 * self.hits.double() / (self.predicted + self.actual).clamp(min=1)
         accuracy = self.hits.sum().double() / self.actual.sum()
-        return {"accuracy": accuracy.item(), "macro_f1": f1.mean().item()}
+        return {"accuracy": accuracy.item(), "macro_f1": f1[self.predicted + self.actual > 0].mean().item()}
 
     def intervals(self) -> dict[str, intervals.Interval]:
         """Of both; see :mod:`course_lib.training.intervals`."""

@@ -52,7 +52,7 @@ def macro_f1_interval(counts: Mapping[tuple[int, int], int], num_labels: int) ->
 
     Args:
         counts: rows by class predicted and class they have; pairs that do not occur may be left out.
-        num_labels: classes that the mean is over.
+        num_labels: classes of the model; the mean is over those that occur in a draw.
     """
     pairs, numbers = np.array(list(counts)), np.array(list(counts.values()))
     rows = numbers.sum()
@@ -64,7 +64,7 @@ def macro_f1_interval(counts: Mapping[tuple[int, int], int], num_labels: int) ->
         sums[:, actual] += column
         if predicted == actual:
             hits[:, actual] += 2 * column
-    scores = (hits / np.maximum(sums, 1)).mean(1)
+    scores = (hits / np.maximum(sums, 1)).sum(1) / (sums > 0).sum(1)
     low, high = np.quantile(scores, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     if low == high and low in (0.0, 1.0):
         return accuracy_interval(round(low) * int(rows), int(rows))

@@ -14,6 +14,7 @@ from course_lib import modeling
 from course_lib.config import Config
 from course_lib.data import DataConnector, DataProcessor, TextData
 from course_lib.data.cache import progress_bars
+from course_lib.data.class_names import Classes
 from course_lib.errors import DataError, TrainingInterrupted
 from course_lib.launching import launch_environment
 from course_lib.launching.determinism import PROMISE, deterministic
@@ -99,7 +100,8 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
         "cpu_kernels": trainer.cpu_kernels,
         "threads": torch.get_num_threads(),
         "data": {"name": text.name, "source": text.source, "notes": list(text.notes),
-                 "rows": {name: len(rows) for name, rows in text.splits.items()}},
+                 "rows": {name: len(rows) for name, rows in text.splits.items()},
+                 "splits": {name: facts.as_dict() for name, facts in trainer.data.facts.items()}},
         "eval": {"split": split, **scores},
         "best": {"metric": trainer.best_metric, "value": state.best_value, "step": state.best_step},
         "baselines": {},
@@ -177,16 +179,21 @@ def _evaluate(config: Config, split: str) -> dict[str, Any]:
     scores = trainer.evaluate(split, intervals=True)
     trainer.engine.close()
     return {"model": config.model.model, "dataset": text.name, "split": split, **scores,
-            "world_size": trainer.num_processes, "notes": list(text.notes)}
+            "world_size": trainer.num_processes,
+            "notes": [f"{split}: {trainer.data.facts[split].line(split)}", *text.notes]}
 
 
 def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:
     """The same rows, their classes numbered as the model numbers them."""
     assert text.label_names
-    if unknown := [name for name in text.label_names if name not in label2id]:
-        raise DataError(f"class `{unknown[0]}` of {text.name} is none of the model's ({', '.join(label2id)})",
-                        "evaluate on data with the model's classes")
-    numbers = [label2id[name] for name in text.label_names]
+    names = sorted(label2id, key=label2id.__getitem__)
+    known = Classes(dict.fromkeys(names, 1))
+    spelt = [known.number_of(name) for name in text.label_names]
+    if None in spelt:
+        raise DataError(f"class `{text.label_names[spelt.index(None)]}` of {text.name} is none of the model's "
+                        f"({', '.join(names)})", "evaluate on data with the model's classes")
+    by_name = {known.number_of(name): number for number, name in enumerate(names)}
+    numbers = [by_name[number] for number in spelt]
     with progress_bars(False):
         splits = text.splits.map(lambda rows: {"label": [numbers[label] for label in rows["label"]]}, batched=True)
-    return dataclasses.replace(text, splits=splits, label_names=tuple(sorted(label2id, key=label2id.__getitem__)))
+    return dataclasses.replace(text, splits=splits, label_names=tuple(names))

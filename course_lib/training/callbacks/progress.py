@@ -1,20 +1,14 @@
 """What a run says of itself on the terminal: its first lines, and a line per logged step where no bar is shown."""
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from course_lib.config import Config
-from course_lib.data.cache import batches
 from course_lib.training.callbacks.base import Callback, evaluated, shows_bar
 
 if TYPE_CHECKING:
     from course_lib.training.trainer import Trainer
-
-SHOWN_CLASSES = 8
-"""Classes whose counts are shown; of more, the most frequent ones."""
-
 
 def terminal_lines(config: Config) -> list[Callback]:
     """What a command shows of its run: the first lines, and a line per logged step where there is no bar."""
@@ -33,10 +27,9 @@ class Opening(Callback):
 def opening(trainer: "Trainer") -> list[str]:
     """The first lines of a run."""
     config, state = trainer.config, trainer.state
-    rows = ", ".join(f"{len(split)} {name}" for name, split in trainer.data.splits.items())
-    lines = [f"data       {config.data.dataset}: {rows} rows", *(f"           {note}" for note in trainer.data.notes)]
-    if names := trainer.data.label_names:
-        lines.append(f"classes    {classes(trainer, names)}")
+    lines = [f"data       {config.data.dataset}"]
+    lines += [f"{split:<10} {facts.line(split)}" for split, facts in trainer.data.facts.items()]
+    lines += [f"           {note}" for note in trainer.data.notes]
     parameters = sum(_count(shape) for name, shape in trainer.engine.shapes().items())
     lines.append(f"model      {config.model.model}, {parameters / 1e6:.1f} million weights, {config.data.task}")
     strategy = config.parallel.strategy
@@ -49,17 +42,6 @@ def opening(trainer: "Trainer") -> list[str]:
     lines.append(f"steps      {state.max_steps} of {trainer.sampler.global_batch_size} rows, "
                  f"{state.steps_per_epoch} per epoch{begun}")
     return [*lines, f"writes to  {trainer.output_dir}"]
-
-
-def classes(trainer: "Trainer", names: tuple[str, ...]) -> str:
-    """The classes of the training rows with their counts, the most frequent first where there are many."""
-    counts: Counter[int] = Counter()
-    for labels in batches(trainer.data.splits["train"], "labels"):
-        counts.update(labels.to_pylist())
-    if len(names) <= SHOWN_CLASSES:
-        return ", ".join(f"{name} {counts[number]}" for number, name in enumerate(names))
-    shown = ", ".join(f"{names[number]} {count}" for number, count in counts.most_common(SHOWN_CLASSES))
-    return f"{len(names)}: {shown}, …"
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -37,12 +37,15 @@ def printed(tmp_path_factory):
 
 def test_the_first_lines_say_what_is_trained_on_what_how_and_where(printed):
     lines, folder = printed
-    assert re.fullmatch(r"data       tweets: 48 train, 8 validation, 8 test rows", lines[0])
-    counts = re.fullmatch(r"classes    negative (\d+), neutral (\d+), positive (\d+)", lines[1])
-    assert sum(map(int, counts.groups())) == 48
-    assert re.fullmatch(r"model      tiny-bert, \d+\.\d million weights, classification", lines[2])
-    assert re.fullmatch(r"ranks      1 \(cpu, precision (no|bf16)\), basic", lines[3])
-    assert lines[4:6] == ["steps      6 of 4 rows, 12 per epoch", f"writes to  {folder}"]
+    assert lines[0] == "data       tweets"
+    for line, split, rows in zip(lines[1:4], ("train", "validation", "test"), (48, 8, 8), strict=True):
+        said = re.fullmatch(rf"{split:<10} {rows} rows: negative (\d+), neutral (\d+), positive (\d+); (\d+) rows "
+                            r"\(\d+\.\d%\) are cut at 16 tokens, which leaves out (\d+\.\d)% of the tokens", line)
+        *counts, cut, share = map(float, said.groups())
+        assert sum(counts) == rows and 0 < cut <= rows and 0 < share < 100
+    assert re.fullmatch(r"model      tiny-bert, \d+\.\d million weights, classification", lines[4])
+    assert re.fullmatch(r"ranks      1 \(cpu, precision (no|bf16)\), basic", lines[5])
+    assert lines[6:8] == ["steps      6 of 4 rows, 12 per epoch", f"writes to  {folder}"]
 
 
 def test_each_logged_step_and_evaluation_is_a_line_with_the_time_left(printed):
