@@ -4,6 +4,7 @@ Everything else that is raised is a defect of ours and keeps its traceback.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 
 EXIT_FAILED = 1
@@ -13,6 +14,19 @@ EXIT_RESUME = 75
 """A checkpoint was written, and the same command with ``--resume_from_checkpoint auto`` goes on: sysexits' TEMPFAIL."""
 EXIT_HUNG = 76
 """The watchdog ended the ranks; its report names the one they waited for."""
+
+
+LONGEST_NAME, LONGEST_WORD = 200, 400
+"""Characters of a name in backticks, and of a word, that a message shows."""
+
+
+def one_line(text: str) -> str:
+    """A message in one line, whatever names from files are in it: those that are long are cut, and characters that a
+    terminal does not show, or takes for orders, are escaped."""
+    text = " ".join(text.split())
+    text = re.sub(rf"`([^`]{{{LONGEST_NAME}}})[^`]+`", r"`\1…`", text)
+    text = re.sub(rf"(\S{{{LONGEST_WORD}}})\S+", r"\1…", text)
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 class CourseError(Exception):
@@ -30,7 +44,7 @@ class CourseError(Exception):
 
     def __init__(self, what: str, instead: str = "", *, cure: Mapping[str, str | None] | None = None,
                  spelt: Mapping[str, str] | None = None):
-        self.what, self.instead = " ".join(what.split()), " ".join(instead.split())
+        self.what, self.instead = one_line(what), one_line(instead)
         self.cure, self.spelt = dict(cure or {}), dict(spelt or {})
         super().__init__(f"{self.what}: {self.instead}" if self.instead else self.what)
 

@@ -18,7 +18,8 @@ CODES = ({"-1", "0", "1"}, {"-1", "1"})
 
 def visible(name: str) -> str:
     """A name by what a reader sees of it: composed characters (NFC), no invisible ones, single plain blanks."""
-    kept = (letter for letter in unicodedata.normalize("NFC", name) if unicodedata.category(letter) != "Cf")
+    kept = (letter for letter in unicodedata.normalize("NFC", name)
+            if letter.isspace() or unicodedata.category(letter) not in ("Cf", "Cc"))
     return " ".join("".join(kept).split())
 
 

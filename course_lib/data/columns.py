@@ -25,6 +25,8 @@ PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("sentence_A", "
          ("question", "sentence"), ("query", "passage"), ("instruction", "output"), ("prompt", "completion"),
          ("prompt", "response"), ("question", "answer"), ("input", "output"), ("title", "body"))
 """Columns that hold two texts to be read together."""
+MOST_LISTED = 20
+"""Columns that an error names."""
 LOOKED_AT = 1000
 """Rows that are looked at to tell a header from a row."""
 
@@ -42,7 +44,7 @@ def choose_column(wanted: str | None, usual: Sequence[str], raw: Raw, option: st
         DataError: it is not there, or no column or several have a usual name.
     """
     columns = raw.column_names
-    listed = ", ".join(columns)
+    listed = ", ".join(columns[:MOST_LISTED]) + f" and {len(columns) - MOST_LISTED} more" * (len(columns) > MOST_LISTED)
     if wanted is not None:
         alike = [name for name in columns if visible(name) == visible(wanted)]
         if wanted not in columns and len(alike) != 1:
@@ -178,7 +180,8 @@ class Labels:
             names = pa.array(self.names, pa.string()).take(pc.if_else(known, values, None))
         else:
             names = self._as_names(arrow_types.plain(values), first)
-        blank = pc.equal(pc.utf8_trim_whitespace(names), "")
+        blank = pc.is_in(names, pa.array([name for name in pc.unique(names).to_pylist() if not visible(name or "")],
+                                         pa.string()))
         if (row := pc.index(pc.or_kleene(pc.is_null(names), blank), True).as_py()) >= 0:
             elsewhere = "" if self.split == "train" else f", or name another split with --{self.split}_split"
             raise DataError(f"row {first + row} (from 0) of the {self.split} split has no label in column "

@@ -357,7 +357,7 @@ def reading(shown: str, kind: str) -> Iterator[None]:
             raise DataError(f"cannot read {error.filename or shown}: {error.strerror}") from None
         except Exception as error:
             raise DataError(f"{shown} cannot be read as {kind} ({first_line(error)})",
-                            "mend the file, or give another kind") from error
+                            "is it whole? Copy or download it again, or write it anew") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -122,6 +122,7 @@ def _decoded(path: Path, wanted: str | None) -> Iterator[str]:
             piece = file.read(PIECE)
             refuse_what_it_is(path, piece)
             encoding = wanted or by_mark(piece) or "utf-8"
+            "".encode(encoding)  # no text is written in base64 and the like
             decoder, begun = codecs.getincrementaldecoder(encoding)(), 0
             while True:
                 kept = len(decoder.getstate()[0])
@@ -143,6 +144,8 @@ def _decoded(path: Path, wanted: str | None) -> Iterator[str]:
             raise DataError(f"{path} is not {encoding} (byte {error.start})",
                             "name another with --encoding") from None
         raise DataError(f"{path} is not UTF-8 (byte {error.start})", how_to_read(path, error.start)) from None
+    except UnicodeError as error:  # UTF-16 without a mark says so
+        raise DataError(f"{path} is not {encoding} ({error})", "name another with --encoding") from None
 
 
 def refuse_what_it_is(path: Path, head: bytes, known: Sequence[str] = ()) -> None:

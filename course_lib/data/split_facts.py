@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from course_lib.data.cache import batches
+from course_lib.errors import one_line
 
 SHOWN_CLASSES = 8
 """Classes whose counts are shown; of more, the most frequent ones."""
@@ -52,7 +53,7 @@ class SplitFacts:
                          f"tokens, which leaves out {share}")
         elif self.cut_tokens:
             parts.append(f"the last {self.cut_tokens:,} tokens ({share}) fill no block of {self.max_length}")
-        return "; ".join(parts)
+        return one_line("; ".join(parts))
 
     def _classes(self) -> str:
         if len(self.classes) <= SHOWN_CLASSES:

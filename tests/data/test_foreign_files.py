@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from course_lib.config import DataConfig
 from course_lib.data import DataConnector, DataProcessor, localfiles
@@ -346,18 +345,6 @@ def test_another_way_of_reading_is_another_entry(tmp_path):
 
 
 # Texts of language models
-
-
-@pytest.fixture(scope="module")
-def by_bytes():
-    """A tokenizer with a token for each byte, which loses nothing."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(["<end>", *sorted(letters)])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
 
 
 CODE = "def f(x):\n    if x:\n\treturn \"a &lt; b\"  \n\n\n# cafe\u0301 \u00a0 \u1100\u1161 ﬁ ∑\r\n"

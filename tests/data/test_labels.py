@@ -33,7 +33,7 @@ def test_codes_and_numbers_are_classes_in_their_order(labels, names, tmp_path):
 
 
 UNSEEN = {"a no-break space": "pos\u00a0", "a blank": " pos", "nothing wide": "p\u200bos", "a mark": "\ufeffpos",
-          "a soft hyphen": "po\u00ads"}
+          "NUL": "pos\x00",           "a soft hyphen": "po\u00ads"}
 
 
 @pytest.mark.parametrize("how", UNSEEN)
@@ -43,6 +43,11 @@ def test_classes_that_differ_by_what_nobody_sees_are_one(how, tmp_path):
     assert data.label_names == ("neg", "pos") and list(data.splits["validation"]["label"]) == [0, 1]
     assert "class `pos` is written in 2 ways that mean the same (9 as 'pos', 1 as " in data.notes[0]
     assert how == "a blank" or UNSEEN[how] not in data.notes[0], "it would not be seen there either"
+
+
+def test_a_label_of_nothing_that_shows_is_missing(tmp_path):
+    with pytest.raises(DataError, match="row 4 .* of the train split has no label"):
+        load(tmp_path, ["a", "b", "a", "b", "\u200b\xa0"], kind="parquet")
 
 
 def test_composed_and_decomposed_letters_are_one_class(tmp_path):

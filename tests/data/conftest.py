@@ -1,0 +1,15 @@
+"""What tests of data share."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="session")
+def by_bytes():
+    """A tokenizer with a token for each byte, which loses nothing."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(["<end>", *sorted(letters)])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
