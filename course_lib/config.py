@@ -148,6 +148,8 @@ def build(leaves: Mapping[str, Any], where: str | Mapping[str, str] = "config") 
         known = option(name)
         rule = first["msg"].replace("Input", "it", 1)
         wanted = nearest(str(first["input"]), known.choices) if known.choices else rule
+        if isinstance(first["input"], bool) and known.choices:  # YAML takes no, off, yes and on for truth values
+            wanted += "; in YAML in quotes, as in 'no'"
         likely = near(str(first["input"]), known.choices)
         place = where if isinstance(where, str) else where.get(name, "config")
         raise ConfigError(f"{place}: `{name}` cannot be {first['input']!r}", wanted,

@@ -4,7 +4,7 @@ Later files override earlier ones, and options override files.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text) or {}
+        keys = list(_keys(yaml.compose(text, yaml.SafeLoader))) if isinstance(tree, dict) else []
     except FileNotFoundError:
         there = [str(each) for folder in (path.parent, Path("configs")) for each in sorted(folder.glob("[!.]*.y*ml"))]
         named = near(path.name, (Path(each).name for each in there))
@@ -160,6 +162,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}", "write `field: value` lines")
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ConfigError(f"{path}: `{twice}` stands there twice", "keep one of them")
     sections: dict[str, Any] = {s.name: s.type for s in dataclasses.fields(Config)}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -174,6 +178,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             _known_key(str(key), str(key), [*sections, *(o.name for o in options())], path)
             flat[str(key)] = value
     return translate(flat)
+
+
+def _keys(node: Any) -> Iterator[str]:
+    """The keys of a YAML file that set something; `model` may be a section with a leaf of that name."""
+    for key, value in node.value if node is not None and isinstance(node.value, list) else ():
+        if isinstance(value.value, list) and value.tag.endswith(":map"):
+            yield from (inner.value for inner, _ in value.value)
+        else:
+            yield str(key.value)
 
 
 def _known_key(shown: str, key: str, known: Iterable[str], path: Path) -> None:

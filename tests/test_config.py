@@ -148,3 +148,15 @@ def test_a_file_is_never_left_half_written(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_text(path, "\udcff")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("seed: 1\nseed: 2\n", "`seed` stands there twice"),
+    ("run:\n  seed: 1\nseed: 2\n", "`seed` stands there twice"),
+    ("run:\n  seed: 1\n  seed: 1\n", "`seed` stands there twice"),
+    ("mixed_precision: no\n", "cannot be False: .*in YAML in quotes, as in 'no'"),
+])
+def test_yaml_that_says_two_things_or_another_is_refused(text, said, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        config_files.load([tmp_path / "a.yaml"])

@@ -25,6 +25,9 @@ QUOTINGS = {
 SAMPLE = 100_000
 """Characters of a file that are looked at for a separator: fewer than a field that Python's csv reader refuses."""
 
+LONGEST = 1 << 26
+"""Characters of a quoted text, beyond which a quote that opens it is taken for a mistake."""
+
 RECORDS = 100
 """Of a CSV file that have to agree on its columns."""
 
@@ -109,14 +112,10 @@ class Rows:
         while True:
             match = self._field.match(line, place)
             if match is None and self._open.match(line, place):
-                more = next(lines, None)
-                if more is None:
-                    raise Ambiguous(begun, "begins a quoted text that has no end")
-                if self.separator == "\t" and self.quoting is None:
-                    raise Ambiguous(begun, "begins a quoted text that goes on in the next line, as tab-separated files "
-                                           "seldom mean it")
-                last, line = more[0], line + more[1]
-                self._count(more[1])
+                last, rest = self._up_to_a_quote(begun, lines)
+                line += rest
+                if len(line) > LONGEST:
+                    raise Ambiguous(begun, f"begins a quoted text of more than {LONGEST >> 20} million characters")
                 continue
             if match is None:
                 raise Ambiguous(last, "has something else than a separator after a closing quote")
@@ -127,6 +126,20 @@ class Rows:
             if end != self.separator:
                 return fields, last
             place = match.end()
+
+    def _up_to_a_quote(self, begun: int, lines: Iterator[tuple[int, str]]) -> tuple[int, str]:
+        """The lines that follow, up to one with a quote, and the number of that one."""
+        if self.separator == "\t" and self.quoting is None and next(lines, None):
+            raise Ambiguous(begun, "begins a quoted text that goes on in the next line, as tab-separated files seldom "
+                                   "mean it")
+        parts, size = list[str](), 0
+        for number, line in lines:
+            self._count(line)
+            parts.append(line)
+            size += len(line)
+            if '"' in line or size > LONGEST:
+                return number, "".join(parts)
+        raise Ambiguous(begun, "begins a quoted text that has no end")
 
     def _count(self, line: str) -> None:
         """Note whether a physical line alone would be a row if quotes meant nothing."""

@@ -167,7 +167,7 @@ def _type(kinds: set[type]) -> pa.DataType | str:
                        ({int, bytes}, pa.string())):
         if kinds <= held:
             return kind
-    return {frozenset([list]): "lists", frozenset([dict]): "objects"}.get(frozenset(kinds), "values of several types")
+    return "lists" if kinds == {list} else "objects" if kinds == {dict} else "values of several types"
 
 
 def arrays(rows: Sequence[Row], types: Mapping[str, pa.DataType]) -> dict[str, pa.Array]:

@@ -71,8 +71,10 @@ def table_of(files: Sequence[Path]) -> Table:
         raise DataError(f"{files[0]} has two columns `{repeated}`", "rename one of them")
     types: dict[str, pa.DataType | str] = {}
     for name in first.names:
-        kinds = {arrow_types.plain_type(schema.field(name).type) if name in schema.names else _absent(
-            files[0], files[number], name) for number, schema in enumerate(schemas)}
+        if lacks := next((file for file, schema in zip(files, schemas, strict=True) if name not in schema.names), None):
+            raise DataError(f"{lacks} has no column `{name}`, and {files[0].name} has",
+                            "give all files of a split the same columns")
+        kinds = {arrow_types.plain_type(schema.field(name).type) for schema in schemas}
         known = kinds - {pa.null()} or {pa.null()}
         if known == {pa.int64(), pa.float64()}:
             known = {pa.float64()}
@@ -87,12 +89,12 @@ def table_of(files: Sequence[Path]) -> Table:
             batch.validate(full=True)  # a damaged file may hold indices and offsets that end the process
             yield {name: batch.column(name) for name in kept} if kept else {}
 
-    return Table(types, batches, _class_names(first, types),
+    named = [_class_names(schema, types) for schema in schemas]
+    if other := next((file for file, names in zip(files, named, strict=True) if names != named[0]), None):
+        raise DataError(f"{other} names its classes otherwise than {files[0].name}", "write all files of a split anew, "
+                        "as one data set")
+    return Table(types, batches, named[0],
                  {name: arrow_types.way_out(first.field(name).type, name) for name in refused})
-
-
-def _absent(one: Path, other: Path, name: str) -> None:
-    raise DataError(f"{other} has no column `{name}`, and {one.name} has", "give all files of a split the same columns")
 
 
 def _class_names(schema: pa.Schema, types: Mapping[str, pa.DataType | str]) -> dict[str, list[str]]:

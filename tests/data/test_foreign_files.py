@@ -382,3 +382,28 @@ def test_what_is_cut_at_max_length_is_counted(by_bytes, tmp_path):
     assert facts.classes == {"0": 1, "1": 2} and facts.in_train == 3
     assert facts.line("test") == ("3 rows: 0 1, 1 2; 3 are in the training split too; 1 rows (33.3%) are cut at 8 "
                                   "tokens, which leaves out 17.4% of the tokens")
+
+
+def test_files_of_a_split_that_differ_are_named(tmp_path):
+    def shards(folder, first, second, kind):
+        for number, frame in enumerate((first, second)):
+            path = written(tmp_path / folder / f"train-{number:05d}-of-00002.{kind}", b"")
+            (frame.to_csv if kind == "csv" else frame.to_parquet)(path, index=False)
+        return tmp_path / folder
+
+    with pytest.raises(DataError, match="00001-of-00002.parquet has no column `label`, and train-00000"):
+        load(shards("a", FRAME, FRAME[["text"]], "parquet"))
+    with pytest.raises(DataError, match="00001-of-00002.csv has the columns text, and train-00000.*same header"):
+        load(shards("b", FRAME, FRAME[["text"]], "csv"))
+    numbers = FRAME.assign(label=[0, 1] * 20)
+    with pytest.raises(DataError, match=r"column `label` .* holds \w+ in one file and int64, not one class"):
+        load(shards("c", FRAME, numbers, "parquet"))
+    mixed = load(shards("d", numbers, numbers.astype({"label": float}), "parquet"))
+    assert mixed.label_names == ("0", "1"), "whole numbers of one file are what another holds as fractions"
+    (tmp_path / "named").mkdir()
+    for names in (["neg", "pos"], ["pos", "neg"]):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        rows = datasets.Dataset.from_dict({"text": list("abcd"), "label": [0, 1, 0, 1]}, features=features)
+        rows.to_parquet(tmp_path / "named" / f"train-0000{names.index('pos')}-of-00002.parquet")
+    with pytest.raises(DataError, match="names its classes otherwise than train-00000"):
+        load(tmp_path / "named")

@@ -30,8 +30,8 @@ SEEDS = 60
 ODD = ["", " ", "\u00a0", "\u200b", "\ufeff", "\x00", "\x85", "\u2028", '"', '""', "'", "\\", '\\"', ",", ";", "|",
        "\t", "\n", "\r", "\r\n", "é", "e\u0301", "😀", "-1", "0", "1.0", "1e400", "NaN", "nan", "None", "true",
        "null", "#", "=", "текст", "中文", "a" * 3000, "{", "}", "[", "]", ":", "\x1b[31m", "í\xa0½"]
-VALUES = [None, True, False, 0, -1, 1, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "text", "a b", [], ["a"], {},
-          {"a": 1}, [[1]], "\ud83d", "\x00"]
+VALUES = [None, True, False, 0, -1, 1, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "text", "a b", [], ["a"],
+          {}, {"a": 1}, [[1]], "\ud83d", "\x00"]
 SUFFIXES = [".csv", ".tsv", ".json", ".jsonl", ".txt", ".parquet", ".arrow", ".zip"]
 PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
            ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True)}
