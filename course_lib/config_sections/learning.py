@@ -43,8 +43,8 @@ open is refused."""
     mlm_probability: Annotated[float, Gt(0), Lt(1)] = 0.15
     """Share of tokens to predict in masked language modelling."""
     clean_text: bool | None = None
-    """Normalise Unicode (NFC), unescape HTML entities, fold white space; default: for classification, and for the \
-prose of `pydocs`; any other text a language model learns as it is in the file."""
+    """Normalise Unicode (NFC), unescape HTML entities, fold white space; default: for classification, and for \
+`tweets` and `pydocs`; any other text a language model learns as it is in the file."""
     lowercase: bool = False
     """Lower-case the text before tokenizing."""
     max_train_samples: Positive | None = None

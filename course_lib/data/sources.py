@@ -115,7 +115,7 @@ def _refuse_meaningless(config: DataConfig, kinds: Collection[str] = ()) -> None
 def _tweets() -> Source:
     about, splits = bundled.manifest(), bundled.load_tweets()
     return Source("tweets", f"bundled tweets; {about['source']}; {about['licence']}; {about['citation']}",
-                  splits, lambda split: Raw(splits[split]), "text", "label")
+                  splits, lambda split: Raw(splits[split]), "text", "label", is_prose=True)
 
 
 def _pydocs(config: DataConfig) -> Source:
