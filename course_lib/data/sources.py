@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from course_lib.config import DataConfig
-from course_lib.data import bundled, localfiles
+from course_lib.data import bundled, folders, localfiles
 from course_lib.data.cache import progress_bars
 from course_lib.data.pydocs import load_pydocs
 from course_lib.data.tables import Raw
@@ -80,8 +80,8 @@ def find(config: DataConfig) -> Source:
         return _tweets() if name == "tweets" else _pydocs(config)
     if path.exists():
         return _local(config, path)
-    if localfiles.looks_local(name):
-        beside = [str(entry) for entry in path.parent.glob("*") if entry.is_dir() or localfiles.kind_of_name(entry)]
+    if folders.looks_local(name):
+        beside = [str(entry) for entry in path.parent.glob("*") if entry.is_dir() or folders.kind_of_name(entry)]
         close = near(path.name, [Path(entry).name for entry in beside])
         raise DataError(f"no file or folder {name}", nearest(str(path), [str(path.parent / entry) for entry in close])
                         if close else f"{path.parent} has no file of a name like it")
@@ -92,12 +92,14 @@ def find(config: DataConfig) -> Source:
 def _local(config: DataConfig, path: Path) -> Source:
     """A file, a folder of them, or a folder that ``save_to_disk`` has written."""
     described = f"local {'folder' if path.is_dir() else 'file'} {config.dataset}"
-    if localfiles.is_saved(path):
+    if folders.is_saved(path):
         _refuse_meaningless(config)
-        saved = localfiles.load_saved(path)
+        saved = folders.load_saved(path)
         return Source(path.resolve().name, described, saved, lambda split: Raw(saved[split]))
-    files = localfiles.find_splits(path, config.dataset_config)
-    _refuse_meaningless(config, {localfiles.kind_of(file) or "" for part in files.values() for file in part})
+    files = folders.find_splits(path, config.dataset_config)
+    _refuse_meaningless(config, {folders.kind_of(file) or "" for part in files.values() for file in part})
+    if config.task == "classification":
+        folders.refuse_folders_of_classes(path, files)
     options = localfiles.Options(config.encoding, config.separator, config.quoting)
     return Source(path.resolve().name, described, files, lambda split: localfiles.read_split(files[split], options))
 
@@ -106,7 +108,7 @@ def _refuse_meaningless(config: DataConfig, kinds: Collection[str] = ()) -> None
     """Refuse options of text files where there is none: `kinds` of local files."""
     for option, fits, what in (("separator", "csv" in kinds, "CSV files"),
                                ("quoting", bool({"csv", "tsv"} & {*kinds}), "CSV and TSV files"),
-                               ("encoding", bool({*kinds} - {*localfiles.BINARY}), "local files of text")):
+                               ("encoding", bool({*kinds} - {*folders.BINARY}), "local files of text")):
         if (value := getattr(config, option)) is not None and not fits:
             raise DataError(f"{option} `{value}` has no meaning for `{config.dataset}`",
                             f"leave it out: it is for {what}")
@@ -153,7 +155,7 @@ def _hub(name: str, configuration: str | None) -> Source:
         if "onfig" in str(error) and listed:
             raise DataError(f"data set `{name}` has the configurations {listed[0]}",
                             "choose one with --dataset_config") from error
-        raise DataError(f"data set `{name}` cannot be loaded ({localfiles.first_line(error)})",
+        raise DataError(f"data set `{name}` cannot be loaded ({folders.first_line(error)})",
                         "give a data set of CSV, JSON or Parquet files, or a local copy") from error
     facts = [f"{repository} {where}", known.citation if known else "", f"licence {licence}" if licence else ""]
     return Source(plain, "; ".join(filter(None, facts)), splits, lambda split: Raw(splits[split]),
@@ -174,7 +176,7 @@ def _look_up(name: str, repository: str, revision: str) -> DatasetInfo:
         raise DataError(f"data set `{name}` is not bundled, no local file or folder, and not on the Hub",
                         f"{_near(name)}a private one needs `hf auth login` or HF_TOKEN") from error
     except (HfHubHTTPError, OSError) as error:
-        raise DataError(f"data set `{name}` cannot be fetched from the Hub ({localfiles.first_line(error)})",
+        raise DataError(f"data set `{name}` cannot be fetched from the Hub ({folders.first_line(error)})",
                         "try again, or give a local copy") from error
 
 

@@ -43,14 +43,14 @@ class SplitFacts:
 
     def line(self, split: str) -> str:
         """All of it in one line."""
-        parts = [f"{self.rows:,} rows" + (f": {self._classes()}" if self.classes else f", {self.tokens:,} tokens")]
+        parts = [_rows(self.rows) + (f": {self._classes()}" if self.classes else f", {self.tokens:,} tokens")]
         if self.in_train:
-            parts.append(f"{self.in_train:,} repeat another row" if split == "train"
-                         else f"{self.in_train:,} are in the training split too")
+            parts.append(f"{_rows(self.in_train)} again" if split == "train"
+                         else f"{_rows(self.in_train)} of the training split too")
         share = f"{self.cut_tokens / max(1, self.tokens):.1%} of the tokens"
         if self.cut_rows:
-            parts.append(f"{self.cut_rows:,} rows ({self.cut_rows / self.rows:.1%}) are cut at {self.max_length} "
-                         f"tokens, which leaves out {share}")
+            parts.append(f"{_rows(self.cut_rows)} ({self.cut_rows / self.rows:.1%}) cut at {self.max_length} tokens, "
+                         f"which leaves out {share}")
         elif self.cut_tokens:
             parts.append(f"the last {self.cut_tokens:,} tokens ({share}) fill no block of {self.max_length}")
         return one_line("; ".join(parts))
@@ -62,6 +62,10 @@ class SplitFacts:
         missing = sum(not count for count in self.classes.values())
         none = f" and none of {missing} classes" if missing else ""
         return f"{len(self.classes)} classes: {', '.join(f'{name} {count:,}' for name, count in most)}, …{none}"
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
 
 
 def class_counts(rows: datasets.Dataset, names: tuple[str, ...] | None) -> dict[str, int]:

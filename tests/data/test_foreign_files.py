@@ -239,7 +239,7 @@ def zipped(*names):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name in names:
-            archive.writestr(name, FRAME.to_csv(index=False))
+            archive.writestr(zipfile.ZipInfo(name), FRAME.to_csv(index=False))
     return out.getvalue()
 
 
@@ -315,6 +315,19 @@ def test_a_clone_of_a_data_set_of_the_hub_is_read(tmp_path):
         (text, label) for text, label in zip(FRAME["text"][20:], FRAME["label"][20:], strict=True)])
 
 
+def test_a_folder_of_texts_per_class_is_named_with_the_line_that_makes_a_table(tmp_path, monkeypatch):
+    for split in ("train", "test"):
+        for label in ("neg", "pos"):
+            for number in range(6):
+                written(tmp_path / "imdb" / split / label / f"{number}.txt", f"{label} text {number}")
+    with pytest.raises(DataError, match=r"perhaps one per class \(neg, pos\): make a table") as caught:
+        load(tmp_path / "imdb")
+    monkeypatch.chdir(tmp_path)
+    exec(f"import pathlib, pandas\n{str(caught.value).partition('first: ')[2]}")
+    assert len(rows_of(load("train.csv"))) == 24
+    assert load(tmp_path / "imdb", task="causal_lm").splits["train"]["text"][0].startswith(("neg", "pos"))
+
+
 # Caches
 
 
@@ -380,7 +393,7 @@ def test_what_is_cut_at_max_length_is_counted(by_bytes, tmp_path):
     facts = DataProcessor(config, by_bytes).process(DataConnector(config).load()).facts["test"]
     assert (facts.rows, facts.tokens, facts.cut_rows, facts.cut_tokens) == (3, 23, 1, 4)
     assert facts.classes == {"0": 1, "1": 2} and facts.in_train == 3
-    assert facts.line("test") == ("3 rows: 0 1, 1 2; 3 are in the training split too; 1 rows (33.3%) are cut at 8 "
+    assert facts.line("test") == ("3 rows: 0 1, 1 2; 3 rows of the training split too; 1 row (33.3%) cut at 8 "
                                   "tokens, which leaves out 17.4% of the tokens")
 
 

@@ -105,13 +105,13 @@ def test_a_trained_models_classes_are_met_by_other_spellings(tmp_path):
 
 def test_a_split_is_told_in_one_line():
     facts = SplitFacts(1200, {"neg": 1200, "pos": 0}, 3, 128, 50_000, 60, 2_500)
-    assert facts.line("test") == ("1,200 rows: neg 1,200, pos 0; 3 are in the training split too; 60 rows (5.0%) are "
-                                  "cut at 128 tokens, which leaves out 5.0% of the tokens")
+    assert facts.line("test") == ("1,200 rows: neg 1,200, pos 0; 3 rows of the training split too; 60 rows (5.0%) cut "
+                                  "at 128 tokens, which leaves out 5.0% of the tokens")
     many = SplitFacts(90, {f"c{number}": number for number in range(10)}, 0, 128, 900, 0, 0)
     assert many.line("train") == ("90 rows: 10 classes: c9 9, c8 8, c7 7, c6 6, c5 5, c4 4, c3 3, c2 2, … and none of 1"
                                   " classes")
     text = SplitFacts(4, {}, 1, 64, 1000, 0, 40)
-    assert text.line("train") == ("4 rows, 1,000 tokens; 1 repeat another row; the last 40 tokens (4.0% of the tokens) "
+    assert text.line("train") == ("4 rows, 1,000 tokens; 1 row again; the last 40 tokens (4.0% of the tokens) "
                                   "fill no block of 64")
     json.dumps(facts.as_dict())
 
