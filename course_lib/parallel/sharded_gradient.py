@@ -70,8 +70,8 @@ class ShardedGradient(Tensor):
         given = kwargs or {}
         gradient = args[0] if args else None
         if operator in FOREACH:
-            found = [FOREACH[operator](each, *args[1:], **given) for each in args[0]]
-            return found if operator is aten._foreach_norm.Scalar else None
+            results = [FOREACH[operator](one, *args[1:], **given) for one in args[0]]
+            return results if operator is aten._foreach_norm.Scalar else None
         if isinstance(gradient, cls):
             others = (*args[1:], *given.values())
             if operator is aten.detach.default:  # of `.data` and `.detach()`: the same gradient
