@@ -100,7 +100,8 @@ def main() -> None:
         made_with = f"transformers {transformers.__version__}, torch {torch.__version__}"
         if made_with not in page:
             parser.error(f"{args.out} was not made with {made_with}: make it anew, without --add")
-        date = f"{page.split(', ')[1].split(':')[0]}, and {', '.join(args.ways)} {date}"
+        made = re.search(r"^`python benchmarks/architectures.py`, (.*?):", page, re.M)
+        date = f"{made[1] if made else ''}, and {', '.join(args.ways)} {date}"
         for place, row in page_rows(page).items():
             rows[place] = row | rows.get(place, {})
     in_order = {(name, task): rows[name, task] for name in ARCHITECTURES for task in ARCHITECTURES[name][2]

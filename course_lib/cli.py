@@ -33,6 +33,7 @@ from course_lib.commands import (
     evaluate,
     grade,
     meter,
+    once,
     plan,
     progress,
     push,
@@ -190,7 +191,8 @@ def report(line: str, code: int) -> int:
     """Say what was wrong, once: rank 0 at once, another rank only if it is still alive five seconds later.
 
     Where every rank meets the same mistake, the launcher ends the others as soon as rank 0 has
-    ended; where one rank alone does, those seconds are all it costs.
+    ended; where one rank alone does, those seconds are all it costs. On a machine with more ranks than cores rank 0
+    may come later than that: of the ranks that the course has started the first one speaks, and no other.
     """
     rank = int(os.environ.get("RANK", 0))
     # The ranks have agreed to stop, and a launcher that was asked to ends none of them early: one per machine speaks.
@@ -201,7 +203,7 @@ def report(line: str, code: int) -> int:
         time.sleep(5.0)
     if rank:
         line = f"rank {rank}: {line}"
-    if not (agreed and int(os.environ.get("LOCAL_RANK", rank))):
+    if not (agreed and int(os.environ.get("LOCAL_RANK", rank))) and once.is_first():
         print(f"course: {redact(line)}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         sys.stdout.flush()

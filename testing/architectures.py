@@ -56,6 +56,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "zero1 torch": {"strategy": "zero1", "engine": "torch"},
     "zero2 scratch": {"strategy": "zero2", "engine": "scratch"},
     "zero3 scratch": {"strategy": "zero3", "engine": "scratch"},
+    "zero3 torch": {"strategy": "zero3", "engine": "torch"},
     "zero3 deepspeed": {"strategy": "zero3", "engine": "deepspeed"},
     "fsdp torch": {"strategy": "fsdp"}, "fsdp scratch": {"strategy": "fsdp", "engine": "scratch"},
     "fsdp recomputed": {"strategy": "fsdp", "engine": "scratch", "activation_checkpointing": True},

@@ -25,7 +25,7 @@ LIBRARY = Path(course_lib.__file__).parent
 BESIDE = {
     "metering/phases.py": "takes the time of the phases",
     "parallel/clock.py": "takes the time of the phases",
-    "parallel/sharded_gradient.py": "lets nn.utils.clip_grad_norm_, which this step does not call, find the gradients",
+    "parallel/sharded_gradient.py": "brings what others do to `.grad`, such as nn.utils.clip_grad_norm_, to the pieces",
     "parallel/wrap_checks.py": "refuses a model that was changed since it was wrapped",
     "modeling/masks.py": "answers the model's question whether there is padding",
     "training/optimization.py": "the learning rate's schedule",

@@ -18,7 +18,8 @@ class Job:
 
     Attributes:
         config: what is trained.
-        instance_type: SageMaker's name of the machine; see ``planning/catalogue/hardware.yaml``.
+        instance_type: SageMaker's name of the machine; see ``planning/catalogue/hardware.yaml``. Empty for machines
+            that are there, with a GPU for each rank unless the run's device is the CPU.
         instance_count: machines.
         processes: ranks on each.
         max_hours: after which it is stopped.
@@ -43,8 +44,9 @@ class Job:
         if self.instance_count < 1 or self.processes < 1:
             raise ConfigError(f"{self.instance_count} instances of {self.processes} processes", "give at least one")
         if wanted not in (None, world):
-            raise ConfigError(f"num_processes is {wanted}, and {self.instance_count} × {self.instance_type} start "
-                              f"{self.processes} each", "leave num_processes out, or give --processes_per_instance")
+            machines = f"{self.instance_count} × {self.instance_type or 'a machine'}"
+            raise ConfigError(f"num_processes is {wanted}, and {machines} start {self.processes} each",
+                              "leave num_processes out, or give --processes_per_instance")
         if world > 1 and self.config.run.training_type == "basic":
             raise ConfigError(f"training_type basic runs one process, not {world}", "use --training_type accelerated")
         if not re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,39}", self.name):

@@ -123,6 +123,8 @@ SKYPILOT_NAMES = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-16": "V100", 
 
 
 def _has_gpus(job: Job) -> bool:
+    if not job.instance_type:
+        return job.config.run.device != "cpu"
     return hardware.accelerator(job.instance_type).name != "CPU"
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from course_lib.errors import EXIT_FAILED, ConfigError, DataError, nearest
 
@@ -17,7 +17,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE",
                         help="exercise notebook, or a .py file with the functions; without one, list the exercises")
-    parser.add_argument("--tasks", metavar="NAMES", help="exercises to check, with commas between [all in the file]")
+    parser.add_argument("--tasks", metavar="NAMES", help="exercises or functions to check, with commas between [all in "
+                        "the file]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,10 +33,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{task.name:24} {task.function:22} difficulty {task.difficulty}, {task.minutes} minutes, "
                   f"lesson {task.lesson[:2]}: {task.title}")
         return 0
-    wanted = [name.strip() for name in args.tasks.split(",")] if args.tasks else None
-    for name in wanted or ():
-        if name not in TASKS:
-            raise ConfigError(f"no exercise `{name}`", nearest(name, TASKS))
+    wanted = [_named(name.strip(), TASKS) for name in args.tasks.split(",")] if args.tasks else None
     sources = _sources(args.file, TASKS)
     broken = {name for name in TASKS if (cells or {}).get(TASKS[name].grade_id) is False}
     chosen = [name for name in wanted or list(sources) if name not in broken]
@@ -46,11 +44,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(held) and not broken else EXIT_FAILED
 
 
+def _named(word: str, tasks: "dict[str, Task]") -> str:
+    from course_lib.grading.task import name_of
+
+    if (name := name_of(word, tasks)) is None:
+        raise ConfigError(f"no exercise `{word}`", nearest(word, [*tasks, *(task.function for task in tasks.values())]))
+    return name
+
+
 def _parsed(path: Path, tasks: str | None) -> dict[str, bool] | None:
-    """By grade_id, whether a notebook's answer cells are Python; what is wrong with one that is not is printed.
+    """By grade_id, whether a notebook's answer cells are Python; what is wrong, and what is not run, is printed.
 
     Args:
-        tasks: names with commas between: the others' cells are not looked at.
+        tasks: names, or their functions', with commas between: the others' cells are not looked at.
     Returns:
         None: not a notebook, or one that `_sources` refuses.
     Raises:
@@ -58,11 +64,16 @@ def _parsed(path: Path, tasks: str | None) -> dict[str, bool] | None:
     """
     import ast
     import json
+    import re
+
+    from course_lib.grading.cells import python_of
 
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
-            ast.parse(text, str(path))
+            script = python_of(text)
+            print(*(f"{path}: {said}\n" for said in script.skipped), sep="", end="", flush=True)
+            ast.parse(script.text, str(path))
             return None
         cells = json.loads(text)["cells"]
         answers = {cell["metadata"]["nbgrader"]["grade_id"]: "".join(cell["source"]) for cell in cells
@@ -71,15 +82,20 @@ def _parsed(path: Path, tasks: str | None) -> dict[str, bool] | None:
         raise DataError(_not_python(str(path), error)) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    wanted = {name.strip().replace(".", "-") for name in tasks.split(",")} if tasks else set(answers)
+    words = [word.strip() for word in tasks.split(",")] if tasks else []
     parsed: dict[str, bool] = {}
-    for name in (name for name in answers if name in wanted):
+    for name, source in answers.items():
+        if words and not any(word.replace(".", "-") == name or re.search(rf"\b(def|class) +{re.escape(word)}\b", source)
+                             for word in words):
+            continue
+        cell, named = python_of(source), name.replace("-", ".", 1)
+        print(*(f"{named}: {said}\n" for said in cell.skipped), sep="", end="", flush=True)
         try:
-            ast.parse(answers[name])
+            ast.parse(cell.text)
             parsed[name] = True
         except SyntaxError as error:
             parsed[name] = False
-            print(_not_python(name.replace("-", ".", 1), error), flush=True)
+            print(_not_python(named, error), flush=True)
     return parsed or None
 
 
@@ -89,8 +105,10 @@ def _not_python(where: str, error: SyntaxError) -> str:
 
 
 def _sources(path: Path, tasks: "dict[str, Task]") -> dict[str, str]:
-    """The text of each answer in a file, by task."""
+    """The text of each answer in a file, by task, as Python."""
     import ast
+
+    from course_lib.grading.cells import python_of
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -99,6 +117,7 @@ def _sources(path: Path, tasks: "dict[str, Task]") -> dict[str, str]:
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8", "save it as UTF-8") from None
     if path.suffix == ".py":
+        text = python_of(text).text
         tree = ast.parse(text, str(path))
         defined = {node.name for node in tree.body
                    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
@@ -121,10 +140,9 @@ def _check(task: "Task", source: str | None, path: Path) -> bool:
     if source is None:
         print(f"{task.name}: {path} has no answer to it")
         return False
-    scope: dict[str, Any] = {"__name__": "answer"}
     file = own_code.registered(f"answer {task.name}", source)
     try:
-        exec(compile(source, file, "exec", dont_inherit=True), scope)  # the learner's own, on their own machine
+        scope = own_code.run(source, file)  # the learner's own, on their own machine
     except Exception as error:  # whatever the learner's code raises is for them to read
         print(f"{task.name}: the cell raised {own_code.told(error, file)}")
         return False

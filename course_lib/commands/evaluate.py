@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := launch_environment.to_start(here, config.run.num_processes):
         from course_lib.commands.relaunch import relaunch
 
-        return relaunch(missing, args, config)
+        return relaunch(missing, args, config, trained=True)
     with importing():
         from course_lib.commands.report import print_scores
         from course_lib.training import run as runs

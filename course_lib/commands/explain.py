@@ -1,5 +1,6 @@
 """``course train --explain FIELD``: what a field of the configuration is, who reads it, and where it stands."""
 
+import textwrap
 import types
 import typing
 from typing import Any
@@ -10,11 +11,16 @@ from course_lib.config_sections.unread import READERS
 
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
 """Words for the limits of a number."""
+INDENT = 12
+"""Characters before what is told."""
 
 
-def explained(name: str) -> str:
+def explained(name: str, width: int) -> str:
     """A field in a few lines: meaning, type, default, who reads it, its place in YAML, its other names.
 
+    Args:
+        name: of the field, or another name of it.
+        width: characters that a line may have.
     Raises:
         ConfigError: there is no such field; the nearest are named.
     """
@@ -22,17 +28,14 @@ def explained(name: str) -> str:
     aliases = [alias for alias, meant in config_files.ALIASES.items() if meant == field.name]
     readers = list(dict.fromkeys(reader.only for reader in READERS if field.name in reader.fields))
     default = "none" if field.default is None else str(field.default).lower() if field.is_flag else str(field.default)
-    lines = [
-        f"--{field.name}",
-        f"  meaning   {field.help}",
-        f"  type      {type_of(field)}",
-        f"  default   {default}",
-        f"  read by   {'; '.join(readers) if readers else 'every run'}",
-        f"  in YAML   {field.section}: {{{field.name}: {_example(field)}}}, or {field.name}: … at the top",
-    ]
-    if aliases:
-        lines.append(f"  also      {', '.join(f'--{alias}' for alias in aliases)}")
-    return "\n".join(lines)
+    facts = {
+        "meaning": field.help, "type": type_of(field), "default": default,
+        "read by": "; ".join(readers) if readers else "every run",
+        "in YAML": f"{field.section}: {{{field.name}: {_example(field)}}}, or {field.name}: … at the top",
+        "also": ", ".join(f"--{alias}" for alias in aliases)}
+    lines = [textwrap.fill(text, width, initial_indent=f"  {fact:{INDENT - 2}}", subsequent_indent=" " * INDENT,
+                           break_long_words=False, break_on_hyphens=False) for fact, text in facts.items() if text]
+    return "\n".join([f"--{field.name}", *lines])
 
 
 def type_of(field: Option) -> str:

@@ -83,12 +83,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(tasks: "dict[str, Task]", names: str) -> "dict[str, Task]":
-    """The named tasks, or those of the named lessons; all where none is named.
+    """The tasks named by their own name or their function's, or those of the named lessons; all where none is named.
 
     Raises:
         ConfigError: a name that is neither.
     """
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    from course_lib.grading.task import name_of
+
+    wanted = [name_of(name.strip(), tasks) or name.strip() for name in names.split(",") if name.strip()]
     known = [*tasks, *{task.lesson: None for task in tasks.values()}]
     for name in wanted:
         if name not in known:

@@ -334,25 +334,28 @@ def _table(result: "Search", budget: float | None) -> Any:
 
 def _bill(result: "Search", budget: float) -> str:
     """What so many tokens take, and cost."""
-    from course_lib.planning import margins
+    from course_lib.planning import intervals
 
     hours, dollars = result.best.cost.hours(budget), result.best.cost.dollars(budget)
-    low, high = margins.THROUGHPUT.around(hours)
+    between = intervals.of_hours(result.model, result.best.plan, hours)
     whose = f"of {result.cluster.instance}" if result.cluster.instance else "of the cheapest SageMaker instance with it"
     price = (f"${dollars:,.0f} at the list price {whose}" if dollars
              else "no price is known: SageMaker has no instance with it")
-    return f"{budget:,.0f} tokens take {hours:,.1f} hours (nine in ten: {low:,.1f} to {high:,.1f}); {price}."
+    return (f"{budget:,.0f} tokens take {hours:,.1f} hours ({intervals.SHARE:.0%} of such plans: {between.low:,.1f} to "
+            f"{between.high:,.1f}); {price}.")
 
 
 def _bar(console: Any, result: "Search") -> None:
-    """Memory of one rank of the best plan as a bar over the GPU's whole memory."""
+    """Memory of one rank of the best plan as a bar over the GPU's whole memory; what the runtime takes comes after it,
+    and is in no number of the page."""
     from rich.padding import Padding
     from rich.text import Text
 
     from course_lib.planning.memory import RUNTIME
 
     whole = result.cluster.accelerator.memory
-    parts = {**result.best.memory.at_peak(), "runtime": float(RUNTIME)}
+    held = result.best.memory
+    parts = {**held.at_peak(), "runtime": float(RUNTIME)}
     length = min(BAR, console.width - BESIDE)
     bar, filled, drawn = Text("a rank  ["), 0.0, 0
     for kind, size in parts.items():
@@ -360,11 +363,12 @@ def _bar(console: Any, result: "Search") -> None:
         upto = round(filled / whole * length)
         bar.append(kind[0].upper() * (upto - drawn), style=COLOURS[kind])
         drawn = upto
-    bar.append("." * (length - drawn) + f"] {filled / 2**30:.1f} of {whole / 2**30:.1f} GiB")
+    bar.append("." * (length - drawn) + f"] {held.total / 2**30:.1f} of {whole / 2**30:.1f} GiB")
     console.print(bar, soft_wrap=True)
     legend = Text("  ").join(Text(f"{kind[0].upper()} {kind} {size / 2**30:.1f}".replace(" ", "\u00a0"), COLOURS[kind])
                              for kind, size in parts.items())
-    if result.best.memory.host:
-        legend.append(f"  and {result.best.memory.host / 2**30:.1f} GiB of host memory for each GPU")
+    legend.append("\u00a0besides")
+    if held.host:
+        legend.append(f"  and {held.host / 2**30:.1f} GiB of host memory for each GPU")
     console.print(Padding(legend, (0, 0, 0, 8)))
     console.print()

@@ -10,7 +10,7 @@ import yaml
 
 from course_lib.config import Config, build
 from course_lib.errors import ConfigError
-from course_lib.planning import hardware, margins, memory, to_launchers
+from course_lib.planning import hardware, intervals, memory, to_launchers
 from course_lib.planning.strategy import Candidate, Search
 from course_lib.writing import write_text
 
@@ -57,7 +57,8 @@ def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Co
     from course_lib.training.launchfiles import ACCELERATE, DEEPSPEED, accelerate_settings, accelerate_yaml
 
     plan, cluster, precision = chosen.plan, result.cluster, fields["mixed_precision"]
-    job = _job(result, config, chosen.cost.hours(tokens) if tokens else None)
+    hours = intervals.of_hours(result.model, plan, chosen.cost.hours(tokens)).high if tokens else None
+    job = _job(result, config, hours)
     head = f"# {result.model.name} on {cluster.gpus} x {cluster.accelerator.name}: {plan.strategy}\n"
     texts = {"course.yaml": head + yaml.safe_dump(fields, sort_keys=False)}
     settings = accelerate_settings(config, precision, plan.gpus, block_classes(result.model.family))
@@ -83,10 +84,10 @@ def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Co
     return texts
 
 
-def _job(result: Search, config: Config, hours: float | None) -> "Job":
+def _job(result: Search, config: Config, most_hours: float | None) -> "Job":
     """The run on as many machines as its GPUs fill; on a SageMaker instance where one has just such a node.
 
-    It is stopped after the hours that nine in ten plans stay below, or, where no tokens were planned, as any job is.
+    It is stopped at the end of the interval of its hours, or, where no tokens were planned, as any job is.
     """
     from course_lib.cloud.job import Job
 
@@ -96,9 +97,9 @@ def _job(result: Search, config: Config, hours: float | None) -> "Job":
                           f"give --gpus {cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node}")
     machine = cluster.instance or hardware.instance(cluster.accelerator.name, cluster.gpus_per_node)
     job = Job(config, machine or cluster.accelerator.name, cluster.nodes, cluster.gpus_per_node, name="planned")
-    if hours is None:
+    if most_hours is None:
         return job
-    limit = math.ceil(margins.THROUGHPUT.around(hours)[1] * 10) / 10
+    limit = math.ceil(most_hours * 10) / 10
     return replace(job, max_hours=limit, max_wait_hours=2 * limit)
 
 

@@ -135,9 +135,10 @@ def questions_of(path: Path) -> tuple[set[str], int]:
 
 def _questions(source: str) -> Iterator[ast.Call]:
     """Calls of `predict` with `ask` in a cell; a cell that is not Python yet, as while somebody edits it, has none."""
-    lines = ["pass" if line.startswith(("%", "!")) else line for line in source.splitlines()]
+    from course_lib.grading.cells import python_of
+
     try:
-        tree = ast.parse("\n".join(lines))
+        tree = ast.parse(python_of(source).text)
     except SyntaxError:
         return
     for node in ast.walk(tree):

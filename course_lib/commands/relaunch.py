@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from course_lib.commands import once
 from course_lib.commands.crowding import crowding
 from course_lib.commands.options import importing
 from course_lib.config import Config
@@ -27,7 +28,8 @@ GRACE = 100
 """Seconds between a signal and SIGKILL; schedulers commonly give a job 120 in all."""
 
 
-def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, output_dir: Path | None = None) -> int:
+def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, output_dir: Path | None = None,
+             trained: bool = False) -> int:
     """Run the command on that many ranks of this machine, and return their exit code.
 
     SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks, which have GRACE seconds to save and end.
@@ -38,8 +40,11 @@ def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, ou
         config: what the command line says.
         output_dir: the run's folder, which tells whether ranks that were asked to stop left a checkpoint, and whether
             those that ended with a dead or stopped one left a report.
+        trained: the model has to be a folder.
     Raises:
         LaunchError: there are fewer GPUs than ranks.
+        DataError: there is no such data set.
+        ModelError: there is no such model.
     """
     # Before torch is imported: it and NumPy read the number of their threads once.
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // num_processes)
@@ -60,17 +65,19 @@ def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, ou
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as rank_process.py does
+    look_for_inputs(config, trained)
     free = min(psutil.virtual_memory().available, machine.cgroup_memory_limit() or sys.maxsize)
     warning = None if gpus else crowding(num_processes, usable_cores(), free)
     if warning:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     started = time.time()
-    if gpus or sys.platform == "darwin" or forks.why_not_fork("cpu"):
-        ended = start_anew(num_processes, args.argv)
-    else:
-        import_what_ranks_need(config)
-        ended = forked_ranks.run_forked(functools.partial(args.main, args.argv), num_processes, threads=threads,
-                                        grace=GRACE)
+    with once.said_once():
+        if gpus or sys.platform == "darwin" or forks.why_not_fork("cpu"):
+            ended = start_anew(num_processes, args.argv)
+        else:
+            import_what_ranks_need(config)
+            ended = forked_ranks.run_forked(functools.partial(args.main, args.argv), num_processes, threads=threads,
+                                            grace=GRACE)
     if ended.signal == signal.SIGINT:
         return EXIT_INTERRUPTED
     if ended.signal is not None:
@@ -78,6 +85,26 @@ def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, ou
     if ended.code < 0:
         return EXIT_HUNG if output_dir and has_report(output_dir / HANG_FOLDER, started) else EXIT_FAILED
     return ended.code
+
+
+def look_for_inputs(config: Config, trained: bool) -> None:
+    """Find the data set and the model before ranks are started, which would all look in vain.
+
+    Raises:
+        DataError: there is no such data set.
+        ModelError: there is no such model.
+    """
+    with importing():
+        from course_lib.data import sources
+        from course_lib.data.cache import progress_bars
+        from course_lib.modeling import model_sources, presets
+
+    with progress_bars(config.run.progress_bar):
+        sources.find(config.data)
+    if trained:
+        model_sources.local(config.model.model)
+    elif config.model.model not in presets.TINY:
+        model_sources.locate(config.model)
 
 
 def import_what_ranks_need(config: Config) -> None:

@@ -82,12 +82,13 @@ def _lane(spans: Sequence[Span], timeline: Timeline, width: int, bands: int) -> 
 
 
 def as_json(timeline: Timeline, in_flight: Sequence[int]) -> dict[str, Any]:
-    """One schedule with its times and memory, as numbers in the units of the costs that were given."""
+    """One schedule with its times and memory, as numbers in the units of the costs that were given; activations are
+    micro-batches of one stage where no --bytes are."""
     schedule = timeline.schedule
     return {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages,
             "microbatches": schedule.microbatches, "makespan": float(timeline.makespan),
             "bubble": float(timeline.bubble), "stage_bubble": float(timeline.stage_bubble),
-            "peak_bytes": [float(peak) for peak in timeline.peak_bytes], "in_flight": list(in_flight),
+            "peak_activations": [float(peak) for peak in timeline.peak_activations], "in_flight": list(in_flight),
             "rows": [[{"action": str(span.action), "start": float(span.start), "end": float(span.end)}
                       for span in spans] for spans in timeline.rows]}
 
@@ -100,7 +101,7 @@ def candidates_json(candidates: Sequence[ScheduleCandidate]) -> list[dict[str, A
                                "microbatches": candidate.microbatches, "problem": candidate.problem or None}
         if candidate.timeline is not None:
             row |= {"time_per_microbatch": float(candidate.sample_time), "bubble": float(candidate.timeline.bubble),
-                    "peak_bytes": float(max(candidate.timeline.peak_bytes))}
+                    "peak_activations": float(max(candidate.timeline.peak_activations))}
         rows.append(row)
     return rows
 
@@ -118,10 +119,10 @@ def _facts(timeline: Timeline, costs: Costs, in_flight: Sequence[int], limit: Nu
     wait = None if costs.latency else bubble_time(schedule.name, schedule.ranks, schedule.microbatches, costs)
     if wait is not None:
         yield "formula", f"a rank waits {_plain(wait)} in a step"
-    peaks = ", ".join(_plain(peak) for peak in timeline.peak_bytes)
+    peaks = ", ".join(_plain(peak) for peak in timeline.peak_activations)
     yield "held at most", f"{peaks} by rank; {', '.join(map(str, in_flight))} micro-batches, counted for each stage"
     if limit is not None:
-        over = [rank for rank, peak in enumerate(timeline.peak_bytes) if peak > limit]
+        over = [rank for rank, peak in enumerate(timeline.peak_activations) if peak > limit]
         yield "limit", f"{_plain(limit)}: " + (f"rank {over[0]} holds more" if over else "every rank fits")
 
 
@@ -129,7 +130,7 @@ def finding(timeline: Timeline) -> str:
     """One line for the figure's title."""
     schedule = timeline.schedule
     return (f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} micro-batches: "
-            f"{float(timeline.bubble):.1%} idle, {_plain(max(timeline.peak_bytes))} held at most")
+            f"{float(timeline.bubble):.1%} idle, {_plain(max(timeline.peak_activations))} held at most")
 
 
 def verdict(candidates: Sequence[ScheduleCandidate]) -> str:
@@ -151,7 +152,7 @@ def compare(console: Console, candidates: Sequence[ScheduleCandidate], limit: Nu
         if candidate.timeline is None:
             row += [""] * 3
         else:
-            peak = max(candidate.timeline.peak_bytes)
+            peak = max(candidate.timeline.peak_activations)
             row += [_plain(candidate.sample_time), f"{float(candidate.timeline.bubble):.1%}", _plain(peak)]
         row[0] = "" if candidate.problem else str(place)
         table.add_row(*row, Text(candidate.problem or "fits", "red" if candidate.problem else "green"),

@@ -19,6 +19,8 @@ NAME = "submit"
 HELP = "send a run to SageMaker, rehearse that here (--local), or write a script for Slurm, torchrun or SkyPilot"
 ASK_ABOVE = 10.0
 """Dollars that a job may cost at most without a question."""
+RENTED = ("sagemaker", "skypilot")
+"""Launchers that are told by name which machine to rent."""
 TARGETS = ("sagemaker", "slurm", "torchrun", "accelerate", "skypilot")
 
 
@@ -26,8 +28,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     job = parser.add_argument_group("the job")
     job.add_argument("--to", choices=TARGETS, default="sagemaker", help="launcher [sagemaker]")
-    job.add_argument("--instance_type", required=True, metavar="ML.NAME", help="SageMaker's name of the machine, for "
-                     "every launcher: ml.p4d.24xlarge, ml.g5.xlarge ...")
+    job.add_argument("--instance_type", metavar="ML.NAME", help="SageMaker's name of the machine: ml.p4d.24xlarge, "
+                     "ml.g5.xlarge ...; sagemaker and skypilot rent by it, others take --processes_per_instance too")
     job.add_argument("--instance_count", type=int, default=1, metavar="N", help="machines [1]")
     job.add_argument("--processes_per_instance", type=int, metavar="N", help="ranks on each [one per GPU]")
     job.add_argument("--max_hours", type=float, default=2.0, metavar="HOURS",
@@ -63,9 +65,11 @@ def run(args: argparse.Namespace) -> int:
     from course_lib.cloud.launchers import LAUNCHERS
 
     max_wait = args.max_wait_hours if args.max_wait_hours is not None else 2 * args.max_hours
-    processes = args.processes_per_instance
-    job = Job(config_from(args), args.instance_type, args.instance_count,
-              accelerators(args.instance_type) if processes is None else processes,
+    kind, processes = args.instance_type or "", args.processes_per_instance
+    if not kind and (args.to in RENTED or processes is None):
+        raise ConfigError(f"--to {args.to} without --instance_type", "name the machine, as ml.g5.xlarge" if args.to in
+                          RENTED else "say how many ranks each machine has: --processes_per_instance 8")
+    job = Job(config_from(args), kind, args.instance_count, accelerators(kind) if processes is None else processes,
               args.max_hours, args.spot, max_wait, args.warm_pool, args.job_name)
     if args.to != "sagemaker":
         return _script(args, job, *LAUNCHERS[args.to])

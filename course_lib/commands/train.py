@@ -21,9 +21,11 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; start the ranks first where they were asked for and are not there."""
     if args.explain:
+        import shutil
+
         from course_lib.commands.explain import explained
 
-        print(explained(args.explain))
+        print(explained(args.explain, shutil.get_terminal_size().columns))
         return 0
     config = config_from(args)
     from course_lib.commands import accelerate_launcher

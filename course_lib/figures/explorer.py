@@ -38,7 +38,7 @@ def view(name: str, ranks: int, microbatches: int, stages_per_rank: int, forward
     in_flight = check(schedule)
     timeline = simulate(schedule, costs)
     facts = (f"step {float(timeline.makespan):g}, bubble {float(timeline.bubble):.2%} ({timeline.bubble})",
-             f"held at most, by rank: {', '.join(f'{float(peak):g}' for peak in timeline.peak_bytes)} "
+             f"held at most, by rank: {', '.join(f'{float(peak):g}' for peak in timeline.peak_activations)} "
              f"(1 is a micro-batch in all stages of a rank); parts in flight: {', '.join(map(str, in_flight))}")
     title = f"{name} on {ranks} ranks, {microbatches} micro-batches: {float(timeline.bubble):.1%} idle"
     return "\n".join((str(schedule), "", *facts)), gantt({"": timeline}, title)

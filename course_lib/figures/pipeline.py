@@ -213,7 +213,7 @@ def bubble_beside_memory(timelines: Mapping[str, Timeline], title: str, limit: F
     height = 1.2 + 0.26 * len(timelines)
     with canvas(title, width=7.6, height=height, ncols=2, sharey=True) as (figure, (idle_axes, held_axes)):
         for row, timeline in enumerate(timelines.values()):
-            held, idle = float(max(timeline.peak_bytes)), 100 * float(timeline.bubble)
+            held, idle = float(max(timeline.peak_activations)), 100 * float(timeline.bubble)
             fits = limit is None or held <= limit
             for axes, value, kind in ((idle_axes, idle, "neutral"), (held_axes, held, "activations")):
                 axes.barh(row, value, height=0.62, edgecolor=COLOURS[kind] if fits else "#b5b5b5", **PREDICTED)

@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 
 from course_lib.errors import DataError
+from course_lib.grading.cells import python_of
 from course_lib.grading.tasks import TASKS
 from course_lib.writing import write_text
 
@@ -35,10 +36,10 @@ def answers(path: Path) -> dict[str, str]:
 
 
 def answers_of(text: str) -> dict[str, str]:
-    """The sources of a notebook's answer cells by task name, less the marks of a master."""
+    """The sources of a notebook's answer cells by task name, as Python, less the marks of a master."""
     names = {task.grade_id: name for name, task in TASKS.items()}
     cells = [(cell.metadata.get("nbgrader", {}), cell.source) for cell in nbformat.reads(text, as_version=4).cells]
-    return {names.get(about["grade_id"], about["grade_id"]): MARKS.sub("", source)
+    return {names.get(about["grade_id"], about["grade_id"]): python_of(MARKS.sub("", source)).text
             for about, source in cells if about.get("solution")}
 
 

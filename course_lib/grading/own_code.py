@@ -1,8 +1,9 @@
 """Where in a learner's own code something happened: the line of an exception, the line in which a rank still was."""
 
+import ast
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import CodeType
 from typing import Any
 
@@ -10,6 +11,31 @@ BUILD_PATH = re.compile(r"\[/\S+?\.(?:cc|cpp|h|hpp|cu):\d+\]\s*")
 """Where a library's developers keep its source: nothing to a learner."""
 MAX_TEXT = 200
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+class _NoShell:
+    """What ``get_ipython()`` gives where there is no IPython: whatever is asked of it does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def run(source: str, file: str) -> dict[str, Any]:
+    """Run an answer as a notebook would: ``await`` may stand outside functions, and what IPython adds to Python's names
+    is there, and shows nothing.
+
+    Args:
+        file: to compile it under.
+    Returns:
+        The names that it has then.
+    """
+    scope: dict[str, Any] = {"__name__": "answer", "display": lambda *args, **kwargs: None, "get_ipython": _NoShell}
+    waits = eval(compile(source, file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True), scope)
+    if isinstance(waits, Coroutine):
+        import asyncio  # few need it
+
+        asyncio.run(waits)
+    return scope
 
 
 def registered(name: str, source: str) -> str:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.errors import DataError
-from course_lib.grading import masters
+from course_lib.grading import masters, own_code
 from course_lib.grading.check import SECONDS_PER_CASE, CheckJob, Report, observe
 from course_lib.grading.hidden import hidden_cases, load, solutions_folder
-from course_lib.grading.own_code import registered
 from course_lib.grading.task import Observation, Task
 from course_lib.grading.tasks import TASKS
 from course_lib.launching.launch import RankError, RanksHung
@@ -86,9 +85,7 @@ def planted(folder: Path) -> list[Planted]:
 
 def function_of(task: Task, source: str) -> Callable[..., Any]:
     """The function that an answer cell of our own defines. Learners' sources are never run like this."""
-    namespace: dict[str, Any] = {}
-    exec(compile(source, registered(f"answer {task.name}", source), "exec"), namespace)
-    return namespace[task.function]
+    return own_code.run(source, own_code.registered(f"answer {task.name}", source))[task.function]
 
 
 def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | None = None, seed: int = 1) -> list[Row]:

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from course_lib.errors import CourseError
+from course_lib.grading.cells import Cell, python_of
 from course_lib.grading.task import Task
 from course_lib.grading.verdict import printable
 
@@ -41,7 +42,7 @@ class Submission:
         learner: from the file's or the folder's name.
         answers: text of the answer by task.
         files: where each answer was found.
-        problems: what could not be read, and why.
+        problems: what was not read, and why.
         stamps: by lesson, the line in nbgrader's timestamp.txt.
     """
 
@@ -99,10 +100,11 @@ def _take(submission: Submission, file: _File, tasks: Mapping[str, Task]) -> Non
         submission.stamps[file.lesson] = printable(file.data.decode(errors="replace").strip()[:40])
         return
     try:
-        answers = answers_in(file.where, file.data, tasks)
+        answers, skipped = answers_in(file.where, file.data, tasks)
     except Unreadable as error:
         submission.problems.append(printable(f"{file.where}: {error}"))
         return
+    submission.problems += [printable(f"{file.where}: {said}") for said in skipped]
     for name, source in answers.items():
         if name in submission.answers:
             counts = submission.files[name]
@@ -111,8 +113,8 @@ def _take(submission: Submission, file: _File, tasks: Mapping[str, Task]) -> Non
             submission.answers[name], submission.files[name] = source, file.where
 
 
-def answers_in(name: str, data: bytes, tasks: Mapping[str, Task]) -> dict[str, str]:
-    """The texts of the answers in one notebook or script, by task.
+def answers_in(name: str, data: bytes, tasks: Mapping[str, Task]) -> tuple[dict[str, str], list[str]]:
+    """The texts of the answers in one notebook or script, by task, as Python; and what of them is IPython's alone.
 
     Of a notebook, the cells that nbgrader marks as a task's solution, in their order; of a script, all of it for each
     task whose function it defines.
@@ -121,25 +123,26 @@ def answers_in(name: str, data: bytes, tasks: Mapping[str, Task]) -> dict[str, s
         Unreadable: it is neither.
     """
     if name.endswith(".py"):
-        text = _text(data)
-        return {task.name: _functions_of(text) for task in tasks.values()
-                if re.search(rf"^(class|def|async def) {task.function}\b", text, re.MULTILINE)
-                or re.search(rf"^{task.function}\s*=", text, re.MULTILINE)}
+        script = python_of(_text(data))
+        return {task.name: _functions_of(script.text) for task in tasks.values()
+                if re.search(rf"^(class|def|async def) {task.function}\b", script.text, re.MULTILINE)
+                or re.search(rf"^{task.function}\s*=", script.text, re.MULTILINE)}, list(script.skipped)
     try:
         cells = json.loads(_text(data))["cells"]
         names = {task.grade_id: task.name for task in tasks.values()}
-        by_task: dict[str, list[str]] = {}
+        by_task: dict[str, list[Cell]] = {}
         for cell in cells:
             marks = cell.get("metadata", {}).get("nbgrader", {})
             if cell.get("cell_type") == "code" and marks.get("solution") and marks.get("grade_id") in names:
                 source = cell.get("source", "")
                 by_task.setdefault(names[marks["grade_id"]], []).append(
-                    source if isinstance(source, str) else "".join(source))
+                    python_of(source if isinstance(source, str) else "".join(source)))
     except RecursionError:
         raise Unreadable("is nested too deeply for a notebook") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Unreadable("is not a notebook of format 4: open it in Jupyter and save it again") from None
-    return {name: "\n\n".join(sources) for name, sources in by_task.items()}
+    return ({name: "\n\n".join(cell.text for cell in cells) for name, cells in by_task.items()},
+            [f"{name}: {said}" for name, cells in by_task.items() for cell in cells for said in cell.skipped])
 
 
 def _functions_of(text: str) -> str:

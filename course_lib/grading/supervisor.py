@@ -249,8 +249,7 @@ def _join(job: dict[str, Any], number: int, rank: int, world_size: int) -> None:
 
 def _function(source: str, name: str) -> Callable[..., Any]:
     """Run the answer's text, and take the function of that name."""
-    scope: dict[str, Any] = {"__name__": "answer"}
-    exec(compile(source, ANSWER, "exec", dont_inherit=True), scope)
+    scope = own_code.run(source, ANSWER)
     if not callable(scope.get(name)):
         raise NameError(f"the answer defines no function {name}")
     return scope[name]

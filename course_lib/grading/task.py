@@ -260,3 +260,8 @@ def earned(task: Task, findings: Sequence[Finding]) -> int:
         verdicts[finding.property] = verdicts.get(finding.property, True) and finding.holds
     held = {name for name in task.points if verdicts.get(name, False)}
     return min(sum(task.points[name] for name in held), task.most(task.points.keys() - held))
+
+
+def name_of(word: str, tasks: Mapping[str, Task]) -> str | None:
+    """The name of the task that is called so, or whose function is."""
+    return word if word in tasks else next((task.name for task in tasks.values() if task.function == word), None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.errors import CourseError, DataError
+from course_lib.grading.cells import python_of
 from course_lib.grading.hidden import hidden_cases
 from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Limits, Sandbox
@@ -61,7 +62,8 @@ def result(folder: Path, answer: Path, seed: int) -> dict[str, Any]:
     task, sandbox = TASKS[about["name"]], Sandbox()
     sandbox.require()
     limits = Limits(seconds=about["seconds"], memory=int(about["memory_gib"] * 2**30))
-    verdict = grade_source(task, answer.read_text(encoding="utf-8", errors="replace"), limits=limits, sandbox=sandbox,
+    source = python_of(answer.read_text(encoding="utf-8", errors="replace")).text
+    verdict = grade_source(task, source, limits=limits, sandbox=sandbox,
                            hidden=hidden_cases(task, random.Random(f"{seed} {task.name}")))
     return {"format": about["format"], "id": about["id"], "seed": seed,
             "score": round(verdict.points / verdict.maximum, 4), **verdict.to_json()}

@@ -138,6 +138,12 @@ class ShardedBucket:
             take(parameter)
             piece.data.grad = None
 
+    def forget_one(self, parameter: nn.Parameter) -> None:
+        """Drop the gradient of one parameter, as if no rank's backward had reached it."""
+        self.used.discard(parameter)
+        if self.gradient is not None:
+            self.gradient[self.shard_slices[parameter]].fill_(ABSENT)
+
     def adopt(self) -> None:
         """Take over what others have written into the parameters since the last step: loaded, clamped, swapped."""
         if self.master is not self.local_shard:

@@ -8,7 +8,8 @@ knows its pieces::
     norm of each gradient        linalg.vector_norm(g)    this rank's pieces, then one all-reduce for all parameters
     scale each gradient          g.mul_(factor)           this rank's piece is scaled
 
-Everything else that looks at elements is refused in a line. FSDP2 has its ``DTensor`` there, for the same reason.
+Whoever sets ``.grad`` to None throws the gradient away, as ``module.zero_grad()`` does. Everything else that looks at
+elements, or puts others there, is refused in a line. FSDP2 has its ``DTensor`` there, for the same reason.
 """
 
 import math
@@ -18,14 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from course_lib.errors import ModelError
+from course_lib.errors import ConfigError, ModelError
 from course_lib.parallel.absence import zero_present_
 from course_lib.parallel.clipping import norm_dtype
 
-IN_PLACE = {torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar, torch.ops.aten.div_.Tensor,
-            torch.ops.aten.div_.Scalar, torch.ops.aten.clamp_.default}
+aten = torch.ops.aten
+IN_PLACE = {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.clamp_.default,
+            aten.clamp_min_.default, aten.clamp_max_.default}
 """What is done to each element by itself, with numbers: a piece is changed as the whole would be."""
+FOREACH = {aten._foreach_norm.Scalar: aten.linalg_vector_norm.default, aten._foreach_mul_.Tensor: aten.mul_.Tensor,
+           aten._foreach_mul_.Scalar: aten.mul_.Scalar, aten._foreach_div_.Tensor: aten.div_.Tensor,
+           aten._foreach_div_.Scalar: aten.div_.Scalar, aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
+           aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default}
+"""What ``foreach=True`` calls for many gradients at once, and what it is for each."""
 
 
 class ShardedGradient(Tensor):
@@ -47,9 +56,8 @@ class ShardedGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own
 
     @staticmethod
-    def __new__(cls, owner: "ShardedGradients", name: str, parameter: nn.Parameter) -> "ShardedGradient":
-        made = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device,
-                                             storage_size=0)
+    def __new__(cls, owner: "ShardedGradients", name: str, like: Tensor) -> "ShardedGradient":
+        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device, storage_size=0)
         made.owner, made.of, made.whole = owner, name, None
         return made
 
@@ -61,21 +69,25 @@ class ShardedGradient(Tensor):
                            args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = kwargs or {}
         gradient = args[0] if args else None
+        if operator in FOREACH:
+            results = [FOREACH[operator](one, *args[1:], **given) for one in args[0]]
+            return results if operator is aten._foreach_norm.Scalar else None
         if isinstance(gradient, cls):
             others = (*args[1:], *given.values())
-            if operator is torch.ops.aten.linalg_vector_norm.default and len(args) < 3 and not given:
+            if operator is aten.detach.default:  # of `.data` and `.detach()`: the same gradient
+                return cls(gradient.owner, gradient.of, gradient)
+            if operator is aten.linalg_vector_norm.default and len(args) < 3 and not given:
                 return gradient.owner.norm(gradient.of, float(args[1]) if len(args) > 1 else 2.0)
-            if operator is torch.ops.aten.zero_.default:
+            if operator is aten.zero_.default:
                 gradient.owner.change(gradient.of, zero_present_)
                 return gradient
             if operator in IN_PLACE and all(not isinstance(other, Tensor) or other.ndim == 0 for other in others):
                 gradient.owner.change(gradient.of, lambda piece: operator(piece, *args[1:], **given))
                 return gradient
-        named = next((a for a in (*args, *given.values()) if isinstance(a, cls)), None)
-        raise ModelError(f"the gradient of {f'`{named.of}`' if named is not None else 'a parameter'} lies in pieces "
-                         f"on all ranks, and {operator} wants its elements",
-                         "clip with nn.utils.clip_grad_norm_ or engine.clip_grad_norm_, and read this rank's piece in "
-                         "engine.pieces()[name].data.grad before engine.step()")
+        named = next(a for a in tree_leaves((args, given)) if isinstance(a, cls))
+        raise ModelError(f"the gradient of `{named.of}` lies in pieces on all ranks, and {operator} wants its elements",
+                         "clip with nn.utils.clip_grad_norm_ or engine.clip_grad_norm_, take .norm() of it, or read "
+                         "this rank's piece in engine.pieces()[name].data.grad before engine.step()")
 
 
 class ShardedGradients:
@@ -86,16 +98,18 @@ class ShardedGradients:
         pieces: gives this rank's part of each parameter's mean gradient, reduced if it has not been; None or nothing
             where there is none. Called on every rank.
         pending: whether there are gradients that only a backward outside ``no_sync`` will reduce.
+        forget: drops this rank's part of one parameter's gradient.
         group: of the ranks; the default group by default.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str], pieces: Callable[[], Mapping[nn.Parameter, Tensor | None]],
-                 pending: Callable[[], bool], group: dist.ProcessGroup | None):
-        self.pieces, self.pending, self.group = pieces, pending, group
+                 pending: Callable[[], bool], forget: Callable[[nn.Parameter], None], group: dist.ProcessGroup | None):
+        self.pieces, self.pending, self.forget, self.group = pieces, pending, forget, group
         self.parameters = {name: parameter for parameter, name in names.items()}
         self.shown = {parameter: ShardedGradient(self, name, parameter) for parameter, name in names.items()}
         self.dtype = norm_dtype(names)
         self._order, self._norms = 0.0, dict[str, Tensor]()
+        self._on_show: set[nn.Parameter] = set()
         # Before autograd adds to a gradient, what it adds to has to be a plain one. On the nodes: a hook of the tensor
         # would run in `autograd.grad`, too, which adds nothing.
         with torch.enable_grad():
@@ -109,14 +123,38 @@ class ShardedGradients:
         for parameter, shown in self.shown.items():
             if parameter.grad is not shown:
                 shown.whole, parameter.grad = parameter.grad, shown
+        self._on_show.update(self.shown)
 
     def changed(self) -> None:
         """The engine has changed the pieces: norms are asked anew."""
         self._norms.clear()
 
+    def forgotten(self) -> None:
+        """The engine has dropped all of them: nothing is on show, and None says nothing."""
+        self._on_show.clear()
+        self.changed()
+
     def unveil(self, parameter: nn.Parameter) -> None:
         """Let ``.grad`` be what this rank holds whole: a plain tensor, or None."""
+        if self._on_show:  # the first of this backward; one that only other ranks reach is not told of it
+            self.heed()
+            self._on_show.clear()
         parameter.grad = take(parameter)
+
+    def heed(self) -> None:
+        """Before gradients are used or added to: what was done to ``.grad`` while it was on show is done to the pieces.
+
+        Raises:
+            ModelError: another tensor was put there.
+        """
+        for parameter in [p for p in self._on_show if p.grad is not self.shown[p]]:
+            shown = self.shown[parameter]
+            if parameter.grad is not None:
+                raise ModelError(f"`.grad` of `{shown.of}` was set to a tensor, and its gradient lies in pieces on all "
+                                 "ranks", "change it in place by mul_, div_, clamp_ or zero_, or set it to None")
+            self._on_show.discard(parameter)
+            shown.whole = None
+            self.forget(parameter)
 
     def norm(self, name: str, order: float) -> Tensor:
         """Of one parameter's mean gradient over all ranks. All parameters' are reduced together, in the first call."""
@@ -175,3 +213,19 @@ def take(parameter: nn.Parameter) -> Tensor | None:
         gradient.whole = None
     parameter.grad = None
     return whole
+
+
+def refuse_grad_scaler(optimizer: Optimizer) -> None:
+    """Let the step of a ``torch.amp.GradScaler`` raise: a rank sees overflow in its own pieces alone, and would skip a
+    step that the others make.
+
+    The scaler decides by itself whether to call ``optimizer.step()``, unless the optimizer says that it skips steps.
+    """
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer.register_step_pre_hook(_refuse_scaled)
+
+
+def _refuse_scaled(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    if hasattr(optimizer, "found_inf"):
+        raise ConfigError("a GradScaler looks for overflow in this rank's pieces of the gradients alone",
+                          "train in bf16, which needs no scaler, or in fp16 with torch's FSDP2 or DeepSpeed")

@@ -38,7 +38,7 @@ from course_lib.parallel import blocks as partition
 from course_lib.parallel.absence import zero_present_
 from course_lib.parallel.call_hooks import run_hooks_always
 from course_lib.parallel.clipping import norm_dtype, scale_down_, sum_of_squares
-from course_lib.parallel.sharded_gradient import ShardedGradients, held, take
+from course_lib.parallel.sharded_gradient import ShardedGradients, held, refuse_grad_scaler, take
 from course_lib.parallel.sharded_unit import Reduction, ShardedUnit
 from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
 from course_lib.parallel.trees import map_tensors, tensors_of
@@ -72,7 +72,8 @@ class ShardedModule(nn.Module):
     some ranks reach it the others count as having zeros.
 
     ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own, and ``nn.utils.clip_grad_norm_`` over its
-    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a :class:`~.sharded_gradient.ShardedGradient`.
+    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a :class:`~.sharded_gradient.ShardedGradient`. Setting
+    it to None forgets the gradient, as ``module.zero_grad()`` does; another tensor there and a GradScaler raise.
 
     Args:
         module: changed in place: outside its forward and backward its parameters read as NaN. One that is at several
@@ -137,7 +138,9 @@ class ShardedModule(nn.Module):
         self._gradients = ShardedGradients(
             {parameter: name for parameter, name in self.names.items() if parameter.requires_grad},
             lambda: {parameter: piece.data.grad for parameter, piece in self._pieces.items()},
-            lambda: any(unit.gradient is not None for unit in self.units), group)
+            lambda: any(unit.gradient is not None for unit in self.units), self._forget_one, group)
+        refuse_grad_scaler(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self._gradients.heed())
         optimizer.register_step_post_hook(lambda *_: self.refresh())
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._unchanged = UnchangedModule(module, type(self).__name__)
@@ -253,6 +256,7 @@ class ShardedModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
+        self._gradients.heed()
         gradients = [piece.data.grad for piece in self._pieces.values() if piece.data.grad is not None]
         # Each element is on one rank: the ranks' sums of squares add up to that of the whole gradient. 0-D.
         square = sum_of_squares(gradients, self.device, norm_dtype(unit.shard for unit in self.units))
@@ -268,8 +272,8 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, of pieces and of what ``no_sync`` keeps, or let them be zeros."""
-        self._gradients.changed()
         if not set_to_none:
+            self._gradients.changed()
             kept = [unit.gradient for unit in self.units] + [piece.data.grad for piece in self._pieces.values()]
             for gradient in kept:
                 if gradient is not None:
@@ -281,6 +285,10 @@ class ShardedModule(nn.Module):
         for parameter, piece in self._pieces.items():
             take(parameter)
             piece.data.grad = None
+        self._gradients.forgotten()
+
+    def _forget_one(self, parameter: nn.Parameter) -> None:
+        next(unit for unit in self.units if parameter in unit.pieces).forget_one(parameter)
 
     def pieces(self) -> dict[str, Shard]:
         """This rank's piece of every parameter, by its first name, in module order."""

@@ -185,6 +185,13 @@ class ShardedUnit:
             present_(runs)
             self.used.update(arrived)
 
+    def forget_one(self, parameter: nn.Parameter) -> None:
+        """Drop the gradient of one parameter, as if no rank's backward had reached it."""
+        self.used.discard(parameter)
+        self.pieces[parameter].data.grad = None
+        if self.gradient is not None:  # of `no_sync`
+            self.gradient[self.starts[parameter] : self.starts[parameter] + parameter.numel()].fill_(ABSENT)
+
     def reduce_scatter(self) -> "Reduction":
         """Begin to sum the flat gradient over the ranks; each receives its own part."""
         assert self.gradient is not None

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from course_lib.errors import CourseError
 from course_lib.parallel.clipping import norm_dtype, scale_down_, sum_of_squares
 from course_lib.parallel.sharded_bucket import ShardedBucket, cut_into_buckets
-from course_lib.parallel.sharded_gradient import ShardedGradients, held
+from course_lib.parallel.sharded_gradient import ShardedGradients, held, refuse_grad_scaler
 from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
 from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree
 
@@ -41,7 +41,8 @@ class Zero1(nn.Module):
     having zeros. What is written into the parameters between steps, on every rank, is kept.
 
     ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own, and ``nn.utils.clip_grad_norm_`` over its
-    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a :class:`~.sharded_gradient.ShardedGradient`.
+    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a :class:`~.sharded_gradient.ShardedGradient`. Setting
+    it to None forgets the gradient, as ``module.zero_grad()`` does; another tensor there and a GradScaler raise.
 
     The three phases of :meth:`step` stand apart, and none hides behind computing. :class:`OverlappedZero1` sends while
     the last backward runs. The gathers could run beneath the next forward, with a hook at each module that waits for
@@ -92,12 +93,13 @@ class Zero1(nn.Module):
         self._pieces = {p: trained.get(p) or Shard(p.shape, 0, p.detach().view(-1)) for p in self.names}
         repoint(optimizer, {p: _worth_updating(piece) for p, piece in self._pieces.items()})
         # --- phase 4: the optimizer's own step reduces before it and gathers after it, whoever calls it ---
+        refuse_grad_scaler(optimizer)
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(lambda *_: self.refresh())
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         # --- phase 5: `.grad` shows gradients of all ranks, from the end of each backward ---
         self._gradients = ShardedGradients({p: name for p, name in self.names.items() if p in trained},
-                                           self._reduced_parts, self._is_pending, group)
+                                           self._reduced_parts, self._is_pending, self._forget_one, group)
         self._backward_runs = False
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._ask_for_end)  # type: ignore[attr-defined]
@@ -127,6 +129,7 @@ class Zero1(nn.Module):
 
     def reduce(self) -> None:
         """Reduce: every rank receives the mean gradient of its own shard. Done once, however often called."""
+        self._gradients.heed()
         self._gradients.changed()
         # A second call finds no gradient in a parameter: `collect` has moved them all.
         if any(held(p) is not None for bucket in self.buckets for p in bucket.param_slices):
@@ -181,12 +184,15 @@ class Zero1(nn.Module):
         """Forget the gradients, whole and reduced, or let them be zeros."""
         for bucket in self.buckets:
             bucket.forget(set_to_none)
-        self._gradients.changed()
+        (self._gradients.forgotten if set_to_none else self._gradients.changed)()
 
     def _reduced_parts(self) -> dict[nn.Parameter, Tensor]:
         self.reduce()
         return {parameter: bucket.gradient[part] for bucket in self.buckets if bucket.gradient is not None
                 for parameter, part in bucket.shard_slices.items()}
+
+    def _forget_one(self, parameter: nn.Parameter) -> None:
+        next(bucket for bucket in self.buckets if parameter in bucket.pieces).forget_one(parameter)
 
     def _is_pending(self) -> bool:
         return any(held(parameter) is not None for parameter in self.names)
@@ -260,6 +266,7 @@ class Zero2(Zero1):
 
     def reduce(self) -> None:
         """Reduce: backward has done it."""
+        self._gradients.heed()
         self._gradients.changed()  # who asks for what is reduced may change it
 
 

@@ -70,6 +70,12 @@ def interval(quantity: Quantity, predicted: float, regime: str) -> Interval:
     return around(predicted, errors(quantity, regime))
 
 
+def of_hours(model: Model, plan: Plan, hours: float) -> Interval:
+    """The interval around planned hours, which is that of the speed."""
+    speed = interval("tokens/s/GPU", 1.0, regime_of(model, plan))
+    return Interval(hours / speed.high, hours / speed.low)
+
+
 def errors_changed() -> None:
     """Called when catalogue/errors.json has been written anew."""
     _errors.cache_clear()

@@ -17,10 +17,6 @@ class Margin:
     median: float
     ninth: float
 
-    def around(self, value: float) -> tuple[float, float]:
-        """Between what the truth lies for nine predictions in ten, for what is inverse to the one that is off."""
-        return value * (1 - self.ninth), value * (1 + self.ninth)
-
 
 THROUGHPUT = Margin(145, 0.085, 0.331)
 """Of tokens/s per GPU."""
@@ -29,7 +25,6 @@ MEMORY = Margin(21, 0.133, 0.320)
 
 
 def said() -> str:
-    """Both margins in a sentence."""
+    """Both medians in a sentence; how far a number may lie off is said by its interval."""
     return (f"Of {THROUGHPUT.rows} measured runs half were within {THROUGHPUT.median:.1%} of the planned tokens/s, "
-            f"nine in ten within {THROUGHPUT.ninth:.1%}; of {MEMORY.rows} within {MEMORY.median:.1%} and "
-            f"{MEMORY.ninth:.1%} of the planned memory.")
+            f"of {MEMORY.rows} half within {MEMORY.median:.1%} of the planned memory.")

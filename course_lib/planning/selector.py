@@ -93,8 +93,8 @@ class HardwareSelector:
             ``distributed_strategy`` (DDP, FSDP or DeepSpeed), ``gpu_count``, ``per_gpu_batch_size``,
             ``gradient_accumulation_steps``, ``global_batch_size``, ``mixed_precision`` (bool), ``precision``
             (``bf16``, ``fp16``, ``fp32``), ``gradient_checkpointing`` (bool), ``estimated_memory`` (GiB of one GPU:
-            ``parameters_gb``, ``gradients_gb``, ``optimizer_gb``, ``activations_gb``, ``buffers_gb`` and their sum
-            with what the runtime holds, ``per_gpu_gb``; of the host for each GPU, ``host_gb``),
+            ``parameters_gb``, ``gradients_gb``, ``optimizer_gb``, ``activations_gb``, ``buffers_gb``, what the runtime
+            takes, ``runtime_gb``, and their sum, ``per_gpu_gb``; of the host for each GPU, ``host_gb``),
             ``primary_recommendation``, ``fallback_options`` (other strategies that fit, fastest first), and
             ``deepspeed_config`` or ``fsdp_config`` where that is the strategy.
         Raises:
@@ -112,6 +112,7 @@ class HardwareSelector:
             "estimated_memory": {
                 "parameters_gb": gib["parameters"], "gradients_gb": gib["gradients"], "optimizer_gb": gib["optimizer"],
                 "activations_gb": gib["activations"] + gib["logits"], "buffers_gb": gib["buffers"],
+                "runtime_gb": memory.RUNTIME / 2**30,
                 "per_gpu_gb": (held.total + memory.RUNTIME) / 2**30, "host_gb": held.host / 2**30},
             "primary_recommendation": plan.strategy,
             "fallback_options": [candidate.plan.strategy for candidate in result.best_of_each()[1:]]}

@@ -114,3 +114,18 @@ def test_the_command_prints_and_writes_them(tmp_path, capsys):
         capsys.readouterr()
     assert cli.main([*options, "--to", "slurm", "--local"]) != 0
     assert "--local rehearses SageMaker, not slurm" in capsys.readouterr().err
+
+
+def test_machines_that_are_there_need_no_name(capsys):
+    base = ["submit", "--model", "tiny-bert", "--dry_run", "--instance_count", "2"]
+    for name in ("slurm", "torchrun", "accelerate"):
+        assert cli.main([*base, "--to", name, "--processes_per_instance", "4"]) == 0
+        unnamed = capsys.readouterr().out
+        assert cli.main([*base, "--to", name, "--instance_type", "ml.g5.12xlarge"]) == 0
+        assert unnamed == capsys.readouterr().out, "it has four GPUs"
+    assert cli.main([*base, "--to", "slurm", "--processes_per_instance", "4", "--device", "cpu"]) == 0
+    assert "--gpus-per-node" not in capsys.readouterr().out
+    for name, cure in {"slurm": "--processes_per_instance", "skypilot": "ml.g5", "sagemaker": "ml.g5"}.items():
+        assert cli.main([*base, "--to", name]) == 2
+        said = capsys.readouterr().err
+        assert f"--to {name} without --instance_type" in said and cure in said and said.count("\n") == 1

@@ -7,9 +7,12 @@ import subprocess
 import pytest
 
 from course_lib import cli
+from course_lib.commands import once
+from course_lib.launching import forked_ranks
 from course_lib.training.checkpoints import checkpoint, manifest
 from tests.commands.conftest import QUICK, command
-from tests.forked_process import run_course
+from tests.forked_process import Forked, run_course
+from tests.waiting import until
 
 BASE = ("train", *QUICK, "--training_type", "basic", "--eval_steps", "0")
 
@@ -163,7 +166,38 @@ def test_a_disk_that_fills_up_while_saving(tmp_path):
     assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
-def test_two_ranks_say_it_once(tmp_path):
-    done = run_course("train", *QUICK, "--num_processes", "2", "--output_dir", tmp_path, "--dataset", "tweet")
+@pytest.mark.parametrize(("command", "options", "words"), [
+    ("train", ("--dataset", "tweet"), "`tweets`"), ("train", ("--model", "tiny-brt"), "`tiny-bert`"),
+    ("train", ("--dataset", "none.csv"), "no file or folder none.csv"),
+    ("evaluate", ("--dataset", "tweet"), "`tweets`"),
+    ("evaluate", ("--model", "none"), "model folder none does not exist")])
+def test_what_is_not_there_is_said_once_and_before_ranks_are_started(tmp_path, monkeypatch, capsys, command, options,
+                                                                     words):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(forked_ranks, "run_forked", lambda *_, **__: pytest.fail("99 ranks were started"))
+    monkeypatch.chdir(tmp_path)
+    base = QUICK if command == "train" else ("--model", "tiny-bert")
+    assert cli.main([command, *base, "--device", "cpu", "--num_processes", "99", *options]) == 2
+    said = capsys.readouterr().err
+    assert spoken(said) == 1 == len(said.splitlines()) and words in said, said
+
+
+def test_two_ranks_say_once_what_both_find(tmp_path):
+    done = run_course("train", *QUICK, "--num_processes", "2", "--output_dir", tmp_path / "run", "--device", "cpu",
+                      "--dataset", csv(tmp_path, rows("ab")), "--text_column", "txt")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert spoken(done.stderr) == 1 and "`tweets`" in done.stderr
+    assert spoken(done.stderr) == 1 and "`text`" in done.stderr
+
+
+def test_of_ranks_that_speak_at_one_moment_one_is_heard(tmp_path, monkeypatch):
+    """As where rank 0 has not had a core for five seconds, and the others have waited that long."""
+    def speaks():
+        until((tmp_path / "go").exists, what="all ranks")
+        return cli.report("none of that", 2)
+
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+    with open(tmp_path / "said", "w") as said, once.said_once():
+        ranks = [Forked(speaks, os.environ | {"RANK": str(rank + 1)}, output=(said.fileno(),) * 2) for rank in range(8)]
+        (tmp_path / "go").touch()
+        assert [rank.wait() for rank in ranks] == [2] * 8
+    assert (tmp_path / "said").read_text().count("none of that") == 1

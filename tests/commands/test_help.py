@@ -49,18 +49,24 @@ def test_the_help_of_evaluate_offers_nothing_of_training(page):
     assert "num_train_epochs" not in text
 
 
-def test_every_field_is_explained(capsys):
+def test_every_field_is_explained_in_lines_of_the_terminal_s_width(monkeypatch, capsys):
     for field in fields():
-        text = explained(field.name)
-        assert field.help in text and f"in YAML   {field.section}: " in text and "default   " in text
+        text = explained(field.name, 80)
+        assert all(len(line) <= 80 for line in text.splitlines()), text
+        unbroken = " ".join(text.split())
+        assert " ".join(field.help.split()) in unbroken and f"in YAML {field.section}: " in unbroken
+        assert "default   " in text
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main(["train", "--explain", "schedule"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) in range(50, 61)
     assert cli.main(["train", "--explain", "per-device-train-batch-size"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("--batch_size\n") and "a whole number from 1" in out and "default   16" in out
     assert "every run" in out and "--train_batch_size" in out
-    assert "--optimizer sgd" in explained("momentum")
-    assert "a number from 0 to 1" in explained("warmup_ratio") and "or none" in explained("max_steps")
+    assert "--optimizer sgd" in explained("momentum", 80)
+    assert "a number from 0 to 1" in explained("warmup_ratio", 80) and "or none" in explained("max_steps", 80)
     with pytest.raises(ConfigError, match="did you mean `learning_rate`"):
-        explained("learning_rat")
+        explained("learning_rat", 80)
 
 
 def test_bash_completes_commands_options_and_values(tmp_path, monkeypatch, capsys):

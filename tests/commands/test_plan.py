@@ -21,12 +21,22 @@ def test_the_page(capsys):
     for said in ("6,658,473,984 parameters", "FSDP", "a rank  [", "is the fastest of", "Next best", "DDP does not fit",
                  "100,000,000,000 tokens take", "torchrun --standalone --nproc_per_node 8"):
         assert said in page
-    speed = margins.THROUGHPUT
-    assert (f"Of {speed.rows} measured runs half were within {speed.median:.1%} of the planned tokens/s, nine in ten "
-            f"within {speed.ninth:.1%}") in " ".join(page.split())
-    low, hours, high = (float(re.search(pattern, page.replace(",", "").replace("\n", " "))[1]) for pattern in (
-        r"nine in ten: ([\d.]+) to", r"tokens take ([\d.]+) hours", r"nine in ten: [\d.]+ to +([\d.]+)\)"))
-    assert (low, high) == pytest.approx((hours * (1 - speed.ninth), hours * (1 + speed.ninth)), rel=1e-3)
+    assert f"Of {margins.THROUGHPUT.rows} measured runs half were within {margins.THROUGHPUT.median:.1%}" in page
+
+
+def test_the_page_has_one_number_for_memory_and_one_kind_of_interval(capsys):
+    line = [*ASKED.split(), "--tokens", "100B"]
+    assert cli.main(line) == 0
+    page = " ".join(capsys.readouterr().out.replace(",", "").split())
+    assert cli.main([*line, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plans"][0]
+    held = f"{sum(plan['memory_bytes'].values()) / 2**30:.1f}"
+    assert re.findall(r"([\d.]+) of [\d.]+ GiB", page) == [held, held], "the answer and the bar"
+    assert f"{held} {plan['chance_that_it_fits']:.0%}" in page, "the table"
+    numbers = r"([\d.]+) (?:tokens/s|hours) \(80% of such plans: ([\d.]+) to ([\d.]+)\)"
+    speed, hours = (tuple(map(float, found)) for found in re.findall(numbers, page))
+    assert "nine in ten" not in page and plan["interval_share"] == 0.8
+    assert [hours[0] * speed[0] / end for end in speed[:0:-1]] == pytest.approx(hours[1:], rel=1e-3)
 
 
 def read_line(line):

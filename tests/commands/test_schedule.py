@@ -126,7 +126,7 @@ def test_it_is_legible_at_80_columns(course, monkeypatch, line, numbered):
 def test_json_has_every_action_with_its_times(course):
     code, out, _ = course("--schedule 1f1b --ranks 4 --microbatches 8 --json")
     read = json.loads(out)
-    assert code == 0 and (read["makespan"], read["peak_bytes"]) == (33, [4, 3, 2, 1])
+    assert code == 0 and (read["makespan"], read["peak_activations"]) == (33, [4, 3, 2, 1])
     assert read["bubble"] == pytest.approx(3 / 11)
     assert [[action["action"] for action in row] for row in read["rows"]] == [
         [str(action) for action in row] for row in make("1f1b", 4, 8).rows]

@@ -260,8 +260,19 @@ CLIPS = {
     "inf": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, norm_type=float("inf")),
     "not needed": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e3),
     "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.02),
+    "2, foreach": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3, foreach=True),
+    "value, foreach": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.02, foreach=True),
+    "by hand": lambda parameters: clip_by_hand([p for p in parameters if p.grad is not None]),
 }
 """By name: one of torch's own ways to clip, with bounds that all but one of these gradients exceed."""
+
+
+def clip_by_hand(parameters):
+    """As old code does it: norms of ``.data``, and a factor for each."""
+    norm = torch.stack([p.grad.data.norm(2) for p in parameters]).norm(2)
+    for p in parameters:
+        p.grad.data.mul_(0.3 / (norm + 1e-6))
+    return norm
 
 
 def clipping_loop(module, optimizer, rank, world, clip):
@@ -295,6 +306,60 @@ def clipped_by_torch():
                 engine, optimizer, weights = wrapped(name, build(), sgd)
                 norms = clipping_loop(engine, optimizer, dist.get_rank(), RANKS, clip)
                 found[way, name] = norms, far(weights(), wanted)
+    return found
+
+
+def dropping_loop(module, model, optimizer, rank, world, forgets):
+    """Some gradients are thrown away by setting ``.grad`` to None; one is, after clipping and before a step."""
+    for step in range(4):
+        for micro_batch in range(2):
+            x, y, flags, number = rows(2 * step + micro_batch, rank, world)
+            (module(x, flags, number) - y).square().mean().backward()
+            if step == 2 and micro_batch == 0:
+                model.first.bias.grad = None
+        if step % 2:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+            model.layers[2].up.weight.grad = None
+        optimizer.step()
+        if forgets:
+            model.zero_grad()  # the model's, which is not the engine's
+
+
+def dropped_by_hand():
+    """By engine: how far from the plain loop. By None: how far that loop is from one that keeps adding up."""
+    found, wanted = {}, {}
+    for name in (None, True, *SHARDED, "torch fsdp"):
+        torch.manual_seed(0)
+        model = Unused() if name == "torch fsdp" else PartlyUsed()
+        if name in (None, True):
+            dropping_loop(model, model, sgd(model.parameters()), 0, 1, forgets=name is None)
+            wanted[name] = {key: p.detach() for key, p in model.named_parameters()}
+            continue
+        engine, optimizer, weights = wrapped(name, model, sgd)
+        dropping_loop(engine, model, optimizer, dist.get_rank(), RANKS, forgets=True)
+        if name != "torch fsdp":
+            found[name] = far(weights(), wanted[None])
+    return found | {None: far(wanted[True], wanted[None])}
+
+
+def what_a_step_says():
+    """Of each engine: what it says to a gradient that was put there, and to a GradScaler."""
+    found = {}
+    x, y, flags, number = rows(0, dist.get_rank(), RANKS)
+    for name, kind in SHARDED.items():
+        said = []
+        for put in (True, False):
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = sgd(model.parameters())
+            engine, scaler = kind(model, optimizer), torch.amp.GradScaler("cpu", init_scale=2.0)
+            scaler.scale((engine(x, flags, number) - y).square().mean()).backward()
+            if put:
+                model.first.bias.grad = torch.zeros(WIDTH)
+            with pytest.raises(CourseError) as refused:
+                optimizer.step() if put else scaler.step(optimizer)
+            said.append(str(refused.value))
+        found[name] = said
     return found
 
 
@@ -430,7 +495,8 @@ def on_ranks():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     return {"trained": {case: trained(case) for case in CASES}, "norms": clipped_in_float64(),
-            "clipped": clipped_by_torch(), "said": what_gradients_say(),
+            "clipped": clipped_by_torch(), "said": what_gradients_say(), "dropped": dropped_by_hand(),
+            "step": what_a_step_says(),
             "written": written_between_steps(), "other ways": other_ways_to_step(), "refusals": refusals()}
 
 
@@ -460,7 +526,7 @@ def test_torch_clips_the_gradients_of_all_ranks(found, way):
     for build, engines in (("PartlyUsed", [*SHARDED]), ("Unused", ["torch fsdp"])):
         norms, moved = found["clipped"][way, build]
         assert (moved > 1e-3) == (way not in ("none", "not needed")), moved
-        assert len(norms) == (0 if way in ("none", "value") else 4)  # torch returns none of these
+        assert len(norms) == (0 if way == "none" or "value" in way else 4)  # torch returns none of these
         for engine in engines:
             got, apart = found["clipped"][way, engine]
             assert got == pytest.approx(norms, rel=1e-5) and apart < 2e-6, engine
@@ -474,6 +540,18 @@ def test_a_gradient_in_pieces_says_so_where_it_cannot_be_read(found):
         assert (early is None) == (engine in ("zero1", "zero2")), early
         assert early is None or "backward within no_sync" in early
         assert storage == 0 and after == {None}
+
+
+def test_a_gradient_set_to_none_is_thrown_away(found):
+    assert found["dropped"].pop(None) > 1e-2 and found["dropped"].keys() == SHARDED.keys()
+    assert max(found["dropped"].values()) < 2e-6, found["dropped"]
+
+
+def test_a_gradient_put_there_and_a_scaler_are_refused_in_a_line(found):
+    assert found["step"].keys() == SHARDED.keys()
+    for put, scaler in found["step"].values():
+        assert "`.grad` of `first.bias` was set to a tensor" in put and "\n" not in put
+        assert "GradScaler" in scaler and "\n" not in scaler
 
 
 def test_what_is_written_into_bf16_weights_between_steps_is_kept(found):

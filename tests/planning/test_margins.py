@@ -15,10 +15,3 @@ def test_they_are_the_page_s(name, margin):
     row = re.search(rf"\*\*all, {re.escape(name)}\*\* \| (\d+) \| ([\d.]+)% \| ([\d.]+)% \|", PAGE)
     assert (margin.rows, margin.median, margin.ninth) == (
         int(row[1]), pytest.approx(float(row[2]) / 100), pytest.approx(float(row[3]) / 100))
-
-
-def test_hours_lie_around_the_planned_ones():
-    low, high = margins.THROUGHPUT.around(100)
-    assert low + high == pytest.approx(200)
-    # measured hours = planned hours x planned rate / measured rate, and that quotient less one is the error
-    assert high == pytest.approx(100 * (1 + margins.THROUGHPUT.ninth))

@@ -20,8 +20,9 @@ def test_settings_fit_and_add_up(model, gpus, batch, limit):
     assert config["per_gpu_batch_size"] * config["gradient_accumulation_steps"] == batch
     assert config["global_batch_size"] == batch * gpus and config["gpu_count"] == gpus
     held = config["estimated_memory"]
-    parts = sum(held[f"{kind}_gb"] for kind in ("parameters", "gradients", "optimizer", "activations", "buffers"))
-    assert parts < held["per_gpu_gb"] <= (limit or 80)
+    parts = sum(held[f"{kind}_gb"] for kind in ("parameters", "gradients", "optimizer", "activations", "buffers",
+                                                "runtime"))
+    assert parts == pytest.approx(held["per_gpu_gb"]) and parts <= (limit or 80)
     assert config["mixed_precision"] is True and config["precision"] == "bf16"
     name = config["distributed_strategy"]
     assert ("deepspeed_config" in config) == (name == "DeepSpeed") and ("fsdp_config" in config) == (name == "FSDP")

@@ -92,13 +92,14 @@ class Timeline:
         schedule: the table.
         rows: for each rank its actions with their times, in order.
         busy: for each rank the time in which it computes.
-        peak_bytes: for each rank the most bytes held at once.
+        peak_activations: for each rank the most held at once, in the unit of the cost ``activation``: micro-batches
+            where that is 1.
     """
 
     schedule: Schedule
     rows: tuple[tuple[Span, ...], ...]
     busy: tuple[Fraction, ...]
-    peak_bytes: tuple[Fraction, ...]
+    peak_activations: tuple[Fraction, ...]
 
     @cached_property
     def makespan(self) -> Fraction:
@@ -140,7 +141,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     timed = tuple(tuple(Span(action, moments[start], moments[end]) for action, start, end in row) for row in rows)
     # --- phase 3: what is read off: how long each rank computes, and how much it holds ---
     busy = tuple(Fraction(_covered(row), scale) for row in rows)
-    return Timeline(schedule, timed, busy, _peak_bytes(schedule, costs))
+    return Timeline(schedule, timed, busy, _peak_activations(schedule, costs))
 
 
 def ticks(costs: Costs, stages: int) -> tuple[int, dict[tuple[int, str], int], int]:
@@ -226,8 +227,8 @@ def _covered(row: list[tuple[Action, int, int]]) -> int:
     return covered
 
 
-def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[Fraction, ...]:
-    """The most bytes that each rank holds: F takes them, B gives them back, I a part and W the rest."""
+def _peak_activations(schedule: Schedule, costs: Costs) -> tuple[Fraction, ...]:
+    """The most that each rank holds: F takes them, B gives them back, I a part and W the rest."""
     activation, kept = (costs.of(cost, schedule.stages) for cost in ("activation", "kept"))
     unit = lcm(*(size.denominator for size in (*activation, *kept)))
     change = {(stage, kind): int(unit * size) for stage in range(schedule.stages) for kind, size in (

@@ -25,7 +25,7 @@ def test_no_table_is_longer_than_the_published_one_or_holds_more(name):
         table = repeat(name, ranks, microbatches, Costs())
         check(table)
         timeline = simulate(table, Costs())
-        assert timeline.makespan <= ends and max(timeline.peak_bytes) <= held, (ranks, microbatches)
+        assert timeline.makespan <= ends and max(timeline.peak_activations) <= held, (ranks, microbatches)
         shorter += timeline.makespan < ends
     assert shorter >= {"v_half": 20, "v_min": 15}[name]
 
@@ -48,6 +48,6 @@ def test_other_costs_shape_the_table_and_memory_stays_what_it_was(costs):
         table = repeat(name, 5, 15, costs)
         check(table)
         timeline = simulate(table, costs)
-        assert max(timeline.peak_bytes) <= most
+        assert max(timeline.peak_activations) <= most
         assert timeline.makespan <= simulate(repeat(name, 5, 15, Costs()), costs).makespan
         assert sum(action.kind == F for row in table.rows for action in row) == 2 * 5 * 15

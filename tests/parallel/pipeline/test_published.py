@@ -110,13 +110,13 @@ def check_bubble_and_peak(row, name):
     for ranks, microbatches, costs, letters in lettered(row):
         timeline = simulate(make(name, ranks, microbatches), costs)
         assert wait(timeline) == value(row["value"]["bubble"], **letters)
-        assert max(timeline.peak_bytes) == value(row["value"]["peak_activation"], **letters)
+        assert max(timeline.peak_activations) == value(row["value"]["peak_activation"], **letters)
 
 
 def check_workers(row):
     for ranks, microbatches, costs, letters in lettered(row):
         for name, text in (("zb_h1", row["value"]["ZB-H1 worker i"]), ("zb_h2", row["value"]["ZB-H2 worker i"])):
-            peaks = simulate(make(name, ranks, microbatches), costs).peak_bytes
+            peaks = simulate(make(name, ranks, microbatches), costs).peak_activations
             assert peaks == tuple(value(text, i=worker, **letters) for worker in range(1, ranks + 1))
 
 
@@ -126,7 +126,7 @@ def check_zbv(row):
     for ranks, microbatches in SIZES:
         table = make("zbv", ranks, microbatches)
         timeline = simulate(table, stage_costs(Costs(), 2))
-        assert wait(timeline) == 0 and set(timeline.peak_bytes) == {ranks}
+        assert wait(timeline) == 0 and set(timeline.peak_activations) == {ranks}
         for worker, (down, up) in enumerate((table.stages_of(rank) for rank in range(ranks)), start=1):
             row_of = table.rows[worker - 1]
             first = next(index for index, action in enumerate(row_of) if action.kind != F)
@@ -146,7 +146,7 @@ def check_readme(row, name, said, share, activation):
         table = make(name, ranks, microbatches)
         timeline = simulate(table, stage_costs(Costs(), table.stages // ranks))
         assert wait(timeline) == share * wait(plain)
-        assert max(timeline.peak_bytes) == activation(ranks)
+        assert max(timeline.peak_activations) == activation(ranks)
         assert messages(table) == int(said[2][0]) * messages(plain.schedule)
 
 
@@ -164,7 +164,7 @@ def check_readme_v_half(row):
         timeline = simulate(table, stage_costs(Costs(), 2))
         plain = simulate(make("1f1b", ranks, 4 * ranks))
         assert wait(timeline) == wait(plain) / 2
-        assert max(timeline.peak_bytes) == (ranks + 2) // 2  # p / 2 and one
+        assert max(timeline.peak_activations) == (ranks + 2) // 2  # p / 2 and one
         assert messages(table) == 2 * messages(plain.schedule)
 
 
@@ -175,7 +175,7 @@ def check_readme_v_min(row):
         timeline = simulate(table, stage_costs(Costs(), 2))
         plain = simulate(make("1f1b", ranks, 4 * ranks))
         assert wait(timeline) == wait(plain) * 2 / 3 + Fraction(1, 2)
-        assert max(timeline.peak_bytes) == (ranks + 4) // 3
+        assert max(timeline.peak_activations) == (ranks + 4) // 3
         assert messages(table) == 2 * messages(plain.schedule)
 
 
@@ -186,7 +186,7 @@ def check_deepseek(row, name):
         letters = {"PP": ranks, "F": letters["T_F"], "B": letters["T_B"] + letters["T_W"], "W": letters["T_W"]}
         timeline = simulate(make(name, ranks, microbatches), costs)
         assert wait(timeline) == value(row["value"]["bubble"], **letters)
-        assert max(timeline.peak_bytes) == 5 * value(row["value"]["activation_per_device"], **letters)
+        assert max(timeline.peak_activations) == 5 * value(row["value"]["activation_per_device"], **letters)
 
 
 def check_dualpipe(row):

@@ -57,7 +57,7 @@ def test_more_micro_batches_are_better_until_their_overhead_is_not():
     counts = [best(overhead)[0].microbatches for overhead in (Fraction(1, 8), 1, 4)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
     halved = best(0)[-1]
-    assert halved.timeline.makespan == (4 + 3) * 3 * 16 and halved.timeline.peak_bytes[0] == 4 * 2
+    assert halved.timeline.makespan == (4 + 3) * 3 * 16 and halved.timeline.peak_activations[0] == 4 * 2
     assert halved.sample_time == halved.timeline.makespan / 8
 
 
@@ -67,7 +67,7 @@ def test_a_fitted_table_keeps_to_the_limit_and_beats_the_drawn_one():
         table = build("zb_auto", 4, 16, 1, costs, limit)
         timeline = simulate(table, costs)
         check(table)
-        assert max(timeline.peak_bytes) <= limit
+        assert max(timeline.peak_activations) <= limit
         assert timeline.makespan <= simulate(make("zb_h1", 4, 16), costs).makespan
     wide = simulate(build("zb_auto", 4, 16, 1, costs), costs)
     assert wide.stage_bubble < simulate(make("zb_h2", 4, 16), costs).stage_bubble

@@ -112,10 +112,10 @@ def test_sends_and_receives_in_the_table_change_nothing():
 def test_memory_is_what_the_table_holds():
     for name in KINDS:
         table = make(name, 4, 8)
-        assert simulate(table).peak_bytes == in_flight(table)
-    assert simulate(make("zb_h1", 4, 8), Costs(activation=1, kept=0)).peak_bytes == (4, 3, 2, 1)
+        assert simulate(table).peak_activations == in_flight(table)
+    assert simulate(make("zb_h1", 4, 8), Costs(activation=1, kept=0)).peak_activations == (4, 3, 2, 1)
     unequal = simulate(make("1f1b", 3, 6), Costs(activation=[10, 1, Fraction(1, 2)]))
-    assert unequal.peak_bytes == (30, 2, Fraction(1, 2))
+    assert unequal.peak_activations == (30, 2, Fraction(1, 2))
 
 
 def test_overlapped_pairs_take_the_time_of_a_pair():
@@ -157,7 +157,7 @@ def test_fitted_tables_are_proved_for_many_sizes_and_lengths():
         for table in tables:
             check(table)
             proved += 1
-        assert max(simulate(tables[0], costs).peak_bytes) <= ranks * 8
+        assert max(simulate(tables[0], costs).peak_activations) <= ranks * 8
     assert proved == 440
 
 

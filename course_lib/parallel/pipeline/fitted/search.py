@@ -146,7 +146,7 @@ def search(ranks: int, microbatches: Sequence[int], costs: Costs, limit: Number 
     # --- those that fit, the fastest first; those that hold too much; those that there are not ---
     return sorted(candidates, key=lambda candidate: (
         bool(candidate.problem), candidate.timeline is None, candidate.sample_time,
-        max(candidate.timeline.peak_bytes) if candidate.timeline else 0))
+        max(candidate.timeline.peak_activations) if candidate.timeline else 0))
 
 
 def _examine(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, limit: Number | None,
@@ -155,10 +155,10 @@ def _examine(name: str, ranks: int, microbatches: int, stages_per_rank: int, cos
         timeline = simulate(build(name, ranks, microbatches, stages_per_rank, costs, limit), costs)
     except ConfigError as error:
         return ScheduleCandidate(name, microbatches, stages_per_rank, None, str(error))
-    peak = max(timeline.peak_bytes)
+    peak = max(timeline.peak_activations)
     problem = ""
     if limit is not None and peak > exact(limit):
-        rank = timeline.peak_bytes.index(peak)
+        rank = timeline.peak_activations.index(peak)
         problem = f"rank {rank} holds {float(peak):g} > {float(limit):g}"
     return ScheduleCandidate(name, microbatches, stages_per_rank, timeline, problem,
                              timeline.makespan / (microbatches * size))
