@@ -176,6 +176,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return translate(flat)
 
 
+def read_saved(path: Path) -> dict[str, Any]:
+    """Leaf fields of a config that :func:`to_yaml` wrote, in this version or an older one: those that are still known."""
+    import yaml
+
+    known = {each.name for each in options()}
+    sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {name: value for leaves in sections.values() for name, value in leaves.items() if name in known}
+
+
 def _known_key(shown: str, key: str, known: Iterable[str], path: Path) -> None:
     """Refuse a YAML key that is no field, alias or translated option."""
     name = key.replace("-", "_")

@@ -82,7 +82,10 @@ def check_finite(trainer: Trainer) -> None:
         raise TrainingDiverged(
             f"the loss or its gradient is not a finite number at step {step}; "
             + (f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint before it"),
-            "lower --learning_rate, clip with --max_grad_norm, or look at the data of that step")
+            "lower --learning_rate or clip with --max_grad_norm, and go on with --resume_from_checkpoint auto; or look "
+            "at the data of that step",
+            cure={"learning_rate": f"{trainer.config.optim.learning_rate / 10:g}", "resume_from_checkpoint": "auto",
+                  "overwrite_output_dir": None})
 
 
 def count_seconds(trainer: Trainer) -> None:

@@ -189,7 +189,8 @@ def latest(run_dir: Path, say: Callable[[str], None] = lambda line: None) -> Pat
             say(f"{error.what}; trying the one before")
         else:
             return folder
-    raise CheckpointError(f"no whole checkpoint in {run_dir}", "leave out --resume_from_checkpoint to begin anew")
+    raise CheckpointError(f"no whole checkpoint in {run_dir}", "begin anew with --resume_from_checkpoint auto",
+                          cure={"resume_from_checkpoint": "auto"})
 
 
 def prune(run_dir: Path, limit: int | None) -> None:
