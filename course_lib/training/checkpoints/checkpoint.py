@@ -29,6 +29,11 @@ def name(step: int) -> str:
     return f"checkpoint-{step:06d}"
 
 
+def step_of(folder: Path) -> int:
+    """The optimizer step after which a checkpoint of that name was written."""
+    return int(folder.name.rpartition("-")[2])
+
+
 @contextlib.contextmanager
 def saving(what: str) -> Iterator[None]:
     """Turn a failed write into one line that says what was being saved and that nothing is half-written."""

@@ -4,10 +4,13 @@ import copy
 import dataclasses
 import functools
 import json
+import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState, GradientState
 
 from course_lib import modeling
@@ -18,7 +21,10 @@ from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CheckpointError, ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
-from course_lib.training.checkpoints import checkpoint, second_start
+from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree, second_start
+from course_lib.training.engines.accelerate_ddp import AccelerateDDP
+from course_lib.training.engines.single_process import SingleProcess
+from course_lib.training.engines.with_deepspeed import DeepSpeedZero
 from course_lib.training.trainer import Trainer
 from tests.forked_process import import_deepspeed
 
@@ -281,3 +287,125 @@ def test_every_field_is_applied_or_refused_in_one_line(tmp_path, engine, fields)
         else:
             assert RULE[name] in (APPLIED, LOOKED, JUDGING, BATCH, ROWS) and len(told) <= 1 + (RULE[name] is JUDGING)
             assert f"{name} {resumed.shown(value)} (was" in told[-1] and (name in kept) != (RULE[name] is LOOKED)
+
+
+# --- what is beside the options ---
+
+PLAIN = {"training_type": "basic", "watchdog": 0.0}
+
+
+def edited(folder, name, change):
+    """Change one file of a checkpoint as if another version had written it, and sum anew."""
+    read, write = (json.loads, json.dumps) if name.endswith(".json") else (yaml.safe_load, yaml.safe_dump)
+    held = read((folder / name).read_text())
+    change(held)
+    (folder / name).write_text(write(held))
+    manifest.seal(folder)
+
+
+def test_the_history_outlives_several_second_starts(tmp_path):
+    last, told = saved(tmp_path / "0", **PLAIN), []
+    for number, (rate, more) in enumerate([(1e-4, {}), (1e-4, {"logging_steps": 2}), (1e-5, {"weight_decay": 0.5})], 1):
+        trainer, said = gone_on(tmp_path / str(number), **PLAIN, **more, learning_rate=rate,
+                                resume_from_checkpoint=str(last))
+        told.append(said[-1].partition(")")[2])
+        trainer.state.max_steps, trainer.config = STEP + number, trainer.config.replace(save_steps=1)
+        trainer.train()
+        last = tmp_path / str(number) / checkpoint.name(STEP + number)
+    assert told[0] == " with learning_rate 0.0001 (was 0.001)"
+    assert "learning_rate" not in told[1] and "logging_steps 2 (was 1)" in told[1]
+    assert second_start.history(trainer.changes) == [
+        "From step 3: learning_rate 0.0001 (before: 0.001)",
+        "From step 5: learning_rate 1e-05 (before: 0.0001), weight_decay 0.5 (before: 0.01)"]
+
+
+def test_a_checkpoint_of_an_older_version_is_compared_by_what_it_holds(tmp_path):
+    kept = saved(tmp_path / "first", **PLAIN)
+    edited(kept, "config.yaml", lambda held: (held["optim"].pop("adam_beta2"), held["data"].pop("dataset"),
+                                              held["run"].update(of_long_ago=1), held.update(older={"gone": 2})))
+    edited(kept, "state.json", lambda held: (held.pop("changes"), held.pop("ranks"), held["run"].pop("architecture"),
+                                             held["run"].update(seed=42)))
+    trainer, said = gone_on(tmp_path / "again", **PLAIN, adam_beta2=0.5, learning_rate=1e-5,
+                            resume_from_checkpoint=str(kept))
+    assert said[-1].endswith("(step 2 of 4) with learning_rate 1e-05 (was 0.001)")
+    assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.5)
+
+
+def test_another_architecture_and_other_rows_under_the_same_options_are_refused(tmp_path):
+    kept = saved(tmp_path / "first", **PLAIN)
+    for change, told in ((lambda held: held["run"]["architecture"].update(n_head=3), "a model of n_head 3, and this"),
+                         (lambda held: held["run"].update(data="others"), "tokens of tweets are not those")):
+        shutil.copytree(kept, tmp_path / kept.name, dirs_exist_ok=True)
+        edited(tmp_path / kept.name, "state.json", change)
+        with pytest.raises(CheckpointError, match=told):
+            gone_on(tmp_path / "again", **PLAIN, resume_from_checkpoint=str(tmp_path / kept.name))
+
+
+def test_a_model_may_have_moved_and_no_other_takes_its_place(tmp_path):
+    loaded = prepared(*(getattr(parity.task("x", 1, **BASE), section) for section in ("data", "model")), 42)[0]
+    for place in ("a/net", "b/net", "a/other"):
+        loaded.model.save_pretrained(tmp_path / place)
+        loaded.tokenizer.save_pretrained(tmp_path / place)
+    kept = saved(tmp_path / "first", **PLAIN, model=str(tmp_path / "a/net"))
+    _, said = gone_on(tmp_path / "moved", **PLAIN, model=str(tmp_path / "b/net"), resume_from_checkpoint=str(kept))
+    assert f"model {tmp_path / 'b/net'} (was {tmp_path / 'a/net'}); the weights are the checkpoint's" in said[-1]
+    with pytest.raises(CheckpointError, match="a/net, and this run has .*a/other"):
+        gone_on(tmp_path / "other", **PLAIN, model=str(tmp_path / "a/other"), resume_from_checkpoint=str(kept))
+
+
+def test_a_best_evaluation_that_was_judged_otherwise_does_not_count(tmp_path):
+    masked = PLAIN | {"task": "masked_lm", "model": "tiny-bert"}
+    kept = saved(tmp_path / "first", **masked)
+    for more, counts in (({}, True), ({"learning_rate": 1e-5}, True), ({"mlm_probability": 0.3}, False),
+                         ({"best_metric": "perplexity"}, False), ({"best_metric": "loss"}, True)):
+        trainer, said = gone_on(tmp_path / "again", **masked, **more, resume_from_checkpoint=str(kept))
+        assert (trainer.state.best_step == STEP) == counts == (len(said) == 1)
+        assert counts or f"was judged with {next(iter(more))} " in said[0]
+
+
+def test_a_scaler_begins_anew_where_the_run_had_none():
+    """As when --mixed_precision fp16 is told to a run that had another: the checkpoint holds no scale."""
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0), SimpleNamespace(cur_scale=8.0, last_overflow_iter=-1)
+    deepspeed = SimpleNamespace(zero=SimpleNamespace(dynamic_loss_scale=True, loss_scaler=scales))
+    for engine, load, nothing in ((SimpleNamespace(scaler=scaler), SingleProcess.load_state, {"scaler": {}}),
+                                  (SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler)),
+                                   AccelerateDDP.load_state, {"scaler": {}}),
+                                  (deepspeed, DeepSpeedZero.load_state, {}),
+                                  (deepspeed, DeepSpeedZero.load_state, {"loss_scale": 1.0, "last_overflow": -1})):
+        load(engine, nothing)
+    assert scaler.get_scale() == scales.cur_scale == 8.0
+    DeepSpeedZero.load_state(deepspeed, {"loss_scale": 4.0, "last_overflow": 2})
+    assert (scales.cur_scale, scales.last_overflow_iter) == (4.0, 2)
+
+
+def outer_state(folder):
+    """What a rank of DiLoCo alone had, before and after a second start with another outer rate, and with other parts."""
+    first = {"communication": "diloco", "sync_every": 2}
+    kept, found = saved(folder / "first", **first), {}
+    own = safetensors_tree.load(kept / "rank-0.safetensors")["local"]["0.velocity"]
+    for name, more in (("rate", {"outer_lr": 0.3}), ("parts", {"diloco_fragments": 2})):
+        trainer, said = gone_on(folder / name, **first, **more, resume_from_checkpoint=str(kept))
+        outer = trainer.wrapped.outers[0]
+        found[name] = len(said), outer.lr, bool(own.any()), torch.equal(outer.velocity, own)
+    return found
+
+
+def test_an_outer_rate_is_told_without_the_loss_of_what_ranks_alone_had(tmp_path):
+    found = launch(outer_state, tmp_path, num_processes=1, timeout=600)[0]
+    assert found == {"rate": (1, 0.3, True, True), "parts": (2, 0.7, True, False)}
+
+
+@pytest.mark.parametrize(("now", "cure"), [
+    ({"num_processes": 2}, {"global_batch_size": "8", "gradient_accumulation_steps": "1"}),
+    ({"num_processes": 2, "gradient_accumulation_steps": 1, "seed": 3}, {"global_batch_size": "8", "seed": "42"}),
+    ({"batch_size": 1}, {"batch_size": "4"}), ({"batch_size": 1, "drop_last": True},
+                                               {"drop_last": "false", "batch_size": "4"}),
+    ({"num_processes": 2, "loss_weighting": "micro_batch"}, {}),
+    ({"training_type": "pipeline", "num_processes": 2}, {})], ids=str)
+def test_the_cure_of_a_refusal_is_a_config(now, cure):
+    """Beside the rows that its ranks would make of a step."""
+    config = parity.task("x", 1, **BASE | now)
+    changes = resumed.changed(BASE_LEAVES, flatten(config) | {"num_processes": now.get("num_processes", 1)})
+    found = resumed.refused(changes, same_rows=True, same_batch=False)
+    assert second_start._cure(config, found, resumed.Change(8, 4)) == cure
+    config.replace(**cure)
