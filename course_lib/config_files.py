@@ -177,7 +177,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Leaf fields of a config that :func:`to_yaml` wrote, in this version or an older one: those that are still known."""
+    """Leaf fields of a config that :func:`to_yaml` wrote, in this version or another: those that are known here."""
     import yaml
 
     known = {each.name for each in options()}

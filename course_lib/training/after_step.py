@@ -101,13 +101,15 @@ def diverged(step: int, rate: float, kept: list[Path]) -> TrainingDiverged:
     look = "look at the data of that step"
     if step == 1:
         return TrainingDiverged(what, f"{look}, and at the weights that the model came with")
-    lower = {"learning_rate": f"{rate / 10 if rate <= 1 else option('learning_rate').default:g}",
-             "overwrite_output_dir": None if good else "true", "resume_from_checkpoint": str(good[-1]) if good else None}
+    lower = f"{rate / 10 if rate <= 1 else option('learning_rate').default:g}"
     if good:
-        return TrainingDiverged(what, "go on from it with a lower --learning_rate, or clip with --max_grad_norm; or "
-                                      f"{look}", cure=lower)
-    return TrainingDiverged(what + (", whose weights give the same again" if before else ""),
-                            f"lower --learning_rate, or clip with --max_grad_norm, and begin anew; or {look}", cure=lower)
+        return TrainingDiverged(
+            what, f"go on from it with a lower --learning_rate, or clip with --max_grad_norm; or {look}",
+            cure={"learning_rate": lower, "overwrite_output_dir": None, "resume_from_checkpoint": str(good[-1])})
+    return TrainingDiverged(
+        what + (", whose weights give the same again" if before else ""),
+        f"lower --learning_rate, or clip with --max_grad_norm, and begin anew; or {look}",
+        cure={"learning_rate": lower, "overwrite_output_dir": "true", "resume_from_checkpoint": None})
 
 
 def count_seconds(trainer: Trainer) -> None:

@@ -162,7 +162,6 @@ class Trainer:
         """Run to the end, from the checkpoint that the config names, if it names one.
 
         Raises:
-            CheckpointError: see :meth:`go_on`.
             TrainingDiverged: a loss or gradient is not finite; the last good checkpoint is kept.
             TrainingInterrupted: Ctrl-C, SIGTERM or SIGUSR1; a checkpoint was written first.
         """

@@ -57,8 +57,9 @@ def model_card(config: Config, summary: dict[str, Any], source: str) -> str:
     ends = {name: f"{low:.4f} to {high:.4f}" for name, (low, high) in summary["eval"]["interval95"].items()}
     rows = "\n".join(f"| {r.metric_type} | {r.metric_value:.4f} | {ends.get(r.metric_type, '')} |" for r in results)
     run, optim = config.run, config.optim
-    changes = "".join(f"\n- {line}." for line in second_start.history(summary["train"]["changes"]))
-    changes = f"\nIt was resumed with other settings, of which those above are the last:\n{changes}\n" if changes else ""
+    changes = "".join(f"- {line}.\n" for line in second_start.history(summary["train"]["changes"]))
+    if changes:
+        changes = f"\nIt was resumed with other settings, of which those above are the last:\n\n{changes}"
     return f"""---
 {data.to_yaml()}
 ---

@@ -1,4 +1,4 @@
-"""What a run that goes on was told other than the one that saved its checkpoint: refused, or said and kept on record."""
+"""What a run that goes on was told other than the run that saved its checkpoint: refused, or said and recorded."""
 
 from __future__ import annotations
 
@@ -72,6 +72,9 @@ def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[st
     for name, value in run.get("architecture", {}).items():
         if value != (here := own["architecture"].get(name, value)):
             raise _cannot({f"a model of {name}": Change(value, here)}, folder, "give the --model it was trained from")
+    if (step := saved["state"]["step"]) > (end := trainer.state.max_steps):
+        raise CheckpointError(f"checkpoint {folder} is of step {step}, and this run ends after {end}",
+                              "give a larger --max_steps or --num_epochs, or go on from an earlier checkpoint")
     return changes
 
 

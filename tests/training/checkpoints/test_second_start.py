@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 import shutil
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +30,7 @@ from course_lib.training.engines.with_deepspeed import DeepSpeedZero
 from course_lib.training.trainer import Trainer
 from tests.forked_process import import_deepspeed
 
+ROOT = Path(__file__).resolve().parents[3]
 STEP = 2
 """After which the first run is stopped."""
 BASE = {"max_steps": 4, "save_steps": STEP, "save_total_limit": None, "max_train_samples": 24, "tracker": "none",
@@ -110,7 +113,8 @@ ENGINES = {"basic": {"training_type": "basic"}} | {
     f"{strategy} {engine}": {"strategy": strategy, "engine": engine} for strategy, engine in parity.PAIRS} | {
     way: {"communication": way} for way in option("communication").choices if way != "all_reduce"} | {
     f"pipeline {strategy} {engine}": {"training_type": "pipeline", "batch_size": 4, "strategy": strategy,
-                                      "engine": engine} for strategy in ("ddp", "zero1") for engine in ("scratch", "torch")}
+                                      "engine": engine}
+    for strategy in ("ddp", "zero1") for engine in ("scratch", "torch")}
 SHARDING, WHOLE = ("zero", "fsdp", "pipeline"), ("adafactor", "muon")
 
 
@@ -127,7 +131,7 @@ def begun(folder, optimizers, rows):
 
 
 def compared(folder, engines, origins, rows):
-    """What differs between a fresh trainer and one that went on, from each checkpoint and one of its own; collective."""
+    """What differs between a fresh trainer and one that went on, from each checkpoint and from its own; collective."""
     found = {}
     for optimizer, kept in origins.items():
         first, second = {"optimizer": optimizer}, {"optimizer": optimizer} | LATER | OPTIMIZERS[optimizer]
@@ -150,7 +154,7 @@ def check_compared(found, cases):
     for (optimizer, *_), (wrong, said, last_rate, steps, items) in found.items():
         assert not wrong and items > 20
         assert said[-1].count("resumed from") == 1 and steps == LATER["max_steps"]
-        assert f"learning_rate 2e-05 (was 0.001), weight_decay 0.5 (was 0.01)" in said[-1]
+        assert "learning_rate 2e-05 (was 0.001), weight_decay 0.5 (was 0.01)" in said[-1]
         assert 2e-6 < last_rate < 1e-5, "the schedule's end, of a rate of which a tenth is the least"
         assert all(f"{name} {value} (was" in said[-1] for name, value in OPTIMIZERS[optimizer].items())
 
@@ -180,9 +184,10 @@ def test_a_second_start_steps_as_it_is_told(tmp_path, engines, optimizers, ranks
 
 # --- every field ---
 
-VALUES = {"dataset": "pydocs", "task": "classification", "model": "tiny-llama", "max_length": 16, "learning_rate": 2e-5,
-          "warmup_steps": 0, "save_steps": 1, "eval_steps": 1, "max_train_samples": 20, "max_eval_samples": 6, "seed": 3,
-          "batch_size": 1, "gradient_accumulation_steps": 1, "num_processes": 2, "device": "auto", "tf32": "off", "momentum": 0.5,
+VALUES = {"dataset": "pydocs", "task": "classification", "model": "tiny-llama", "max_length": 16, "seed": 3,
+          "learning_rate": 2e-5, "warmup_steps": 0, "save_steps": 1, "eval_steps": 1, "max_train_samples": 20,
+          "max_eval_samples": 6, "batch_size": 1, "gradient_accumulation_steps": 1, "num_processes": 2,
+          "device": "auto", "tf32": "off", "momentum": 0.5,
           "adam_beta1": 0.5, "adam_beta2": 0.5, "attention_dropout": 0.3, "outer_momentum": 0.5, "diloco_keep": 0.25,
           "router_aux_loss_coef": 0.5, "memory_alert": 0.5, "save_total_limit": 3, "max_steps": 3,
           "validation_split": "test", "train_split": "test", "project": "another", "output_dir": None,
@@ -242,16 +247,25 @@ def test_every_field_stands_in_one_rule_and_every_rule_tells_its_kind():
         assert resumed.told(changes).startswith(f"{o.name} {resumed.shown(value)} (was ")
 
 
+def test_the_documentation_names_what_is_not_simply_applied():
+    page = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `") and "`" in line]
+    for rule in (JUDGING, BATCH, ROWS, MODEL, SAME):
+        assert [row for row in rows if set(re.findall(r"`(\w+)`", row)) == set(rule.fields)], rule.does
+
+
 OF_ANOTHER_RUN = ("num_processes", "tensor_parallel_size", "context_parallel_size", "expert_parallel_size",
-                  "shard_group_size", "router_aux_loss_coef", "separator", "encoding", "momentum", "mlm_probability")
-"""Fields whose other value takes more ranks, a model with experts, a file of data, another optimizer or task."""
+                  "shard_group_size", "router_aux_loss_coef", "separator", "encoding", "momentum", "mlm_probability",
+                  "offload")
+"""Fields whose other value takes more ranks, a model with experts, a file of data, another optimizer or task, a GPU."""
 
 
 def walked(folder, engine):
     """What becomes of each field's second value at a second start, of those that this engine reads on one rank."""
     kept, found = saved(folder / "first", **engine), {}
-    for name, rule in RULE.items():
-        if rule is not ELSEWHERE and name not in OF_ANOTHER_RUN:
+    left_out = (*ELSEWHERE.fields, *OF_ANOTHER_RUN, *(["engine"] if "deepspeed" in engine.values() else []))
+    for name in RULE:
+        if name not in left_out:
             given = engine | BESIDE.get(name, {}) | {name: second_value(name, {"engine": engine.get("engine")})}
             try:
                 value = parity.task(folder, 1, **BASE | given)[name]
@@ -341,6 +355,13 @@ def test_another_architecture_and_other_rows_under_the_same_options_are_refused(
             gone_on(tmp_path / "again", **PLAIN, resume_from_checkpoint=str(tmp_path / kept.name))
 
 
+def test_an_end_before_the_checkpoint_is_refused(tmp_path):
+    kept = saved(tmp_path / "first", **PLAIN)
+    with pytest.raises(CheckpointError, match="is of step 2, and this run ends after 1: give a larger --max_steps"):
+        gone_on(tmp_path / "again", **PLAIN, max_steps=1, resume_from_checkpoint=str(kept))
+    assert gone_on(tmp_path / "again", **PLAIN, max_steps=2, resume_from_checkpoint=str(kept))[0].state.finished
+
+
 def test_a_model_may_have_moved_and_no_other_takes_its_place(tmp_path):
     loaded = prepared(*(getattr(parity.task("x", 1, **BASE), section) for section in ("data", "model")), 42)[0]
     for place in ("a/net", "b/net", "a/other"):
@@ -379,7 +400,7 @@ def test_a_scaler_begins_anew_where_the_run_had_none():
 
 
 def outer_state(folder):
-    """What a rank of DiLoCo alone had, before and after a second start with another outer rate, and with other parts."""
+    """What a rank of DiLoCo alone had, before and after a second start with another outer rate, or other parts."""
     first = {"communication": "diloco", "sync_every": 2}
     kept, found = saved(folder / "first", **first), {}
     own = safetensors_tree.load(kept / "rank-0.safetensors")["local"]["0.velocity"]
