@@ -45,7 +45,7 @@ def check_model(weights: dict[str, torch.Tensor], mine: dict[str, tuple[int, ...
 
 def check_optimizer(state: dict[str, Any], optimizer: Optimizer, folder: Path) -> None:
     """Refuse the state of parameters in other groups: it is kept by their numbers."""
-    saved, own = ([group["params"] for group in each["param_groups"]] for each in (state, optimizer.state_dict()))
+    saved, own = ([group["params"] for group in held["param_groups"]] for held in (state, optimizer.state_dict()))
     if saved != own:
         raise CheckpointError(f"the optimizer of checkpoint {folder} has {list(map(len, saved))} parameters in its "
                               f"groups, and this run's {list(map(len, own))}", "resume from another checkpoint")

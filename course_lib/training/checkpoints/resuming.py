@@ -174,7 +174,7 @@ def _go_on_from(trainer: Trainer, folder: Path) -> str:
 def read_engine(trainer: Trainer, folder: Path, saved_by: str) -> None:
     """Put the schedule where it stood, by this run's plan and peak rates, and the engine's own state back."""
     engine, scheduler = safetensors_tree.load(folder / "engine.safetensors"), trainer.scheduler
-    scheduler.last_epoch, scheduler._step_count = (engine["scheduler"][each] for each in ("last_epoch", "_step_count"))
+    scheduler.last_epoch, scheduler._step_count = (engine["scheduler"][name] for name in ("last_epoch", "_step_count"))
     rates = [base * factor(scheduler.last_epoch)
              for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     scheduler._last_lr = rates

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 NO_ARCHITECTURE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache",
                    "output_router_logits", *ATTENTION_DROPOUT)
 """What a model's config holds besides what its forward pass is, and what an option of ours says."""
-
-
 LAYOUT = ("num_processes", "pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size",
           "context_parallel_size", "training_type")
 """Options of the ranks' layout, on which it depends how many rows batch_size makes."""
@@ -59,16 +57,15 @@ def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[st
     run, own = saved["run"], identity(trainer)
     same_rows, same_batch = (run[name] == own[name] for name in ("data", "global_batch_size"))
     rows = Change(run["global_batch_size"], own["global_batch_size"])
-    if found := refused(changes, same_rows=same_rows, same_batch=same_batch):
-        cure = _cure(trainer.config, found, rows)
-        given = " ".join(f"--{name} {value}" for name, value in cure.items() if value is not None)
-        left_out = " ".join(f"--{name}" for name, value in cure.items() if value is None)
-        instead = " and ".join(f"{do} {what}" for do, what in (("give", given), ("leave out", left_out)) if what)
-        raise _cannot(found if same_batch else found | {"global_batch_size": rows}, folder,
-                      instead or f"keep {rows.was} rows a step", cure)
+    others = refused(changes, same_rows=same_rows, same_batch=same_batch)
+    if others or not same_batch:
+        cure = _cure(trainer.config, others, rows)
+        given = " ".join(f"--{name} {value}" for name, value in cure.items())
+        raise _cannot(others if same_batch else others | {"global_batch_size": rows}, folder,
+                      f"give {given}" if given else f"keep {rows.was} rows a step", cure)
     if not same_rows:
         raise CheckpointError(f"the tokens of {trainer.config.data.dataset} are not those that checkpoint {folder} was "
-                              f"trained on, though every option is the same", f"put the data back as they were, {ANEW}")
+                              "trained on, though every option is the same", f"put the data back as they were, {ANEW}")
     for name, value in run.get("architecture", {}).items():
         if value != (here := own["architecture"].get(name, value)):
             raise _cannot({f"a model of {name}": Change(value, here)}, folder, "give the --model it was trained from")
@@ -78,24 +75,31 @@ def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[st
     return changes
 
 
-def _cure(config: Config, found: Mapping[str, Change], rows: Change) -> dict[str, str | None]:
-    """The options under which a run would go on, None for those to leave out; empty where no option does it alone."""
-    cure = {name: None if each.was is None else shown(each.was) for name, each in found.items()}
-    if rows.was == rows.now or not any(name in LAYOUT for name in found):
+def _cure(config: Config, changes: Mapping[str, Change], rows: Change) -> dict[str, str]:
+    """The options under which a run would go on; none where it takes more than options.
+
+    Args:
+        config: the run's.
+        changes: with which it cannot go on.
+        rows: of a step.
+    """
+    made_by = among(changes, BATCH)
+    cure = {name: shown(change.was) for name, change in changes.items()}
+    if rows.was == rows.now or (made_by and not any(name in LAYOUT for name in made_by)):
         return cure
-    cure = {name: value for name, value in cure.items() if name not in BATCH.fields}
+    # Ranks are not an option's to bring back: they may make as many rows in another way.
+    cure = {name: value for name, value in cure.items() if name not in made_by}
     if config.run.training_type == "pipeline" or config.run.split_batches or config.run.loss_weighting != "token":
         return cure  # they do not go together with global_batch_size
-    many = config.run.gradient_accumulation_steps > 1
-    return cure | {"global_batch_size": shown(rows.was)} | ({"gradient_accumulation_steps": "1"} if many else {})
+    alone = {"gradient_accumulation_steps": "1"} if config.run.gradient_accumulation_steps > 1 else {}
+    return cure | {"global_batch_size": shown(rows.was)} | alone
 
 
 def _cannot(changes: Mapping[str, Change], folder: Path, instead: str,
-            cure: Mapping[str, str | None] | None = None) -> CheckpointError:
-    was = ", ".join(f"{name} {shown(change.was)}" for name, change in changes.items())
+            cure: Mapping[str, str] | None = None) -> CheckpointError:
     now = ", ".join(shown(change.now) for change in changes.values())
-    return CheckpointError(f"checkpoint {folder} was saved with {was}, and this run has {now}", f"{instead}, {ANEW}",
-                           cure=cure)
+    return CheckpointError(f"checkpoint {folder} was saved with {_were(changes)}, and this run has {now}",
+                           f"{instead}, {ANEW}", cure=cure)
 
 
 def record(trainer: Trainer, saved: Mapping[str, Any], changes: Mapping[str, Change]) -> str:
@@ -116,8 +120,6 @@ def record(trainer: Trainer, saved: Mapping[str, Any], changes: Mapping[str, Cha
 def forget_best(trainer: Trainer, folder: Path, changes: Mapping[str, Change]) -> None:
     """Begin the search for the best evaluation anew where the one that was kept was judged otherwise."""
     state, judged = trainer.state, among(changes, JUDGING)
-    if "mlm_probability" in judged and trainer.task != "masked_lm":
-        return
     if judged and state.best_step is not None:
         trainer.say(f"{folder}: its best evaluation (step {state.best_step}) was judged with {_were(judged)}: it does "
                     "not count")
@@ -130,6 +132,6 @@ def _were(changes: Mapping[str, Change]) -> str:
 
 def history(changes: list[dict[str, Any]]) -> list[str]:
     """A run's history, a line for each time that it went on with other values."""
-    return [f"From step {each['step'] + 1}: "
-            + told({name: Change(*values) for name, values in each["changed"].items()}, "before:")
-            for each in changes]
+    return [f"From step {part['step'] + 1}: "
+            + told({name: Change(*values) for name, values in part["changed"].items()}, "before:")
+            for part in changes]

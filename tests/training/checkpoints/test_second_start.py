@@ -345,6 +345,13 @@ def test_a_checkpoint_of_an_older_version_is_compared_by_what_it_holds(tmp_path)
     assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.5)
 
 
+def test_other_rows_a_step_are_refused_also_where_a_version_did_not_count_its_ranks(tmp_path):
+    kept = saved(tmp_path / "first", **PLAIN)
+    edited(kept, "state.json", lambda held: (held.pop("ranks"), held["run"].update(global_batch_size=16)))
+    with pytest.raises(CheckpointError, match="global_batch_size 16, and this run has 8: give --global_batch_size 16"):
+        gone_on(tmp_path / "again", **PLAIN, resume_from_checkpoint=str(kept))
+
+
 def test_another_architecture_and_other_rows_under_the_same_options_are_refused(tmp_path):
     kept = saved(tmp_path / "first", **PLAIN)
     for change, told in ((lambda held: held["run"]["architecture"].update(n_head=3), "a model of n_head 3, and this"),
