@@ -189,6 +189,15 @@ def _keys(node: Any) -> Iterator[str]:
             yield str(key.value)
 
 
+def read_saved(path: Path) -> dict[str, Any]:
+    """Leaf fields of a config that :func:`to_yaml` wrote, in this version or another: those that are known here."""
+    import yaml
+
+    known = {each.name for each in options()}
+    sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {name: value for leaves in sections.values() for name, value in leaves.items() if name in known}
+
+
 def _known_key(shown: str, key: str, known: Iterable[str], path: Path) -> None:
     """Refuse a YAML key that is no field, alias or translated option."""
     name = key.replace("-", "_")

@@ -7,6 +7,9 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from course_lib.config_sections.fields import Fraction, NotNegative, Positive, Strict
 
+OFFLINE_NAMES = ("tweets", "pydocs")
+"""Data sets that every machine has; their texts are cleaned for any task."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Strict):

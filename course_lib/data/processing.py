@@ -30,6 +30,9 @@ FEATURES = datasets.Features({"input_ids": datasets.List(datasets.Value("int32")
 UNCUT = datasets.Features(FEATURES | {"uncut": datasets.Value("int32")})
 """With the tokens of each text before it was cut."""
 
+TOKENS = 1
+"""Part of every fingerprint, by which a checkpoint knows its data; raised when the same texts give other tokens."""
+
 Counts = tuple[int, int, int]
 """Tokens of all texts of a split, texts that are cut, and tokens that are left out."""
 
@@ -80,16 +83,16 @@ class DataProcessor:
             ModelError: the tokenizer lacks a token that the task needs.
         """
         classifies, tokenizer_digest = self.config.task == "classification", self._tokenizer_digest()
-        keys = {split: digest(FORMAT, classifies, self.max_length, tokenizer_digest,
-                              column_digest(rows, "text")) for split, rows in data.splits.items()}
+        names = {split: digest(TOKENS, classifies, self.max_length, tokenizer_digest,
+                               column_digest(rows, "text")) for split, rows in data.splits.items()}
         tokenize = self._truncate_split if classifies else self._cut_split
         splits, facts, again = dict[str, datasets.Dataset](), dict[str, SplitFacts](), repeated(data.splits)
         for split, rows in data.splits.items():
-            splits[split], counts = tokenize(rows, split, keys[split])
+            splits[split], counts = tokenize(rows, split, digest(FORMAT, names[split]))
             facts[split] = SplitFacts(len(rows), class_counts(rows, data.label_names), again[split], self.max_length,
                                       *counts)
         labels = [column_digest(rows, "labels") for rows in splits.values() if classifies]
-        return ProcessedData(splits, data.label_names, self.config.task, digest(keys, data.label_names, labels),
+        return ProcessedData(splits, data.label_names, self.config.task, digest(names, data.label_names, labels),
                              data.notes, facts)
 
     def collator(self, device_type: str = "cpu") -> Collator:

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from course_lib.config import DataConfig
+from course_lib.config_sections.learning import OFFLINE_NAMES
 from course_lib.data import bundled, folders, localfiles
 from course_lib.data.cache import progress_bars
 from course_lib.data.pydocs import load_pydocs
@@ -44,7 +45,6 @@ KNOWN = {
     "yelp_polarity": Known("fancyzhx/yelp_polarity", "text", "label", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
 }
 BY_NAME = {**KNOWN, **{known.repository: known for known in KNOWN.values()}, "emotion": KNOWN["dair-ai/emotion"]}
-OFFLINE_NAMES = ("tweets", "pydocs")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Source:
     text_column: str | None = None
     label_column: str | None = None
     is_prose: bool = False
-    """Whether its line breaks and indents mean nothing, so that a language model need not learn them."""
+    """Whether its line breaks and entities mean nothing, so that a language model need not learn them."""
 
 
 def find(config: DataConfig) -> Source:

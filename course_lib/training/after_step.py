@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from course_lib.config import option
 from course_lib.errors import EXIT_RESUME, TrainingDiverged, TrainingInterrupted
 from course_lib.launching import interrupts
 from course_lib.tracking.base import ends_by_name
@@ -78,11 +80,36 @@ def check_finite(trainer: Trainer) -> None:
     """Wait for the device; raise TrainingDiverged, on all processes, where a step so far was not finite."""
     if step := int(trainer.first_bad_step):
         trainer.saver.wait()
-        kept = checkpoint.in_order(trainer.output_dir)
-        raise TrainingDiverged(
-            f"the loss or its gradient is not a finite number at step {step}; "
-            + (f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint before it"),
-            "lower --learning_rate, clip with --max_grad_norm, or look at the data of that step")
+        raise diverged(step, trainer.config.optim.learning_rate, checkpoint.in_order(trainer.output_dir))
+
+
+def diverged(step: int, rate: float, kept: list[Path]) -> TrainingDiverged:
+    """What to say of a step that was not finite, and the command that goes on from before it.
+
+    Loss and gradient of a step come from the weights before it: those of the checkpoint right before it give the same
+    again at any learning rate, and those of an earlier one come by other steps to other weights.
+
+    Args:
+        step: that was not finite.
+        rate: the run's peak learning rate.
+        kept: checkpoints of the run, oldest first.
+    """
+    before = [folder for folder in kept if checkpoint.step_of(folder) < step]
+    good = [folder for folder in before if checkpoint.step_of(folder) < step - 1]
+    what = f"the loss or its gradient is not a finite number at step {step}; "
+    what += (f"the last good checkpoint is {(good or before)[-1]}" if before else "there is no checkpoint before it")
+    look = "look at the data of that step"
+    if step == 1:
+        return TrainingDiverged(what, f"{look}, and at the weights that the model came with")
+    lower = f"{rate / 10 if rate <= 1 else option('learning_rate').default:g}"
+    if good:
+        return TrainingDiverged(
+            what, f"go on from it with a lower --learning_rate, or clip with --max_grad_norm; or {look}",
+            cure={"learning_rate": lower, "overwrite_output_dir": None, "resume_from_checkpoint": str(good[-1])})
+    return TrainingDiverged(
+        what + (", whose weights give the same again" if before else ""),
+        f"lower --learning_rate, or clip with --max_grad_norm, and begin anew; or {look}",
+        cure={"learning_rate": lower, "overwrite_output_dir": "true", "resume_from_checkpoint": None})
 
 
 def count_seconds(trainer: Trainer) -> None:

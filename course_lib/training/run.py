@@ -75,6 +75,7 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
     tracking = TrackingCallback(config)
     with progress_bars(config.run.progress_bar):
         trainer, text = build_trainer(config, [*callbacks, *guards(config), *monitors(config), tracking])
+    trainer.go_on()  # a checkpoint that the config cannot go on from leaves the folder as it was
     if is_main:
         run_folder.claim(config)
         launchfiles.write(config, trainer.precision, trainer.num_processes, trainer.model)
@@ -110,7 +111,8 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
             "samples_per_second": rates.get("samples_per_second"), "tokens_per_second": rates.get("tokens_per_second"),
             "mfu": rates.get("mfu"), "mfu_note": trainer.throughput.note,
             "seconds": round(state.seconds, 3), "final_loss": state.last_loss,
-            "global_batch_size": trainer.sampler.global_batch_size, "phases": dict(trainer.phases.seconds)},
+            "global_batch_size": trainer.sampler.global_batch_size, "phases": dict(trainer.phases.seconds),
+            "changes": trainer.changes},
         "memory": {"peak_bytes": memory},
         **trainer.engine.describe(),
         "seconds": {"until_training": round(ready - started, 3)},

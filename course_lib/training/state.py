@@ -57,6 +57,11 @@ class TrainState:
         """True where no step is left to do."""
         return self.stop or self.step >= self.max_steps
 
+    def forget_best(self) -> None:
+        """Begin the search for the best evaluation anew."""
+        self.best_value = self.best_step = None
+        self.evaluations_since_best = 0
+
     def as_dict(self) -> dict[str, Any]:
         """All fields."""
         return dataclasses.asdict(self)

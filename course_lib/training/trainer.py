@@ -30,7 +30,7 @@ from course_lib.system.seeding import seed_everything
 from course_lib.training import after_step
 from course_lib.training.callbacks.base import Callback, EarlyStopping, JsonLinesLog, ProgressBar
 from course_lib.training.callbacks.expert_load import ExpertLoad
-from course_lib.training.checkpoints import resuming, saving
+from course_lib.training.checkpoints import resuming, saving, second_start
 from course_lib.training.cpu_kernels import pick_kernels, use_fast_kernels
 from course_lib.training.engines import build_engine, process_group
 from course_lib.training.engines.compose import compose
@@ -61,6 +61,8 @@ class Trainer:
         model: the bare ``nn.Module``, whose weights are saved.
         wrapped: what the forward pass calls; the model itself, or what the engine put around it.
         state: progress, see :class:`TrainState`.
+        changes: what each resumed part of the run was told other than the part before: the ``step`` after which it
+            began, and ``changed``, values by option as [before, from then on].
         phases: seconds by phase.
         cpu_kernels: ``torch`` or ``fast``; None where the device is no CPU.
         throughput: rows, tokens and FLOPs, and what they are of the hardware's peak.
@@ -71,6 +73,7 @@ class Trainer:
         self.config, self.data = config, data
         self.tokenizer, self.source = loaded.tokenizer, loaded.source
         self.output_dir, self.task = config.output_dir, data.task
+        self.architecture = second_start.architecture(loaded.model.config)
         self.num_labels = len(data.label_names) if data.label_names else None
         self.best_metric = config.run.best_metric or ("macro_f1" if self.num_labels else "loss")
         self.best_file = self.output_dir / "best.safetensors"
@@ -98,6 +101,7 @@ class Trainer:
 
         if self.cpu_kernels == "fast":
             use_fast_kernels(loaded.model)
+        self.changes: list[dict[str, Any]] = []
         patience = config.run.early_stopping_patience
         self.callbacks: list[Callback] = [ExpertLoad(loaded.model.config.model_type), ProgressBar(),
                                           JsonLinesLog(self.output_dir / "metrics.jsonl")]
@@ -119,7 +123,7 @@ class Trainer:
         self.votes: torch.Tensor
         self.learning_rate = 0.0
         self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
-        self.unsettled = False
+        self.unsettled = self.has_gone_on = False
 
     def before_wrapping(self) -> None:
         """Let callbacks look at this rank's share of the model."""
@@ -144,6 +148,16 @@ class Trainer:
                               f"of {sampler.global_batch_size}", "leave it out, or lower batch_size")
         return sampler
 
+    def go_on(self) -> None:
+        """Read the checkpoint that the config names, if it names one, unless that is done.
+
+        Raises:
+            CheckpointError: there is no whole one, or it is of a run that this config cannot go on with.
+        """
+        if self.config.output.resume_from_checkpoint and not self.has_gone_on:
+            resuming.resume(self)
+        self.has_gone_on = True
+
     def train(self) -> TrainState:
         """Run to the end, from the checkpoint that the config names, if it names one.
 
@@ -151,8 +165,7 @@ class Trainer:
             TrainingDiverged: a loss or gradient is not finite; the last good checkpoint is kept.
             TrainingInterrupted: Ctrl-C, SIGTERM or SIGUSR1; a checkpoint was written first.
         """
-        if self.config.output.resume_from_checkpoint:
-            resuming.resume(self)
+        self.go_on()
         if self.is_main:
             interrupts.remove_note(self.output_dir)
         begun: list[Callback] = []

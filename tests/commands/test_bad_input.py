@@ -134,11 +134,11 @@ def test_a_damaged_checkpoint_is_refused(course, finished, tmp_path, damage, tol
 
 
 @pytest.mark.parametrize(("options", "told"), [
-    (("--model", "tiny-gpt2"), "is from another model"),
-    (("--optimizer", "sgd"), "state of another optimizer"),
+    (("--model", "tiny-gpt2"), "model tiny-bert, and this run has tiny-gpt2"),
+    (("--optimizer", "sgd"), "optimizer adamw, and this run has sgd"),
     (("--batch_size", "8"), "global_batch_size 4, and this run has 8"),
     (("--seed", "1"), "seed 42, and this run has 1"),
-    (("--lowercase", "true"), "was saved with data"),
+    (("--lowercase", "true"), "lowercase false, and this run has true"),
 ], ids=["model", "optimizer", "batch", "seed", "data"])
 def test_a_checkpoint_of_another_run_is_refused(course, finished, tmp_path, options, told):
     code, _, err = course(*BASE, "--output_dir", tmp_path / "run", "--resume_from_checkpoint",

@@ -200,7 +200,7 @@ def test_torchrun_loses_a_machine_and_gains_one_and_the_curve_is_the_undisturbed
     assert len(apart) == 8 and min(apart[1:]) > 1000 * TOLERANCE, "another batch is another curve"
     code, _, told = course(*training(model, tmp_path / "run", training_type="basic", batch_size=ROWS // 2,
                                      max_steps=STEPS + 1))
-    assert code and f"was saved with global_batch_size {ROWS}, and this run has {ROWS // 2}" in told
+    assert code and "was saved with " in told and f": give --global_batch_size {ROWS}, or begin anew" in told
 
 
 @pytest.fixture(scope="module")

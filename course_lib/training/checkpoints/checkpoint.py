@@ -29,6 +29,11 @@ def name(step: int) -> str:
     return f"checkpoint-{step:06d}"
 
 
+def step_of(folder: Path) -> int:
+    """The optimizer step after which a checkpoint of that name was written."""
+    return int(folder.name.rpartition("-")[2])
+
+
 @contextlib.contextmanager
 def saving(what: str) -> Iterator[None]:
     """Turn a failed write into one line that says what was being saved and that nothing is half-written."""
@@ -189,7 +194,8 @@ def latest(run_dir: Path, say: Callable[[str], None] = lambda line: None) -> Pat
             say(f"{error.what}; trying the one before")
         else:
             return folder
-    raise CheckpointError(f"no whole checkpoint in {run_dir}", "leave out --resume_from_checkpoint to begin anew")
+    raise CheckpointError(f"no whole checkpoint in {run_dir}", "begin anew with --resume_from_checkpoint auto",
+                          cure={"resume_from_checkpoint": "auto"})
 
 
 def prune(run_dir: Path, limit: int | None) -> None:

@@ -44,17 +44,23 @@ def check_model(weights: dict[str, torch.Tensor], mine: dict[str, tuple[int, ...
 
 
 def check_optimizer(state: dict[str, Any], optimizer: Optimizer, folder: Path) -> None:
-    """Refuse the state of another algorithm."""
-    if set(optimizer.param_groups[0]) != set(state["param_groups"][0]):
-        raise CheckpointError(f"checkpoint {folder} holds the state of another optimizer",
-                              "give the --optimizer it was trained with")
+    """Refuse the state of parameters in other groups: it is kept by their numbers."""
+    saved, own = ([group["params"] for group in held["param_groups"]] for held in (state, optimizer.state_dict()))
+    if saved != own:
+        raise CheckpointError(f"the optimizer of checkpoint {folder} has {list(map(len, saved))} parameters in its "
+                              f"groups, and this run's {list(map(len, own))}", "resume from another checkpoint")
+
+
+def put_back(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Give an optimizer its state again, and leave it what the config says: rate, decay, betas and all that."""
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def read_into_whole(model: nn.Module, optimizer: Optimizer, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Fill a model and an optimizer that every rank holds whole, from either form."""
     if not is_sharded(folder):
         model.load_state_dict(safetensors_tree.load(folder / MODEL))
-        optimizer.load_state_dict(safetensors_tree.load(folder / OPTIMIZER))
+        put_back(optimizer, safetensors_tree.load(folder / OPTIMIZER))
         return
     weights = safetensors_tree.load(folder / BUFFERS)
     weights |= {name: flat.view(shapes[name]) for name, flat in sharded.whole(folder, "model/").items()}

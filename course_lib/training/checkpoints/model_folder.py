@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from course_lib.config import Config
-from course_lib.training.checkpoints import checkpoint
+from course_lib.training.checkpoints import checkpoint, second_start
 from course_lib.training.checkpoints.run_folder import MODEL
 from course_lib.training.unwrapping import deepspeed_left_alone
 from course_lib.writing import write_text
@@ -57,6 +57,9 @@ def model_card(config: Config, summary: dict[str, Any], source: str) -> str:
     ends = {name: f"{low:.4f} to {high:.4f}" for name, (low, high) in summary["eval"]["interval95"].items()}
     rows = "\n".join(f"| {r.metric_type} | {r.metric_value:.4f} | {ends.get(r.metric_type, '')} |" for r in results)
     run, optim = config.run, config.optim
+    changes = "".join(f"- {line}.\n" for line in second_start.history(summary["train"]["changes"]))
+    if changes:
+        changes = f"\nIt was resumed with other settings, of which those above are the last:\n\n{changes}"
     return f"""---
 {data.to_yaml()}
 ---
@@ -73,7 +76,7 @@ The model came from: {source}. The data: {summary["data"]["source"]}.
 Trained for {summary["train"]["steps"]} steps on {summary["world_size"]} processes, global batch
 {summary["train"]["global_batch_size"]}, {optim.optimizer} at a peak learning rate of {optim.learning_rate:g}
 ({optim.lr_scheduler}), mixed precision {summary["mixed_precision"]}, seed {run.seed}.
-
+{changes}
 ```python
 {load_line(config)}
 ```

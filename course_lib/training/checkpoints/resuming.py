@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from course_lib.config_files import to_yaml
+from course_lib.config_sections.resumed import KEEPS_RANK_STATE
 from course_lib.errors import CheckpointError
 from course_lib.launching.rank_process import is_consequence
 from course_lib.system.seeding import rng_state, seed_everything, set_rng_state
-from course_lib.training.checkpoints import checkpoint, formats, manifest, safetensors_tree
+from course_lib.training.checkpoints import checkpoint, formats, manifest, safetensors_tree, second_start
 from course_lib.training.state import TrainState
 from course_lib.writing import write_text
 
@@ -40,8 +41,8 @@ def write_files(trainer: Trainer, folder: Path) -> None:
         share(trainer.best_file, folder / trainer.best_file.name)
     safetensors_tree.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state()},
                           folder / "engine.safetensors")
-    progress = {"state": trainer.state.as_dict(), "run": identity(trainer), "engine": trainer.engine.name,
-                "ranks": of_ranks(trainer)}
+    progress = {"state": trainer.state.as_dict(), "run": second_start.identity(trainer), "engine": trainer.engine.name,
+                "ranks": of_ranks(trainer), "changes": trainer.changes}
     write_text(folder / "state.json", json.dumps(progress, indent=1))
     write_text(folder / "config.yaml", to_yaml(trainer.config))
 
@@ -58,16 +59,10 @@ def share(source: Path, target: Path) -> None:
     beside.unlink(missing_ok=True)  # renaming one name of a file to another of its names does nothing
 
 
-def identity(trainer: Trainer) -> dict[str, Any]:
-    """What has to be the same for a data position to mean the same rows."""
-    return {"data": trainer.data.fingerprint, "global_batch_size": trainer.sampler.global_batch_size,
-            "seed": trainer.config.run.seed, "group_by_length": trainer.config.data.group_by_length,
-            "task": trainer.task}
-
-
 def of_ranks(trainer: Trainer) -> dict[str, Any]:
     """What has to be the same for a rank to go on with what it alone had."""
-    communication = dataclasses.asdict(trainer.config.communication)
+    communication = {name: value for name, value in dataclasses.asdict(trainer.config.communication).items()
+                     if name not in KEEPS_RANK_STATE}
     return {"num_processes": trainer.num_processes, "bucket_bytes": trainer.config.parallel.bucket_bytes,
             **communication}
 
@@ -122,9 +117,9 @@ def resume(trainer: Trainer) -> None:
     if folder is None:
         return
     with _contents_of(folder):
-        _go_on_from(trainer, folder)
+        with_changes = _go_on_from(trainer, folder)
     trainer.engine.barrier()
-    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps})")
+    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps}){with_changes}")
 
 
 @contextlib.contextmanager
@@ -150,14 +145,11 @@ def _count_again(trainer: Trainer) -> None:
     state.tokens, state.flops = counted.tokens, counted.flops
 
 
-def _go_on_from(trainer: Trainer, folder: Path) -> None:
+def _go_on_from(trainer: Trainer, folder: Path) -> str:
+    """Read a checkpoint; gives what the run was told other than the one that saved it."""
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    changes = second_start.compare(trainer, folder, saved)
     formats.check(trainer.engine, folder)
-    for name, value in identity(trainer).items():
-        if saved["run"][name] != value:
-            raise CheckpointError(f"checkpoint {folder} was saved with {name} {saved['run'][name]}, "
-                                  f"and this run has {value}",
-                                  "make them equal, so that its data position means the same rows")
     formats.read(trainer.engine, folder)
     read_own(trainer, folder, saved.get("ranks"))
     read_engine(trainer, folder, saved["engine"])
@@ -168,6 +160,7 @@ def _go_on_from(trainer: Trainer, folder: Path) -> None:
         _count_again(trainer)
     if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
         trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
+    second_start.forget_best(trainer, folder, changes)
     read_best(trainer, folder)
     random = folder / f"random-{trainer.engine.random_stream}.safetensors"
     if random.exists():
@@ -175,16 +168,16 @@ def _go_on_from(trainer: Trainer, folder: Path) -> None:
     else:
         # More ranks than saved it: a stream of its own, other than the one this rank began with.
         seed_everything(trainer.config.run.seed + trainer.state.step, trainer.engine.random_stream)
+    return second_start.record(trainer, saved, changes)
 
 
 def read_engine(trainer: Trainer, folder: Path, saved_by: str) -> None:
-    """Put the learning-rate schedule and the engine's own state back."""
-    engine = safetensors_tree.load(folder / "engine.safetensors")
-    trainer.scheduler.load_state_dict(engine["scheduler"])
-    # By this run's plan, which may be longer than the one that was saved.
-    rates = [base * factor(trainer.scheduler.last_epoch)
-             for base, factor in zip(trainer.scheduler.base_lrs, trainer.scheduler.lr_lambdas, strict=True)]
-    trainer.scheduler._last_lr = rates
+    """Put the schedule where it stood, by this run's plan and peak rates, and the engine's own state back."""
+    engine, scheduler = safetensors_tree.load(folder / "engine.safetensors"), trainer.scheduler
+    scheduler.last_epoch, scheduler._step_count = (engine["scheduler"][name] for name in ("last_epoch", "_step_count"))
+    rates = [base * factor(scheduler.last_epoch)
+             for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    scheduler._last_lr = rates
     for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     if saved_by == trainer.engine.name:
@@ -194,7 +187,8 @@ def read_engine(trainer: Trainer, folder: Path, saved_by: str) -> None:
 def read_own(trainer: Trainer, folder: Path, ranks: dict[str, Any] | None) -> None:
     """Put back what this rank alone had, where as many ranks go on as saved it, with the same communication."""
     kept = folder / f"rank-{trainer.rank}.safetensors"
-    if kept.exists() and ranks == of_ranks(trainer):
+    own = of_ranks(trainer)
+    if kept.exists() and ranks and {name: ranks.get(name) for name in own} == own:
         return trainer.engine.load_rank_state(safetensors_tree.load(kept))
     if any(folder.glob("rank-*.safetensors")):
         trainer.say(f"{folder} was saved by other ranks or with another communication: what each of them alone had is "
@@ -209,8 +203,7 @@ def read_best(trainer: Trainer, folder: Path) -> None:
         return
     if not kept.exists():
         trainer.say(f"{folder} holds no weights of the best evaluation (step {state.best_step}): it does not count")
-        state.best_value = state.best_step = None
-        state.evaluations_since_best = 0
+        state.forget_best()
     elif trainer.is_main:
         with checkpoint.saving(str(trainer.best_file)):
             share(kept, trainer.best_file)

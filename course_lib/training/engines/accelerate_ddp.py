@@ -70,5 +70,5 @@ class AccelerateDDP(Engine):
         return {"scaler": scaler.state_dict() if scaler else {}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if self.accelerator.scaler:
+        if self.accelerator.scaler and state["scaler"]:  # a run in another precision had none
             self.accelerator.scaler.load_state_dict(state["scaler"])

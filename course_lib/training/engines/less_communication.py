@@ -18,6 +18,7 @@ from course_lib.parallel.communication.local_sgd import LocalSGD, LocalTraining
 from course_lib.parallel.communication.power_sgd import PowerSGD
 from course_lib.parallel.communication.quantized_all_reduce import QuantizedAllReduce
 from course_lib.parallel.communication.top_k import TopK
+from course_lib.training.checkpoints.formats import put_back
 from course_lib.training.engines.from_scratch import Scratch
 
 
@@ -93,7 +94,7 @@ class Local(Scratch):
         if not state:
             return self.wrapped.adopt()
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        put_back(self.optimizer, state["optimizer"])
         self.wrapped.load_state_dict_of_rank({name: each.to(self.device) for name, each in state["local"].items()})
 
     def describe(self) -> Mapping[str, Any]:

@@ -61,7 +61,8 @@ class SingleProcess(Engine):
         return {"scaler": self.scaler.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # a run in another precision had none
+            self.scaler.load_state_dict(state["scaler"])
 
     # --- with nobody to talk to ---
 

@@ -256,11 +256,13 @@ class DeepSpeedZero(ShardedEngine):
             self.zero.update_lp_params()
 
     def state(self) -> dict[str, Any]:
-        scaler = self.zero.loss_scaler
-        return {"loss_scale": float(self.zero.loss_scale), "last_overflow": getattr(scaler, "last_overflow_iter", -1)}
+        if not self.zero.dynamic_loss_scale:
+            return {}
+        return {"loss_scale": float(self.zero.loss_scale), "last_overflow": self.zero.loss_scaler.last_overflow_iter}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if self.zero.dynamic_loss_scale:
+        # A run in another precision has left none; older versions wrote a scale of 1 for it.
+        if self.zero.dynamic_loss_scale and state.get("loss_scale", 1.0) != 1.0:
             self.zero.loss_scaler.cur_scale = state["loss_scale"]
             self.zero.loss_scaler.last_overflow_iter = state["last_overflow"]
 
