@@ -92,7 +92,7 @@ def effective(leaves: Leaves) -> dict[str, Any]:
         if name in found and found[name] is None and other in found:
             found[name] = default(found[other])
     if found.get("clean_text", True) is None:
-        found["clean_text"] = found["task"] == "classification" or found["dataset"] in OFFLINE_NAMES
+        found["clean_text"] = found.get("task") == "classification" or found.get("dataset") in OFFLINE_NAMES
     return found
 
 

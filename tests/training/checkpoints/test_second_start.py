@@ -195,7 +195,8 @@ VALUES = {"dataset": "pydocs", "task": "classification", "model": "tiny-llama", 
           "warmup_ratio": 0.5, "mixed_precision": "bf16", "best_metric": "perplexity", "tracker": "jsonl",
           "pipeline_parallel_size": 2, "topk_density": 0.5, "quantization_block": 64, "powersgd_rank": 2,
           "num_epochs": 7.5, "weight_decay": 0.3, "max_grad_norm": 3.0, "adam_epsilon": 1e-5, "watchdog": 90.0,
-          "imbalance_alert": 3.0, "validation_fraction": 0.3, "resume_from_checkpoint": None}
+          "imbalance_alert": 3.0, "validation_fraction": 0.3, "resume_from_checkpoint": None,
+          "clean_text": False}
 """Second values of fields for which the first that comes to mind would be the same, or refused."""
 DILOCO = {"communication": "diloco"}
 BESIDE = {
@@ -255,8 +256,8 @@ def test_the_documentation_names_what_is_not_simply_applied():
 
 
 OF_ANOTHER_RUN = ("num_processes", "tensor_parallel_size", "context_parallel_size", "expert_parallel_size",
-                  "shard_group_size", "router_aux_loss_coef", "separator", "encoding", "momentum", "mlm_probability",
-                  "offload")
+                  "shard_group_size", "router_aux_loss_coef", "separator", "quoting", "encoding", "momentum",
+                  "mlm_probability", "offload")
 """Fields whose other value takes more ranks, a model with experts, a file of data, another optimizer or task, a GPU."""
 
 
