@@ -79,10 +79,15 @@ def check_finite(trainer: Trainer) -> None:
     if step := int(trainer.first_bad_step):
         trainer.saver.wait()
         kept = checkpoint.in_order(trainer.output_dir)
+        # where a first step goes wrong, or one after rates of 0
+        untouched = not kept and (not trainer.first_update or step <= trainer.first_update)
+        where = f"the last good checkpoint is {kept[-1]}" if kept else (
+            "no update has changed the weights before it, so no learning rate is the cause" if untouched
+            else "there is no checkpoint before it")
         raise TrainingDiverged(
-            f"the loss or its gradient is not a finite number at step {step}; "
-            + (f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint before it"),
-            "lower --learning_rate, clip with --max_grad_norm, or look at the data of that step")
+            f"the loss or its gradient is not a finite number at step {step}; {where}",
+            "look at the rows of that step, or try --mixed_precision no, --attention eager or --cpu_kernels torch"
+            if untouched else "lower --learning_rate, clip with --max_grad_norm, or look at the data of that step")
 
 
 def count_seconds(trainer: Trainer) -> None:

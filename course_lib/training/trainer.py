@@ -117,7 +117,7 @@ class Trainer:
         self.saver = saving.Saver(self)
         self.pending: list[torch.Tensor] = []
         self.votes: torch.Tensor
-        self.learning_rate = 0.0
+        self.learning_rate, self.first_update = 0.0, 0
         self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
         self.unsettled = False
 
@@ -225,6 +225,8 @@ class Trainer:
             self.settle()
             norm = engine.clip(self.config.optim.max_grad_norm or float("inf"))
             self.learning_rate = self.optimizer.param_groups[0]["lr"]  # the schedule moves on before it is logged
+            if self.learning_rate and not self.first_update:
+                self.first_update = self.state.step + 1
             engine.update()
             engine.zero_grad()
             self.unsettled = True
