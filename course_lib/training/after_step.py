@@ -29,6 +29,8 @@ def do_what_is_due(trainer: Trainer, loss: torch.Tensor, gradient_norm: torch.Te
     """
     state, config, engine = trainer.state, trainer.config, trainer.engine
     trainer.pending.append(loss)
+    if trainer.learning_rate and not trainer.first_update:
+        trainer.first_update = state.step
     # An overflow under fp16 is no divergence: the scaler skips that step and lowers its scale.
     watched = engine.sum(loss.clone()) if trainer.precision == "fp16" else gradient_norm
     bad = (trainer.first_bad_step == 0) & ~torch.isfinite(watched)

@@ -225,8 +225,6 @@ class Trainer:
             self.settle()
             norm = engine.clip(self.config.optim.max_grad_norm or float("inf"))
             self.learning_rate = self.optimizer.param_groups[0]["lr"]  # the schedule moves on before it is logged
-            if self.learning_rate and not self.first_update:
-                self.first_update = self.state.step + 1
             engine.update()
             engine.zero_grad()
             self.unsettled = True
