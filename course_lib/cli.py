@@ -13,6 +13,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import io
 import os
 import shlex
 import time
@@ -90,7 +91,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: no such command or option, or a value that its type refuses.
     """
     parser, commands = command_line()
-    argv, started = split(argv)
+    argv, started = split(without_local_rank(argv))
+    if word := next((word for word in argv if any("\ud800" <= letter <= "\udfff" for letter in word)), None):
+        raise ConfigError(f"`{word}` is no text in this system's encoding, {sys.getfilesystemencoding()}",
+                          "set PYTHONUTF8=1 in the environment, and name files in UTF-8")
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
         raise ConfigError(f"unknown command `{argv[0]}`", nearest(argv[0], commands.choices),
                           spelt=_only(argv[0], near(argv[0], commands.choices)))
@@ -120,6 +124,21 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if argv and argv[0] in starting and "--" in argv:
         return argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     return argv, []
+
+
+def without_local_rank(argv: Sequence[str]) -> list[str]:
+    """A command line without the ``--local_rank=N`` that DeepSpeed's launcher puts before it.
+
+    Raises:
+        ConfigError: no launcher has set LOCAL_RANK, or to another number.
+    """
+    if not (argv and underscored(argv[0]).startswith("--local_rank=")):
+        return list(argv)
+    given, rank = argv[0].partition("=")[2], os.environ.get("LOCAL_RANK")
+    if given != rank:
+        raise ConfigError(f"--local_rank is {given}, and the environment's LOCAL_RANK is {rank}",
+                          "start with torchrun, accelerate launch, deepspeed, or --num_processes N")
+    return list(argv[1:])
 
 
 def _only(word: str, likely: Sequence[str]) -> dict[str, str] | None:
@@ -158,6 +177,9 @@ def underscored(token: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a mistake of the user's is one line on stderr."""
     sys.excepthook = traceback_without_keys
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what the terminal's encoding lacks is shown as \u…, and ends no run
+            stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         if job := container.discover():

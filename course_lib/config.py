@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from course_lib.config_sections import schedules
+from course_lib.config_sections import schedules, service_names
 from course_lib.config_sections.communication import CommunicationConfig, check_communication
 from course_lib.config_sections.context import lengths_to_cut
 from course_lib.config_sections.experts import check_experts
@@ -202,6 +202,8 @@ def _check_together(config: Config) -> Config:
                           "set eval_steps, or leave it out for one each epoch")
     if out.resume_from_checkpoint and out.overwrite_output_dir:
         raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
+    if out.push_to_hub:
+        service_names.check_repository(out.push_to_hub)
     _check_tracking(config)
     _check_all_is_read(config)
     return config
@@ -222,6 +224,11 @@ def _check_tracking(config: Config) -> None:
     for name in tracking.trackers:
         if name not in TRACKERS:
             raise ConfigError(f"unknown tracker `{name}`", nearest(name, (*TRACKERS, "none")))
+        named = {"project": tracking.project, "run_name": tracking.run_name or config.output_dir.name,
+                 "run_group": tracking.run_group}
+        for field_, given in named.items():
+            if given is not None:
+                service_names.check(name, field_, given)
     strategy, engine = config.parallel.strategy, config.parallel.chosen_engine
     flat = engine in ("deepspeed", "scratch") or config.run.training_type == "pipeline"
     if tracking.watch in ("gradients", "all") and strategy != "ddp" and flat:

@@ -215,17 +215,27 @@ def load(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None =
     Raises:
         ConfigError: see :func:`read_yaml` and :func:`build`.
     """
+    return build(*given(paths, overrides))
+
+
+def given(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None = None,
+          ) -> tuple[dict[str, Any], dict[str, str]]:
+    """The leaves that files and overrides give, as they are written, and which file or option gives each.
+
+    Raises:
+        ConfigError: see :func:`read_yaml`.
+    """
     leaves: dict[str, Any] = {}
     where: dict[str, str] = {}
     for path in paths:
         read = read_yaml(path)
         _lay_over(leaves, read)
         where |= dict.fromkeys(read, str(path))
-    given = translate(overrides or {})
-    _lay_over(leaves, given)
-    where |= {name: f"option --{name}" for name in given}
-    return build({name: value.among(leaves) if isinstance(value, _UsualSteps) else value
-                  for name, value in leaves.items()}, where=where)
+    last = translate(overrides or {})
+    _lay_over(leaves, last)
+    where |= {name: f"option --{name}" for name in last}
+    return {name: value.among(leaves) if isinstance(value, _UsualSteps) else value
+            for name, value in leaves.items()}, where
 
 
 def _lay_over(leaves: dict[str, Any], later: Mapping[str, Any]) -> None:

@@ -155,8 +155,11 @@ ABSENT: dict[str, str] = {
 }
 """Arguments without a counterpart, and what to do instead."""
 
+OF_SCRIPTS = {"deepspeed_config": ABSENT["deepspeed"]}
+"""What DeepSpeed's launcher commonly starts other scripts with (`deepspeed.add_config_arguments`)."""
+
 HUB = ("hub_model_id", "push_to_hub")
-NAMES = (*TRANSLATIONS, *ALWAYS, *ABSENT, "hub_model_id", "greater_is_better")
+NAMES = (*TRANSLATIONS, *ALWAYS, *ABSENT, *OF_SCRIPTS, "hub_model_id", "greater_is_better")
 """Every name that this module answers to."""
 
 
@@ -187,7 +190,7 @@ def translate(name: str, value: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
         if not same:
             raise ConfigError(f"{name} {value} is not here", why)
         return {}
-    raise ConfigError(f"{name} is not here", ABSENT[name])
+    raise ConfigError(f"{name} is not here", (ABSENT | OF_SCRIPTS)[name])
 
 
 def own_value(field: str, value: Any, raw: Mapping[str, Any]) -> Any:

@@ -12,7 +12,8 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from course_lib.errors import CourseError
+from course_lib.errors import CourseError, ModelError
+from course_lib.modeling import checkpoint_files
 from course_lib.system import hub_reachable
 from course_lib.tracking.redact import redact
 
@@ -54,8 +55,12 @@ def push(folder: Path, repo: str, *, private: bool = False, message: str = "Trai
     Raises:
         HubError: the reason, and how to go on; the folder is untouched.
     """
-    if not (folder / "config.json").exists():
+    if not folder.is_dir() or not any(folder.iterdir()):
         raise HubError(f"{folder} holds no model", "give a folder with config.json, such as runs/NAME/model")
+    try:
+        checkpoint_files.check_finite(checkpoint_files.check(folder))
+    except ModelError as error:
+        raise HubError(error.what, error.instead) from None
     with _said(repo, f"the model is whole in {folder}; go on with `course push {folder} --push_to_hub {repo}`"):
         token = _reachable(repo)
         api = HfApi()

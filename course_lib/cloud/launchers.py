@@ -62,7 +62,11 @@ def slurm(job: Job) -> str:
 set -uo pipefail
 rm -f {note}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc_per_node {job.processes} \\
+# srun gives a task one core where it is not told; torchrun gives a rank one thread.
+threads=$((SLURM_CPUS_ON_NODE / {job.processes}))
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}}
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
+    torchrun --nnodes "$SLURM_NNODES" --nproc_per_node {job.processes} \\
     {patience}--rdzv_backend c10d --rdzv_endpoint "$head:{PORT}" --rdzv_id "$SLURM_JOB_ID" \\
     {TRAIN} {options(job)} {RESUME}
 code=$?

@@ -69,7 +69,18 @@ class Account:
         if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", self.role):
             raise CloudError(f"role `{self.role}` is no ARN of a role",
                              "give --role arn:aws:iam::ACCOUNT:role/NAME, one that SageMaker may take")
-        for name in self.environment:
+        if self.bucket and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", self.bucket):
+            raise CloudError(f"bucket `{self.bucket}` is no name of one",
+                             "give 3 to 63 small letters, digits, points and hyphens, without s3://")
+        for name, value in self.tags.items():
+            if re.search(r"[^\w\s.:/=+@-]", name + value) or not 0 < len(name) <= 128 or len(value) > 256 or (
+                    name.lower().startswith("aws:")):
+                raise CloudError(f"AWS takes no tag {name}={value}", "use letters, digits, spaces and _.:/=+-@, at "
+                                 "most 128 before the = and 256 after it, and no name that begins with aws:")
+        for name, value in self.environment.items():
+            if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) or len(value) > 512:
+                raise CloudError(f"SageMaker takes no environment variable {name} of {len(value)} characters",
+                                 "use letters, digits and _ in its name, and up to 512 characters")
             if is_secret(name):
                 raise CloudError(f"environment variable {name} would be readable to whoever may describe the job",
                                  "keep keys in AWS Secrets Manager, and let the role read them")

@@ -23,15 +23,18 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate; start the ranks first where they were asked for and are not there."""
-    config = config_from(args)
     from course_lib.commands import accelerate_launcher
-    from course_lib.launching import launch_environment
+
+    accelerate_launcher.take(args)
+    config = config_from(args)
+    from course_lib.launching import cores, launch_environment
 
     here = accelerate_launcher.discover()
     if missing := launch_environment.to_start(here, config.run.num_processes):
         from course_lib.commands.relaunch import relaunch
 
         return relaunch(missing, args, config, trained=True)
+    cores.keep_to_slurm_cores()
     with importing():
         from course_lib.commands.report import print_scores
         from course_lib.training import run as runs

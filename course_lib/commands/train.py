@@ -27,9 +27,11 @@ def run(args: argparse.Namespace) -> int:
 
         print(explained(args.explain, shutil.get_terminal_size().columns))
         return 0
-    config = config_from(args)
     from course_lib.commands import accelerate_launcher
-    from course_lib.launching import interrupts, launch_environment
+
+    accelerate_launcher.take(args)
+    config = config_from(args)
+    from course_lib.launching import cores, interrupts, launch_environment
 
     here = accelerate_launcher.discover()
     if config.output.push_to_hub and here.rank == 0:
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"accelerate launch was asked for {missing} processes and started one: starting the {missing} here",
                   flush=True)
         return relaunch(missing, args, config, output_dir=config.output_dir)
+    cores.keep_to_slurm_cores()
     if here.launched:
         interrupts.end_with_launcher()
     with importing():

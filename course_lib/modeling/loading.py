@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
-from course_lib.modeling import model_sources, presets
+from course_lib.modeling import checkpoint_files, model_sources, presets, weight_names
 from course_lib.modeling.recomputing import recompute_activations
 
 HEADS: dict[str, tuple[Any, Any]] = {
@@ -188,13 +188,40 @@ def _read_tokenizer(origin: model_sources.Origin) -> PreTrainedTokenizerBase:
 
 def _read_model(origin: model_sources.Origin, auto: Any, architecture: PreTrainedConfig,
                 attention: str) -> tuple[PreTrainedModel, list[str]]:
-    """A model with its pretrained weights, and the names of the modules of its head whose weights are new."""
+    """A model with its pretrained weights, and the names of the modules of its head whose weights are new.
+
+    Weights whose names differ by what a wrapper put before them, or that are stored under the name of what they are
+    tied to, are loaded under their own.
+    """
+    name = origin.path
+    checkpoint_files.refuse_quantized(getattr(architecture, "quantization_config", None), name)
+    random = torch.get_rng_state()
+    model, report = _from_pretrained(origin, auto, architecture, attention, {})
+    missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    if renamed := weight_names.own_names(missing, unexpected, model.base_model_prefix, _tied_names(architecture)):
+        torch.set_rng_state(random)  # a new head depends on the seed alone
+        model, report = _from_pretrained(origin, auto, architecture, attention, renamed)
+        missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+    if problem := weight_names.misfit(missing, unexpected, report["mismatched_keys"], model.base_model_prefix):
+        raise ModelError(f"the weights of `{name}` do not fit its config.json: {problem[0]}", problem[1])
+    new = {*missing, *(key for key, *_ in report["mismatched_keys"])}
+    checkpoint_files.refuse_not_finite(model.named_parameters(), name)
+    return model, sorted({key.rpartition(".")[0] if ".pooler." in key else key.partition(".")[0] for key in new})
+
+
+def _from_pretrained(origin: model_sources.Origin, auto: Any, architecture: PreTrainedConfig, attention: str,
+                     renamed: dict[str, str]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """What transformers loads, and its report; ``renamed``: what to put in the place of patterns in names of weights.
+
+    Raises:
+        ModelError: the files cannot be read, or the model has no such attention.
+    """
     name = origin.path
     try:
-        model, report = auto.from_pretrained(
+        return auto.from_pretrained(
             name, config=architecture, dtype=torch.float32, attn_implementation=_implementation(attention),
             ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False,
-            **origin.options)
+            key_mapping=renamed or None, **origin.options)
     except (SafetensorError, EOFError) as error:
         raise ModelError(f"the weights of `{name}` are damaged or cut short ({_first_line(error) or 'end of file'})",
                          "copy or download them again") from error
@@ -203,12 +230,17 @@ def _read_model(origin: model_sources.Origin, auto: Any, architecture: PreTraine
             raise ModelError(f"model `{name}` has no sdpa attention", "use --attention eager") from error
         raise ModelError(f"the weights of `{name}` cannot be loaded ({_first_line(error)})",
                          "they have to be whole, in model.safetensors or in shards") from error
-    new = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
-    body = sorted(key for key in new if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in key)
-    if body:
-        raise ModelError(f"the weights of `{name}` do not fit its config.json: {len(body)} are missing or of another "
-                         f"shape, first {body[0]}", "copy or download them again")
-    return model, sorted({key.rpartition(".")[0] if ".pooler." in key else key.partition(".")[0] for key in new})
+
+
+def _tied_names(architecture: PreTrainedConfig) -> dict[str, str]:
+    """Names under which heads of the architecture store what they are tied to, with that one's own name."""
+    if not getattr(architecture.get_text_config(), "tie_word_embeddings", False):
+        return {}
+    found: dict[str, str] = {}
+    for _, classes in HEADS.values():
+        if type(architecture) in classes:
+            found |= getattr(classes[type(architecture)], "_tied_weights_keys", None) or {}
+    return found
 
 
 def _implementation(attention: str) -> str | None:

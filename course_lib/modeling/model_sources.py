@@ -1,5 +1,6 @@
 """Finds a model by name: in a folder, a package, the Hub or its cache; a clear error where it is nowhere."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError, nearest
-from course_lib.modeling import minilm, presets
+from course_lib.modeling import checkpoint_files, minilm, presets
 from course_lib.system import hub_reachable
 
 
@@ -60,15 +61,15 @@ def local(folder: str | Path) -> Origin:
     """A folder in Hugging Face form.
 
     Raises:
-        ModelError: it is not there, or holds no config.json.
+        ModelError: it is not there, or holds no whole model.
     """
     path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise ModelError(f"model folder {folder} {'is a file' if path.exists() else 'does not exist'}",
+    if path.exists() and not path.is_dir():
+        raise checkpoint_files.local_file(path)
+    if not path.exists():
+        raise ModelError(f"model folder {folder} does not exist",
                          "give a folder with config.json, a Hub name, or a preset: " + ", ".join(presets.NAMES))
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json, so it is not a model in Hugging Face form",
-                         "give the folder that save_pretrained wrote")
+    checkpoint_files.check(path)
     return Origin(str(path), f"folder {folder}", {"local_files_only": True})
 
 
@@ -105,8 +106,19 @@ def _check_on_hub(name: str, options: dict[str, Any], problem: str | None) -> No
         raise ModelError(f"model `{name}` is no preset, no local folder and not in the local cache, and the Hub "
                          f"cannot be reached ({problem or error})", presets_hint) from error
     except EntryNotFoundError as error:
+        _refuse_adapter(name, options)
         raise ModelError(f"`{name}` on the Hub has no config.json, so transformers cannot load it",
                          "give a model in transformers' format") from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"model `{name}` could not be fetched from the Hub ({error})",
                          "try again, or give a preset or a local folder") from error
+
+
+def _refuse_adapter(name: str, options: dict[str, Any]) -> None:
+    """Say of a repository without config.json that it holds an adapter, where it does."""
+    try:
+        file = hf_hub_download(name, "adapter_config.json", **options)
+    except (HfHubHTTPError, OSError):
+        return
+    base = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    raise checkpoint_files.adapter(name, base)

@@ -6,6 +6,7 @@ trainer without Accelerate makes the same calls.
 
 import json
 import queue
+import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +147,7 @@ class Guarded(Tracker):
         self._calls.put(("confusion", name, labels, counts, step))
 
     def artifact(self, name: str, folder: Path, kind: str) -> None:
-        self._calls.put(("artifact", name, folder, kind))
+        self._calls.put(("artifact", artifact_name(name), folder, kind))
 
     def finish(self, state: str = "finished") -> None:
         """Close the run once all that was handed over is kept; a second call does nothing."""
@@ -167,6 +168,11 @@ def identity(folder: Path, name: str, project: str, group: str | None) -> dict[s
     folder.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(redacted(run), indent=1) + "\n")
     return run
+
+
+def artifact_name(name: str) -> str:
+    """A name as every tracker takes it for an artifact, such as a model's with a `/`: letters, digits and ``._-``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:128]
 
 
 def ends_by_name(intervals: Mapping[str, tuple[float, float]]) -> dict[str, float]:

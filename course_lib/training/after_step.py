@@ -31,6 +31,8 @@ def do_what_is_due(trainer: Trainer, loss: torch.Tensor, gradient_norm: torch.Te
     """
     state, config, engine = trainer.state, trainer.config, trainer.engine
     trainer.pending.append(loss)
+    if trainer.learning_rate and not trainer.first_update:
+        trainer.first_update = state.step
     # An overflow under fp16 is no divergence: the scaler skips that step and lowers its scale.
     watched = engine.sum(loss.clone()) if trainer.precision == "fp16" else gradient_norm
     bad = (trainer.first_bad_step == 0) & ~torch.isfinite(watched)
@@ -80,10 +82,12 @@ def check_finite(trainer: Trainer) -> None:
     """Wait for the device; raise TrainingDiverged, on all processes, where a step so far was not finite."""
     if step := int(trainer.first_bad_step):
         trainer.saver.wait()
-        raise diverged(step, trainer.config.optim.learning_rate, checkpoint.in_order(trainer.output_dir))
+        kept = checkpoint.in_order(trainer.output_dir)
+        untouched = not kept and (not trainer.first_update or step <= trainer.first_update)
+        raise diverged(step, trainer.config.optim.learning_rate, kept, untouched)
 
 
-def diverged(step: int, rate: float, kept: list[Path]) -> TrainingDiverged:
+def diverged(step: int, rate: float, kept: list[Path], untouched: bool = False) -> TrainingDiverged:
     """What to say of a step that was not finite, and the command that goes on from before it.
 
     Loss and gradient of a step come from the weights before it: those of the checkpoint right before it give the same
@@ -93,14 +97,17 @@ def diverged(step: int, rate: float, kept: list[Path]) -> TrainingDiverged:
         step: that was not finite.
         rate: the run's peak learning rate.
         kept: checkpoints of the run, oldest first.
+        untouched: whether no update has changed the weights before it: it is the first step, or all rates were 0.
     """
+    if untouched:
+        return TrainingDiverged(f"the loss or its gradient is not a finite number at step {step}; no update has changed "
+                                "the weights before it, so no learning rate is the cause", "look at the rows of that "
+                                "step, or try --mixed_precision no, --attention eager or --cpu_kernels torch")
     before = [folder for folder in kept if checkpoint.step_of(folder) < step]
     good = [folder for folder in before if checkpoint.step_of(folder) < step - 1]
     what = f"the loss or its gradient is not a finite number at step {step}; "
     what += (f"the last good checkpoint is {(good or before)[-1]}" if before else "there is no checkpoint before it")
     look = "look at the data of that step"
-    if step == 1:
-        return TrainingDiverged(what, f"{look}, and at the weights that the model came with")
     lower = f"{rate / 10 if rate <= 1 else option('learning_rate').default:g}"
     if good:
         return TrainingDiverged(

@@ -121,7 +121,7 @@ class Trainer:
         self.saver = saving.Saver(self)
         self.pending: list[torch.Tensor] = []
         self.votes: torch.Tensor
-        self.learning_rate = 0.0
+        self.learning_rate, self.first_update = 0.0, 0
         self.first_bad_step = torch.zeros((), dtype=torch.long, device=self.device)
         self.unsettled = self.has_gone_on = False
 
