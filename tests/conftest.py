@@ -49,6 +49,16 @@ if hasattr(os, "sched_setscheduler"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+@pytest.fixture
+def own_accelerator():
+    """Forgets Accelerate's state, which holds for a process the precision that a test trained in."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Without the garbage collector: it looked, half of the time, through what a thousand modules make and keep."""

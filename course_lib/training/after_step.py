@@ -100,9 +100,10 @@ def diverged(step: int, rate: float, kept: list[Path], untouched: bool = False) 
         untouched: whether no update has changed the weights before it: it is the first step, or all rates were 0.
     """
     if untouched:
-        return TrainingDiverged(f"the loss or its gradient is not a finite number at step {step}; no update has changed "
-                                "the weights before it, so no learning rate is the cause", "look at the rows of that "
-                                "step, or try --mixed_precision no, --attention eager or --cpu_kernels torch")
+        return TrainingDiverged(
+            f"the loss or its gradient is not a finite number at step {step}; no update has changed the weights before "
+            "it, so no learning rate is the cause",
+            "look at the rows of that step, or try --mixed_precision no, --attention eager or --cpu_kernels torch")
     before = [folder for folder in kept if checkpoint.step_of(folder) < step]
     good = [folder for folder in before if checkpoint.step_of(folder) < step - 1]
     what = f"the loss or its gradient is not a finite number at step {step}; "

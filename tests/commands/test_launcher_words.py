@@ -25,6 +25,7 @@ from course_lib.training.launchfiles import accelerate_settings, accelerate_yaml
 
 from .conftest import QUICK, run
 
+pytestmark = pytest.mark.usefixtures("own_accelerator")
 ROOT = Path(cli.__file__).parents[1]
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 FSDP_1 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}

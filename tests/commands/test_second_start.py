@@ -96,7 +96,8 @@ def test_what_is_said_of_a_divergence_is_the_command_that_mends_it(tmp_path):
     only = diverged(5, 1e30, kept)
     assert "whose weights give the same again" in str(only) and only.cure == {
         "learning_rate": "5e-05", "overwrite_output_dir": "true", "resume_from_checkpoint": None}
-    assert "there is no checkpoint before it" in str(diverged(2, 1e-2, [])) and diverged(1, 1e-2, []).cure == {}
+    assert "there is no checkpoint before it" in str(diverged(2, 1e-2, []))
+    assert "no learning rate is the cause" in str(diverged(1, 1e-2, [], True)) and not diverged(1, 1e-2, [], True).cure
 
 
 def test_without_a_whole_checkpoint_the_message_names_what_works(course, tmp_path):

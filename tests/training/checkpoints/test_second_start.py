@@ -30,6 +30,7 @@ from course_lib.training.engines.with_deepspeed import DeepSpeedZero
 from course_lib.training.trainer import Trainer
 from tests.forked_process import import_deepspeed
 
+pytestmark = pytest.mark.usefixtures("own_accelerator")
 ROOT = Path(__file__).resolve().parents[3]
 STEP = 2
 """After which the first run is stopped."""
