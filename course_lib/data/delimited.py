@@ -97,7 +97,9 @@ class Rows:
                 raise Ambiguous(number, f"has {len(fields)} field{'s' * (len(fields) != 1)}, and the header "
                                         f"{self._width}")
             if fields == header and self._width > 1:
-                raise DataError(f"line {number} is the header again, as where files were joined", "delete such lines")
+                raise DataError(f"line {number} is line {self.skipped + 1} again",
+                                "where that is the header, files were joined: delete such lines; where it is a row, put "
+                                "a header above it")
             header = header or fields
             yield fields
         if self.spanning and self.quoting is None and self._width > 1 and self._each_line_is_a_row:

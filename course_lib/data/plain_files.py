@@ -23,6 +23,9 @@ MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BO
 ASIAN = ("shift_jis", "euc_jp", "gb18030", "big5", "cp949", "euc_kr", "johab")
 """Encodings of several bytes per character, which are taken for one another where there are few of them."""
 
+ASCII_LETTER, BEYOND_ASCII = re.compile(rb"[A-Za-z]"), re.compile(rb"[\x80-\xff]")
+"""Bytes of which Latin text has many and few."""
+
 PIECE = 1 << 20
 """Bytes of a file that are read at a time."""
 
@@ -198,10 +201,11 @@ def how_to_read(path: Path, offset: int) -> str:
         head = file.read(max(0, offset - SAMPLE // 2) % PIECE + SAMPLE)[-SAMPLE:]
     best = from_bytes(head).best()
     names = [codecs.lookup(best.encoding).name] if best else []
-    if best and best.encoding in ASIAN:
+    is_sparse = len(ASCII_LETTER.findall(head)) > 2 * len(BEYOND_ASCII.findall(head))
+    if best and best.encoding in ASIAN and not is_sparse:
         names += [name for name in ASIAN if _as(head, name) is not None]
     western = _as(head, "cp1252")
-    if western is not None and (best is None or _is_latin(str(best))):
+    if western is not None and (best is None or is_sparse or _is_latin(str(best))):
         # Symbols within words are letters of another page of codes.
         likely = not re.search(r"[a-zß-ÿ][¡-¿×÷][a-zß-ÿ]", western)
         names = ["cp1252", *names] if likely else [*names, "cp1252"]
