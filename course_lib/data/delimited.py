@@ -98,8 +98,8 @@ class Rows:
                                         f"{self._width}")
             if fields == header and self._width > 1:
                 raise DataError(f"line {number} is line {self.skipped + 1} again",
-                                "where that is the header, files were joined: delete such lines; where it is a row, put "
-                                "a header above it")
+                                "where that is the header, files were joined: delete such lines; where it is a row, "
+                                "put a header above it")
             header = header or fields
             yield fields
         if self.spanning and self.quoting is None and self._width > 1 and self._each_line_is_a_row:
