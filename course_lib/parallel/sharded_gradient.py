@@ -206,6 +206,16 @@ def held(parameter: nn.Parameter) -> Tensor | None:
     return gradient.whole if isinstance(gradient, ShardedGradient) else gradient
 
 
+def put(parameter: nn.Parameter, whole: Tensor | None) -> None:
+    """Replace what this rank holds whole of a parameter's gradient, before it is reduced."""
+    gradient = parameter.grad
+    if isinstance(gradient, ShardedGradient):
+        gradient.whole = whole
+        gradient.owner.changed()
+    else:
+        parameter.grad = whole
+
+
 def take(parameter: nn.Parameter) -> Tensor | None:
     """The same, and leave nothing there."""
     gradient, whole = parameter.grad, held(parameter)

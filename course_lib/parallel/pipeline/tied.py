@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.parallel.absence import ABSENT, are_absent
-from course_lib.parallel.sharded_gradient import held
+from course_lib.parallel.sharded_gradient import held, put
 
 
 def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[int, nn.Module],
@@ -44,7 +44,5 @@ def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[in
             work.wait()
         # --- add in the order of the ranks, the same everywhere: in another order the last bits would differ, and the
         # copies drift apart. holders times (…) -> (…). What no loss reached has no gradient. ---
-        reached = mine is not None
-        weight.grad = functools.reduce(torch.add, [parts[peer].detach() for peer in holders])
-        if not reached and are_absent([weight.grad])[0]:
-            weight.grad = None
+        total = functools.reduce(torch.add, [parts[peer].detach() for peer in holders])
+        put(weight, None if mine is None and are_absent([total])[0] else total)
