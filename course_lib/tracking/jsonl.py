@@ -53,7 +53,7 @@ class JsonLinesTracker(Tracker):
 
     def artifact(self, name: str, folder: Path, kind: str) -> None:
         """Keep what tells whether the files are still the same: their sizes and SHA-256 sums."""
-        files = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sum_of(path)}
+        files = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
                  for path in sorted(folder.rglob("*")) if path.is_file()}
         self._write("artifact", name=name, type=kind, files=files)
 
@@ -77,6 +77,6 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def sum_of(path: Path) -> str:
+def _sum_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
