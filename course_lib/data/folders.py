@@ -128,12 +128,15 @@ def _of_clone(path: Path, configuration: str | None) -> dict[str, list[Path]]:
     with quiet():
         try:
             builder = datasets.load_dataset_builder(str(path), configuration)
+        except FileNotFoundError:  # no file that it knows
+            return {}
         except Exception as error:  # whatever a foreign folder makes of its reader is that folder's fault
             listed = re.search(r"\[.*\]", str(error))
             if "onfig" in str(error) and listed:
                 raise DataError(f"{path} has the configurations {listed[0]}",
                                 "choose one with --dataset_config") from error
-            return {}
+            raise DataError(f"{path} cannot be read as a clone of a data set of the Hub ({first_line(error)})",
+                            "mend its README, or give a file of it") from error
     files: Mapping[str, Sequence[str]] = builder.config.data_files or {}
     return {str(split): [Path(file) for file in listed] for split, listed in files.items()}
 

@@ -87,7 +87,7 @@ def table_of(files: Sequence[Path]) -> Table:
     def batches() -> Iterator[Mapping[str, pa.Array]]:
         for batch in itertools.chain.from_iterable(_batches(file, kept) for file in files):
             batch.validate(full=True)  # a damaged file may hold indices and offsets that end the process
-            yield {name: batch.column(name) for name in kept} if kept else {}
+            yield {name: batch.column(name) for name in kept}
 
     named = [_class_names(schema, types) for schema in schemas]
     if other := next((file for file, names in zip(files, named, strict=True) if names != named[0]), None):

@@ -188,14 +188,12 @@ def _evaluate(config: Config, split: str) -> dict[str, Any]:
 def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:
     """The same rows, their classes numbered as the model numbers them."""
     assert text.label_names
-    names = sorted(label2id, key=label2id.__getitem__)
-    known = Classes(dict.fromkeys(names, 1))
-    spelt = [known.number_of(name) for name in text.label_names]
-    if None in spelt:
-        raise DataError(f"class `{text.label_names[spelt.index(None)]}` of {text.name} is none of the model's "
-                        f"({', '.join(names)})", "evaluate on data with the model's classes")
-    by_name = {known.number_of(name): number for number, name in enumerate(names)}
-    numbers = [by_name[number] for number in spelt]
+    known = Classes(dict.fromkeys(label2id, 1))
+    by_key = {known.key(name): number for name, number in label2id.items()}
+    numbers = [label2id.get(name, by_key.get(known.key(name))) for name in text.label_names]
+    if None in numbers:
+        raise DataError(f"class `{text.label_names[numbers.index(None)]}` of {text.name} is none of the model's "
+                        f"({', '.join(label2id)})", "evaluate on data with the model's classes")
     with progress_bars(False):
         splits = text.splits.map(lambda rows: {"label": [numbers[label] for label in rows["label"]]}, batched=True)
-    return dataclasses.replace(text, splits=splits, label_names=tuple(names))
+    return dataclasses.replace(text, splits=splits, label_names=tuple(sorted(label2id, key=label2id.__getitem__)))

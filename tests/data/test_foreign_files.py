@@ -316,6 +316,13 @@ def test_a_clone_of_a_data_set_of_the_hub_is_read(tmp_path):
         zip(FRAME["text"][20:], FRAME["label"][20:], strict=True))
 
 
+def test_a_clone_whose_card_is_broken_is_named(tmp_path):
+    written(tmp_path / "data" / "train.csv", FRAME.to_csv(index=False))
+    written(tmp_path / "README.md", "---\nconfigs:\n- config_name: [\n---\n")
+    with pytest.raises(DataError, match="cannot be read as a clone .*: mend its README"):
+        load(tmp_path)
+
+
 def test_a_folder_of_texts_per_class_is_named_with_the_line_that_makes_a_table(tmp_path, monkeypatch):
     for split in ("train", "test"):
         for label in ("neg", "pos"):
