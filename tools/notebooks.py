@@ -1,9 +1,11 @@
 """Run lessons and store their outputs in place, as they are committed: `make notebooks`.
 
-    python tools/notebooks.py [notebooks/01_basic_loop.ipynb …]
+    python tools/notebooks.py [--listings] [notebooks/01_basic_loop.ipynb …]
 
 The figure of the cell tagged `picture`, or the first, also becomes docs/pictures/NAME.png for the README.
-A notebook that fails is left as it was. Paths of this machine, timings and widget state are left out.
+A notebook that fails is left as it was, and so is one whose words its new numbers do not bear out (tools/claims.py).
+Paths of this machine, timings and widget state are left out. `--listings` runs nothing: it renews the library's source
+where pages show it.
 """
 
 import base64
@@ -20,6 +22,11 @@ import papermill
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from course_lib.lessons import listing  # noqa: E402
+from tools import claims  # noqa: E402
+
 PICTURES = ROOT / "docs" / "pictures"
 LIMIT_BYTES = 360_000
 LARGE_BYTES = 48_000
@@ -33,15 +40,35 @@ def refresh(path: Path) -> None:
         os.environ["COURSE_ANSWERS"] = str(Path(folder) / "nobodys_answers.json")
         papermill.execute_notebook(str(path), str(done), cwd=str(path.parent), progress_bar=False,
                                    kernel_name="python3")
+        failures = claims.untrue(done)
         text = clean(done)
     size = len(text.encode())
     if size > LIMIT_BYTES:
         raise SystemExit(f"{path} would have {size} bytes, and the limit is {LIMIT_BYTES}: make its figures smaller")
+    if failures:
+        kept = ROOT / "build" / path.name
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(text, encoding="utf-8")
+        raise SystemExit("\n  ".join([f"{path.name} is not stored (the run is {kept.relative_to(ROOT)}):", *failures]))
+    replace(path, text)
+    (PICTURES / f"{path.stem}.png").write_bytes(picture(path))
+    print(f"{path.name}: {time.perf_counter() - started:.0f} s, {size / 1000:.0f} kB", flush=True)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a notebook whole, or not at all."""
     beside = path.with_name(f".{path.name}.writing")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
-    (PICTURES / f"{path.stem}.png").write_bytes(picture(path))
-    print(f"{path.name}: {time.perf_counter() - started:.0f} s, {size / 1000:.0f} kB", flush=True)
+
+
+def renew_listings(path: Path) -> None:
+    """Show the library's source as it is now wherever a stored page has it; nothing is run."""
+    notebook = nbformat.read(path, as_version=4)
+    for data in (output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])):
+        if of := data.get(listing.MIME):
+            data["text/html"] = listing.Listing.named(**of)._repr_html_()
+    replace(path, nbformat.writes(notebook) + "\n")
 
 
 def picture(path: Path) -> bytes:
@@ -104,6 +131,7 @@ def smaller(png: bytes) -> bytes:
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     PICTURES.mkdir(parents=True, exist_ok=True)
-    chosen = [Path(name).resolve() for name in sys.argv[1:]] or sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    names = [name for name in sys.argv[1:] if name != "--listings"]
+    chosen = [Path(name).resolve() for name in names] or sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     for each in chosen:
-        refresh(each)
+        (renew_listings if "--listings" in sys.argv else refresh)(each)

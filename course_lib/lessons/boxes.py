@@ -1,5 +1,6 @@
 """How the lessons' boxes look: a word, a colour and a left edge for each kind of number."""
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -41,8 +42,11 @@ def number(value: Any) -> str:
 
 
 def with_unit(value: Any, unit: str) -> str:
-    """A number and its unit."""
-    return f"{number(value)} {unit}".rstrip()
+    """A number and its unit, which is given in the plural: 2 ranks, 1 rank, 3 bytes per rank."""
+    shown, (first, *rest) = number(value), unit.split(" ")
+    if shown == "1" and re.fullmatch(r"[a-z-]{3,}[^s]s", first):
+        unit = " ".join([first[:-1], *rest])
+    return f"{shown} {unit}".rstrip()
 
 
 def phrase(name: str, label: str | None) -> str:
@@ -59,17 +63,18 @@ def labelled(choices: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any
     return {number(value): value for value in choices}
 
 
-def compared(value: Any, expected: Any, word: str = "the prediction") -> str:
-    """How a value lies to what was expected: the ratio, or the distance from 0, or whether they are the same words.
+def compared(value: Any, expected: Any, word: str = "the prediction", choices: Sequence[Any] = ()) -> str:
+    """How a value lies to what was expected: the ratio, or the distance from 0, or whether it was the right choice.
 
     Args:
         value: a number, a truth value or words.
         expected: of the same kind.
         word: what was expected, as "the prediction" or "your answer".
+        choices: those that there were.
     """
     same = "as predicted" if word == "the prediction" else f"as in {word}"
-    if isinstance(value, (str, bool)) or isinstance(expected, (str, bool)):
-        return same if value == expected else f"not {same}"
+    if choices or isinstance(value, (str, bool)) or isinstance(expected, (str, bool)):
+        return same if is_close(expected, value, choices) else f"not {same}"
     if expected:
         return f"{value / expected:.2f} of {word}"
     return f"{number(abs(value))} {'above' if value > 0 else 'below'} it" if value else same

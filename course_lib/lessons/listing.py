@@ -1,12 +1,13 @@
 """Source on a page: highlighted, monospaced, with a link to its file and lines."""
 
+import importlib
 import inspect
 import textwrap
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from IPython.display import Code
 from pygments import highlight
@@ -17,6 +18,8 @@ from pygments.token import Comment, Keyword, Name, Number, String
 
 import course_lib
 
+MIME = "application/vnd.course.listing+json"
+"""Of a listing: its module, qualified name, and whether with docstring, by which it is rendered anew."""
 ROOT = Path(course_lib.__file__).resolve().parents[1]
 FRAME = ("font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:13px;line-height:1.35;"
          "white-space:pre;overflow-x:auto;margin:0;padding:.6em .8em;background:#f6f8fa;color:#1f2328")
@@ -38,11 +41,12 @@ class Listing(Code):
         path: of its file, relative to the repository; empty for what was typed into the notebook.
         first: number of the first line.
         last: of the last.
+        of: module, qualified name and ``doc``, where :meth:`named` finds the same again.
     """
 
-    def __init__(self, text: str, path: str, first: int, last: int):
+    def __init__(self, text: str, path: str, first: int, last: int, of: dict[str, Any] | None = None):
         super().__init__(text, language="python")
-        self.path, self.first, self.last = path, first, last
+        self.path, self.first, self.last, self.of_thing = path, first, last, of
 
     @classmethod
     def of(cls, thing: Callable | type | ModuleType, doc: bool) -> "Listing":
@@ -53,7 +57,24 @@ class Listing(Code):
         file = Path(inspect.getsourcefile(thing) or "").resolve()
         path = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) and ".venv" not in file.parts else ""
         text = textwrap.dedent("".join(lines))
-        return cls(text if doc else without_docstring(text, thing), path, first, first + len(lines) - 1)
+        module = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
+        of = {"module": module, "name": getattr(thing, "__qualname__", ""), "doc": doc} if path else None
+        return cls(text if doc else without_docstring(text, thing), path, first, first + len(lines) - 1, of)
+
+    @classmethod
+    def named(cls, module: str, name: str, doc: bool) -> "Listing":
+        """The listing of what a module of the course has under a qualified name; an empty one is the module.
+
+        Raises:
+            AttributeError: the module has no such thing any more.
+        """
+        thing = importlib.import_module(module)
+        for part in filter(None, name.split(".")):
+            thing = inspect.getattr_static(thing, part) if inspect.isclass(thing) else getattr(thing, part)
+        return cls.of(getattr(thing, "__func__", getattr(thing, "fget", thing)), doc)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {MIME: self.of_thing} if self.of_thing else {}
 
     def _repr_html_(self) -> str:
         code = highlight(self.data, PythonLexer(), HtmlFormatter(nowrap=True, noclasses=True, style=_Few))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pandas.io.formats.style import Styler
 
 MIME = "application/vnd.course.record+json"
+QUESTION = "application/vnd.course.question+json"
+"""Of a cell that asks the learner: the name that is asked for."""
 How: TypeAlias = Literal["measured", "computed", "simulated", "published"]
 
 
@@ -86,6 +88,8 @@ def predict(name: str, value: Any, unit: str = "", because: str = "", *, ask: st
     has been seen. Where nobody sits before the kernel, and in the stored notebook, there is the question alone. The
     author's prediction is folded below it.
 
+    The question stands in a cell before that of :func:`measure`: a field that appears with its answer is no question.
+
     Args:
         name: what it is, for example ``ring_bytes``.
         value: the author's prediction: a number, a truth value or words.
@@ -114,7 +118,7 @@ def predict(name: str, value: Any, unit: str = "", because: str = "", *, ask: st
     answers = questions.current()
     if entry := answers.entry(name):
         page += f"<div>You: <b>{escape(_shown(entry['value'], unit, prediction.choices))}</b></div>"
-    bundle = {"text/html": page + fold, "text/plain": said}
+    bundle = {"text/html": page + fold, "text/plain": said, QUESTION: {"name": name}}
     if learner_files.is_live():
         prediction.question = questions.Question(name, ask, unit, prediction.choices, fold, answers)
         bundle |= widget_display.view(prediction.question.widget)
@@ -125,7 +129,7 @@ def predict(name: str, value: Any, unit: str = "", because: str = "", *, ask: st
 def measure(name: str, value: Any, unit: str = "", *, how: How = "measured", label: str | None = None) -> Any:
     """Record a value, and show it beside the learner's answer and the author's prediction.
 
-    Shown is the ratio to each, or how far it is from a predicted 0.
+    Shown is the ratio to each, or how far it is from a predicted 0; of choices, whether it was the nearest one.
 
     Args:
         name: that it was predicted under.
@@ -146,13 +150,14 @@ def measure(name: str, value: Any, unit: str = "", *, how: How = "measured", lab
         raise ValueError(f"how={how!r}: a value is measured, computed, simulated or published")
     value = value.item() if hasattr(value, "item") else value
     choices, said = prediction.choices, label or prediction.label
-    ratio = boxes.compared(value, prediction.value)
+    ratio = boxes.compared(value, prediction.value, choices=list(choices.values()))
     expected, actual = _shown(prediction.value, "", choices), _shown(value, unit, choices)
     plain = f"{said}: predicted {expected}, {how} {actual} ({ratio})"
     detail = f"predicted {expected}; {ratio}"
     answers = questions.current()
     if prediction.asked and (entry := answers.entry(name)):
-        yours, of_yours = _shown(entry["value"], "", choices), boxes.compared(value, entry["value"], "your answer")
+        yours = _shown(entry["value"], "", choices)
+        of_yours = boxes.compared(value, entry["value"], "your answer", list(choices.values()))
         plain = f"{said}: you: {yours}, the author: {expected}, {how}: {actual} ({of_yours}; {ratio})"
         detail = f"you: {yours}, {of_yours}; the author: {expected}, {ratio}"
         answers.seen(name, value, list(choices.values()))

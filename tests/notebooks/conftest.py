@@ -1,7 +1,7 @@
 """Runs a lesson with papermill and hands back what its cells recorded, and the lines to take away.
 
 A lesson measures times, and says what it measured; no test demands how they come out. It demands that the words are
-those of that run.
+those of that run, and that all that is counted bears out what the page claims (tools/claims.py).
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import pytest
 
 from course_lib.lessons.notebook import recorded
 from tests.notebooks.forked_kernel import forked_kernels
+from tools import claims
 
 CELL_SECONDS = 960
 """More than any cell takes; the error names the cell, which pytest's limit for the whole lesson does not."""
@@ -38,6 +39,7 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
     states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})
     assert "OutputModel" not in {state["model_name"] for state in states["state"].values()}, \
         "nbclient now and then waits for ever for a cell with an Output widget: jupyter/nbclient, issue 312"
+    assert claims.untrue(done, counted_only=True) == []
     return recorded(done) | {"takeaways": takeaways(notebook)}
 
 

@@ -9,6 +9,8 @@ import nbformat
 import pytest
 import torch
 
+from course_lib.lessons import listing
+from course_lib.lessons.notebook import MIME, QUESTION
 from tests.notebooks.conftest import NOTEBOOKS
 
 LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
@@ -79,6 +81,33 @@ def test_committed_with_outputs(lesson):
                for cell in code for o in cell.outputs) >= 1, "a lesson has a figure"
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"/(home|Users|root|work)/", text), "an output tells of somebody's machine"
+
+
+def entries(cell, mime):
+    return [output["data"][mime] for output in cell.get("outputs", []) if mime in output.get("data", {})]
+
+
+def test_a_question_can_be_answered_before_its_result_is_seen(lesson):
+    """Question and measurement stand in cells of their own, in this order, and each question is taken up."""
+    notebook, _ = lesson
+    asked, measured = {}, {}
+    for position, cell in enumerate(notebook.cells):
+        asked |= {entry["name"]: position for entry in entries(cell, QUESTION)}
+        measured |= {entry["name"]: position for entry in entries(cell, MIME)}
+    source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    assert len(asked) >= 3 and len(asked) >= source.count("ask="), "each `ask=` left its name on the stored page"
+    assert {name: (asked[name], measured.get(name)) for name in asked if measured.get(name, -1) <= asked[name]} == {}
+
+
+def test_a_listing_is_the_source_as_it_is(lesson):
+    """Text, link and lines; `python tools/notebooks.py --listings` renews them without a run."""
+    notebook, _ = lesson
+    shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    stored = [data for data in shown if re.search("href='../course_lib/.*<pre", data.get("text/html", ""), re.S)]
+    assert all(listing.MIME in data for data in stored)
+    stale = [data[listing.MIME]["name"] for data in stored
+             if data["text/html"] != listing.Listing.named(**data[listing.MIME])._repr_html_()]
+    assert not stale, "python tools/notebooks.py --listings"
 
 
 LAUNCHERS = {"launch", "launch_privately"}

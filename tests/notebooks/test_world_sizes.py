@@ -1,9 +1,11 @@
-"""Every lesson at world sizes 3 and 4: it runs to its end, or says in its first cells which sizes it takes."""
+"""Every lesson at world sizes 3 and 4: what it claims and predicts holds, or it says which sizes it takes."""
 
+import nbformat
 import papermill
 import pytest
 
-from tests.notebooks.conftest import execute
+from course_lib.lessons.notebook import MIME
+from tests.notebooks.conftest import NOTEBOOKS, execute
 from tests.notebooks.test_all_lessons import LESSONS
 
 pytestmark = pytest.mark.long
@@ -17,11 +19,33 @@ REFUSED = {
 """Where the ranks cannot share what the lesson shares."""
 
 
+EXACT = 1e-4
+"""Difference from a prediction, as a share of it or in its unit, up to which it came out exactly."""
+BY_SIZE: dict[str, set[str]] = {}
+"""By lesson, what is predicted exactly for two ranks alone, and says so, or was measured in seconds."""
+
+
+def measured(path):
+    """Predicted and found value of each box of a run notebook, by name: those that are numbers."""
+    entries = [output.get("data", {}).get(MIME, {}) for cell in nbformat.read(path, as_version=4).cells
+               for output in cell.get("outputs", [])]
+    return {entry["name"]: (entry["predicted"], entry["value"]) for entry in entries
+            if isinstance(entry.get("predicted"), (int, float))}
+
+
+def comes_out(pair):
+    predicted, found = pair
+    return abs(found - predicted) <= EXACT * max(1, abs(predicted))
+
+
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("name", LESSONS)
-def test_it_runs_or_says_why_not(name, world_size, tmp_path):
+def test_its_numbers_hold_or_it_says_why_not(name, world_size, tmp_path):
     if (name, world_size) not in REFUSED:
         assert execute(name, tmp_path, world_size=world_size)["takeaways"]
+        exact = {box for box, pair in measured(NOTEBOOKS / f"{name}.ipynb").items() if comes_out(pair)}
+        now = measured(tmp_path / f"{name}.ipynb")
+        assert {box: now[box] for box in exact - BY_SIZE.get(name, set()) if not comes_out(now[box])} == {}
         return
     with pytest.raises(papermill.PapermillExecutionError) as error:
         execute(name, tmp_path, world_size=world_size)
