@@ -3,8 +3,9 @@
     python tools/claims.py [notebooks/02_data_parallel.ipynb …]
 
 A file is a list of claims. `says` are words of the page, `holds` an expression over what its cells recorded and the
-names of its parameters cell, with the margin that the words need; `timed: true` marks one that rests on seconds, which
-only the stored page has to fulfil. `near(a, b, rel)` is there, and Python's own functions of numbers and lists.
+names of its parameters cell, with the margin that the words need. `timed: true` marks one that rests on seconds, or on
+a training so short that rounding decides: only the stored page has to fulfil it. `near(a, b, rel)` is there, and
+Python's own functions of numbers and lists.
 """
 
 import ast

@@ -9,11 +9,12 @@ from matplotlib.figure import Figure
 from course_lib.figures.diagrams.memory import KIND_COLOURS
 from course_lib.figures.explorer import Explorer
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.planning import strategy
 from course_lib.planning.hardware import Accelerator
 from course_lib.planning.memory import RUNTIME, USABLE, Memory, estimate
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Engine, Plan
-from course_lib.planning.strategy_map import Place
+from course_lib.planning.strategy_map import OFFLOAD, Place
 
 FAMILY_COLOURS = {"DDP": "#56B4E9", "ZeRO-1": "#B7E3D4", "ZeRO-2": "#66C2A5", "ZeRO-3": "#009E73", "FSDP": "#0072B2",
                   "3-D": "#CC79A7"}
@@ -24,6 +25,9 @@ ENGINES: dict[str, tuple[Engine, int]] = {"DDP": ("ddp", 0), "ZeRO-1": ("deepspe
 
 def strategy_map(places: Sequence[Sequence[Place]], gpu: str) -> Figure:
     """Model size by number of GPUs, coloured by the fastest strategy that fits, framed where it offloads.
+
+    Strategies that are as fast as the fastest, to within ``planning.strategy_map.TIE``, stand in one cell; the first,
+    which is the simplest, gives the colour.
 
     Args:
         places: one row per model, as :func:`course_lib.planning.strategy_map.survey` gives them.
@@ -52,14 +56,14 @@ def _place(axes: Axes, x: int, y: int, place: Place) -> None:
     if place.best is None:
         axes.text(x, y, "nothing", ha="center", va="center", fontsize=8, color=COLOURS["neutral"])
         return
-    family, _, offloaded = place.family.partition(" + ")
+    family, *others = (strategy.family(candidate.plan) for candidate in place.equals)
+    offloaded = OFFLOAD in place.families[0]
     axes.bar(x, 0.9, width=0.94, bottom=y - 0.45, color=FAMILY_COLOURS[family],
              edgecolor=COLOURS["gradients"], linewidth=2.5 if offloaded else 0)
     dark = family in ("FSDP", "ZeRO-3")
-    text = family + ("\noffload" if offloaded else "")
-    if place.best.plan.checkpointing != "none":
-        text += "\nrecompute"
-    axes.text(x, y, text, ha="center", va="center", fontsize=8, color="white" if dark else "black", fontweight="bold")
+    text = " =\n".join([family, *others])
+    axes.text(x, y, text, ha="center", va="center", fontsize=8 if len(others) < 2 else 7,
+              color="white" if dark else "black", fontweight="bold")
 
 
 def memory(predicted: Mapping[str, float], measured: Mapping[str, float], title: str,

@@ -98,17 +98,17 @@ def compare_seeds(losses: pd.DataFrame, constant: float, name: str) -> Figure:
         constant: loss of a constant, in nats.
         name: of what the settings set.
     """
-    means, spread = losses.mean(), losses.std().mean()
+    means, spread = losses.mean(), losses.std()
     better = losses.max().max() < constant
-    title = (f"Settings are {np.ptp(means):.2g} nats apart, seeds spread by {spread:.2g}; "
-             f"{'all runs beat' if better else 'not all runs beat'} a constant")
+    title = (f"Settings are {np.ptp(means):.2g} nats apart; seeds spread by {spread.min():.2g} to {spread.max():.2g}, "
+             f"and {'all runs beat' if better else 'not all beat'} a constant")
     with canvas(title, width=6.6, height=3.2) as (figure, axes):
         axes.axhline(constant, color=COLOURS["wrong"], linestyle="--", linewidth=1.4)
         for place, (setting, colour) in enumerate(zip(losses, SERIES, strict=False)):
             axes.plot([place] * len(losses), losses[setting], "o", color=colour, alpha=0.7, markersize=7)
             axes.plot([place - 0.18, place + 0.18], [means[setting]] * 2, color=colour)
             axes.annotate(f"mean {means[setting]:.3f}", (place + 0.18, means[setting]), xytext=(5, 0),
-                          textcoords="offset points", va="center", color=colour)
+                          textcoords="offset points", va="center")
         end_label(axes, len(means) - 0.5, constant, "a constant", COLOURS["wrong"])
         axes.set_xticks(range(len(means)), [f"{name} {setting:g}" for setting in losses])
         axes.set(xlim=(-0.5, len(means) - 0.5), ylabel="test loss (nats)")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from course_lib.planning import hardware, models, strategy
 from course_lib.planning.models import Model
@@ -12,6 +13,13 @@ SIZES = ("gpt2", "gpt2-xl", "facebook/opt-2.7b", "llama-7b", "facebook/opt-13b",
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
+TIE = 0.03
+"""Share of the best layout's speed below which a family that is slower is as good: less than the planner can tell."""
+SIMPLEST_FIRST = ("DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "3-D")
+"""Families in the order in which equals are taken."""
+OFFLOAD = " + offload"
+
+
 @dataclass(frozen=True)
 class Place:
     """One model on so many GPUs.
@@ -19,22 +27,29 @@ class Place:
     Attributes:
         model: what is trained.
         gpus: how many.
-        best: the fastest layout; None where nothing fits.
+        equals: the best layout of each family that is as fast as the fastest, to within ``TIE``, the simplest family
+            first; empty where nothing fits.
         why_not: where nothing fits, what would.
     """
 
     model: Model
     gpus: int
-    best: Candidate | None
+    equals: tuple[Candidate, ...]
     why_not: str = ""
 
     @property
-    def family(self) -> str:
-        """The best layout's family, with what the layout needs beside it to fit; empty where nothing fits."""
-        if self.best is None:
-            return ""
-        name = strategy.family(self.best.plan)
-        return name + (" + offload" if self.best.plan.offload != "none" else "")
+    def best(self) -> Candidate | None:
+        """The simplest of the layouts that are as fast as the fastest; None where nothing fits."""
+        return self.equals[0] if self.equals else None
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Of each of ``equals`` its family, with what it needs beside it to fit."""
+        return tuple(_named(candidate) for candidate in self.equals)
+
+
+def _named(candidate: Candidate) -> str:
+    return strategy.family(candidate.plan) + (OFFLOAD if candidate.plan.offload != "none" else "")
 
 
 def survey(gpu: str, names: Sequence[str] = SIZES, counts: Sequence[int] = GPU_COUNTS, *,
@@ -58,36 +73,50 @@ def _place(model: Model, gpu: str, count: int, length: int, batch: int, families
     try:
         result = strategy.search(model, hardware.cluster(gpu, count), length, batch * count, families=families)
     except strategy.NothingFits as why:
-        return Place(model, count, None, why.instead)
-    return Place(model, count, result.best)
+        return Place(model, count, (), why.instead)
+    enough = (1 - TIE) * result.best.cost.tokens_per_second
+    return Place(model, count, tuple(sorted(
+        (candidate for candidate in result.best_of_each() if candidate.cost.tokens_per_second >= enough
+         and (candidate.chance >= strategy.LIKELY or candidate is result.best)),
+        key=lambda candidate: SIMPLEST_FIRST.index(strategy.family(candidate.plan)))))
 
 
-def rule_of_thumb(parameters: float, gpus: int) -> tuple[str, ...]:
-    """Families that selection guides recommend by size and number of GPUs alone.
+RULE = ((1e9, inf, "DDP"), (10e9, 2, "DDP"), (10e9, inf, "FSDP"), (inf, 4, "offload"), (inf, inf, "ZeRO-3"))
+"""A rule of thumb, as guides print them: below so many parameters, on up to so many GPUs, this. The first that fits."""
 
-    Under 1 billion parameters DDP, or FSDP where memory asks for it; to 10 billion DDP with checkpointing on one or
-    two GPUs, FSDP or ZeRO-3 on more; beyond, offload on up to four, then ZeRO-3.
-    """
-    if parameters < 1e9:
-        return ("DDP",) if gpus < 4 else ("DDP", "FSDP")
-    if parameters < 10e9:
-        return ("DDP",) if gpus <= 2 else ("FSDP",) if gpus < 8 else ("FSDP", "ZeRO-3")
-    return ("FSDP + offload",) if gpus <= 4 else ("ZeRO-3", "ZeRO-3 + offload")
+
+def rule_of_thumb(parameters: float, gpus: int) -> str:
+    """The family that ``RULE`` recommends, or "offload", whichever family does it."""
+    return next(family for below, up_to, family in RULE if parameters < below and gpus <= up_to)
+
+
+def rule_in_words() -> str:
+    """``RULE`` as a guide prints it."""
+    sizes = {1e9: "below a billion parameters", 10e9: "up to ten billion", inf: "beyond"}
+    said: dict[str, list[str]] = {}
+    for below, up_to, family in RULE:
+        said.setdefault(sizes[below], []).append(family if up_to == inf else f"{family} on up to {up_to} GPUs")
+    return "; ".join(f"{size} {' and '.join(part)}{' on more' * (len(part) > 1)}" for size, part in said.items())
+
+
+def follows(place: Place, rule: str) -> bool:
+    """Whether one of a place's equals is what the rule recommends."""
+    return any(OFFLOAD in name if rule == "offload" else name == rule for name in place.families)
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Where the search prefers another family than the rule.
+    """Where none of the search's equals is what the rule recommends.
 
     Attributes:
         place: model, GPUs, and the search's choice.
         rule: what the rule recommends.
-        fits: the fastest layout of the rule's families; None where none fits.
+        fits: the fastest layout of the rule's family; None where none fits.
         because: why the search does not take it.
     """
 
     place: Place
-    rule: tuple[str, ...]
+    rule: str
     fits: Candidate | None
     because: str
 
@@ -98,19 +127,19 @@ def disagreements(places: Sequence[Sequence[Place]], gpu: str, *, sequence_lengt
     cases = []
     for place in (cell for row in places for cell in row):
         rule = rule_of_thumb(place.model.parameters, place.gpus)
-        if place.family in rule:
+        if follows(place, rule):
             continue
-        named = [name.removesuffix(" + offload") for name in rule]
-        own = _place(place.model, gpu, place.gpus, sequence_length, batch_per_gpu, named).best
-        if place.best is None:
-            because = "nothing fits"
-        elif own is None:
-            because = f"{' or '.join(named)} does not fit"
-        elif own.plan == place.best.plan:  # the rule's family, with offload or without, against the rule
-            without = "fits" if own.plan.offload == "none" else "does not fit"
-            because = f"{strategy.family(own.plan)} {without} without offload"
+        if place.best is None or rule == "offload":
+            because = f"{place.families[0]} fits without offload" if place.best else "nothing fits"
+            cases.append(Disagreement(place, rule, place.best, because))
+            continue
+        own = _place(place.model, gpu, place.gpus, sequence_length, batch_per_gpu, (rule,)).best
+        if own is None:
+            because = f"{rule} does not fit"
+        elif own.plan.offload != "none" and _named(own) in place.families:
+            because = f"{rule} does not fit without offload"
         else:
-            speed = own.cost.tokens_per_second / place.best.cost.tokens_per_second
+            speed = own.cost.tokens_per_second / max(each.cost.tokens_per_second for each in place.equals)
             because = f"{own.plan.strategy} fits, and reaches {speed:.0%} of the speed"
         cases.append(Disagreement(place, rule, own, because))
     return cases

@@ -29,6 +29,7 @@ SUBJECTS = {
     "06_fsdp": ("class Unit:", "class TinyFSDP:", "def at_work(dtype, steps, folder):"),
     "07_pipeline_schedules": ("class TinyStage:", "class TinyOneFOneB(TinyStage):"),
     "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",),
+    "09_plan_and_simulate": ("def seconds_of_a_step(m, plan, cluster):",),
     "10_faults_and_hangs": ("class Recorder:",),
     "11_wandb": ("def tracked_run(rate, seed, group=None, save=False):",),
     "14_long_contexts": ("class Block(nn.Module):", "class Ring(torch.autograd.Function):",),
