@@ -84,13 +84,13 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
     """
     longest = max(measured, key=measured.__getitem__)
     title = f"{longest.capitalize()} takes {measured[longest] / sum(measured.values()):.0%} of a step"
-    with canvas(title, width=6.4, height=2.2) as (figure, axes):
+    with canvas(title, width=6.4, height=2.8) as (figure, axes):
         for row, (phase, ms) in enumerate(measured.items()):
             axes.barh(row, ms, height=0.42, color=COLOURS[phase])
             axes.text(ms, row, f" {_milliseconds(ms)}", va="center")
             if phase in predicted:
-                axes.barh(row + 0.36, predicted[phase], height=0.22, edgecolor=COLOURS[phase], **PREDICTED)
-                axes.text(predicted[phase], row + 0.36, f"   predicted {_milliseconds(predicted[phase])}", va="center",
+                axes.barh(row + 0.4, predicted[phase], height=0.22, edgecolor=COLOURS[phase], **PREDICTED)
+                axes.text(predicted[phase], row + 0.42, f"   predicted {_milliseconds(predicted[phase])}", va="center",
                           color=COLOURS["neutral"], fontsize=9)
         axes.set_yticks(range(len(measured)), list(measured))
         axes.invert_yaxis()
