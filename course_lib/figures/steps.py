@@ -70,8 +70,9 @@ def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.nda
         held = np.searchsorted(seconds, x, side="right") - 1  # what is drawn there is what the moment before it held
         axes.text(x, base[held] + height[held] / 2, name, ha="center", va="center", color="white", fontweight="bold")
     else:
-        under = (seconds >= right - 0.15 * seconds[-1]) & (seconds < right)
-        axes.text(right, total[under].max(), name, ha="right", va="bottom", color=COLOURS[name], fontweight="bold")
+        under = (seconds >= left - 0.2 * seconds[-1]) & (seconds <= left)
+        axes.annotate(name, (left, total[under].max()), xytext=(-4, 2), textcoords="offset points", ha="right",
+                      va="bottom", color=COLOURS[name], fontweight="bold")
 
 
 def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Figure:
@@ -83,13 +84,13 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
     """
     longest = max(measured, key=measured.__getitem__)
     title = f"{longest.capitalize()} takes {measured[longest] / sum(measured.values()):.0%} of a step"
-    with canvas(title, width=6.4, height=2.2) as (figure, axes):
+    with canvas(title, width=6.4, height=2.8) as (figure, axes):
         for row, (phase, ms) in enumerate(measured.items()):
             axes.barh(row, ms, height=0.42, color=COLOURS[phase])
             axes.text(ms, row, f" {_milliseconds(ms)}", va="center")
             if phase in predicted:
-                axes.barh(row + 0.36, predicted[phase], height=0.22, edgecolor=COLOURS[phase], **PREDICTED)
-                axes.text(predicted[phase], row + 0.36, f" predicted {_milliseconds(predicted[phase])}", va="center",
+                axes.barh(row + 0.4, predicted[phase], height=0.22, edgecolor=COLOURS[phase], **PREDICTED)
+                axes.text(predicted[phase], row + 0.42, f"   predicted {_milliseconds(predicted[phase])}", va="center",
                           color=COLOURS["neutral"], fontsize=9)
         axes.set_yticks(range(len(measured)), list(measured))
         axes.invert_yaxis()
@@ -161,7 +162,7 @@ def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: 
         axes.text(min(resumed) - 0.6, min(whole), "stopped here ", ha="right", va="bottom", color=COLOURS["neutral"])
         axes.annotate("the whole run", (1, max(whole[:4])), xytext=(0, 8), textcoords="offset points", va="bottom",
                       color=COLOURS["neutral"], fontweight="bold")
-        axes.margins(y=0.14)
+        axes.margins(y=0.22)  # room for that name
         end_label(axes, max(resumed), resumed[max(resumed)], "resumed", COLOURS["right"])
         end_label(axes, max(wrong), wrong[max(wrong)], wrong_name, COLOURS["wrong"])
         axes.set(xlabel="optimizer step", ylabel="loss (nats per target)")

@@ -5,6 +5,7 @@ every machine; what an allocator adds on top is not in them.
 """
 
 import contextlib
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -163,7 +164,7 @@ def watch_memory(trainer: "Trainer", batches: Iterable[Batch]) -> tuple[list[Mom
 
 
 def seconds_by_turns(trainer: "Trainer", ways: Mapping[str, Sequence[Batch]],
-                     prepare: Callable[[str], object] = lambda name: None) -> dict[str, dict[str, float]]:
+                     prepare: Callable[[str], object] = lambda name: None) -> dict[str, list[dict[str, float]]]:
     """Train in several ways by turns, a step each, so that what else the machine does falls on all alike.
 
     Args:
@@ -171,20 +172,22 @@ def seconds_by_turns(trainer: "Trainer", ways: Mapping[str, Sequence[Batch]],
         ways: batches by the name of the way, as many for each.
         prepare: called with the name before each step.
     Returns:
-        Seconds by phase, for each way; on a GPU the device's, see :class:`Phases`.
+        Seconds by phase, for each way and turn; on a GPU the device's, see :class:`Phases`.
     """
-    phases, before = {name: Phases(trainer.clock) for name in ways}, trainer.phases
+    before = trainer.phases
+    phases: dict[str, list[Phases]] = {name: [] for name in ways}
     trainer.wrapped.train()
     for turn in zip(*ways.values(), strict=True):
         for name, batch in zip(ways, turn, strict=True):
             prepare(name)
-            trainer.phases = phases[name]
+            trainer.phases = Phases(trainer.clock)
+            phases[name].append(trainer.phases)
             trainer.train_step([batch])
     trainer.phases = before
     trainer.clock.settle()
-    for phase in phases.values():
+    for phase in itertools.chain(*phases.values()):
         phase.settle()
-    return {name: dict(phase.seconds) for name, phase in phases.items()}
+    return {name: [dict(phase.seconds) for phase in taken] for name, taken in phases.items()}
 
 
 def gradient(trainer: "Trainer", micro_batches: Sequence[Batch], loss_weighting: str = "token") -> torch.Tensor:

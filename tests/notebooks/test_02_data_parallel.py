@@ -23,7 +23,7 @@ from tests.notebooks.conftest import NOTEBOOKS, says
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("02_data_parallel", device="auto", world_size=2, steps=8, repeats=3, width=64)
+    return run_lesson("02_data_parallel", device="auto", world_size=2, steps=8, repeats=3)
 
 
 def test_without_a_word_the_ranks_drift_apart(lesson):

@@ -1,4 +1,4 @@
-"""A diagram of how ranks find each other: launchers, the rendezvous at rank 0, and the connections made from it."""
+"""A diagram of how ranks find each other: launchers, the rendezvous at a store, and the connections made from it."""
 
 from course_lib.errors import ConfigError
 from course_lib.figures.diagrams.base import Diagram
@@ -24,12 +24,12 @@ def rendezvous(machines: int = 2, per_machine: int = 2) -> Diagram:
     diagram = Diagram(
         f"{world} processes become {world} ranks: each is told its number and one address, and finds the others there",
         f"{machines} machines, each with a launcher that starts {per_machine} processes and gives each its RANK, its "
-        "LOCAL_RANK, the WORLD_SIZE, and the address of rank 0. Every process connects to the store that rank 0 keeps "
+        "LOCAL_RANK, the WORLD_SIZE, and one address. Every process connects to the store that listens "
         "at that address, writes its own address there, reads those of the others, and connects to them.")
     left, top = MARGIN + 2, diagram.head + 8
     width = (WIDTH - 2 * left + 16) / machines
     store = diagram.box(left + 20, top + 224, min(width - 56, 300), 40,
-                        "the store of rank 0, at\nMASTER_ADDR:MASTER_PORT", fill=tint(COLOURS["data"], 0.35),
+                        "the store, which listens at\nMASTER_ADDR:MASTER_PORT", fill=tint(COLOURS["data"], 0.35),
                         radius=6, size=SMALL, means="store")
     for machine in range(machines):
         x = left + machine * width
