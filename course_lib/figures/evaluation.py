@@ -1,4 +1,4 @@
-"""Figure of a metric computed in several ways, against the number of ranks: the right one is a flat line."""
+"""Figure of metrics put together in several ways, against the number of ranks: the right ones are flat lines."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,33 +7,33 @@ from matplotlib.figure import Figure
 from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
 
 
-def metric_by_ranks(ranks: Sequence[int], right: float, wrong: Mapping[str, Sequence[float]], metric: str) -> Figure:
-    """One line per way of computing a metric.
+def metric_by_ranks(ranks: Sequence[int], right: Mapping[str, tuple[float, float]],
+                    wrong: Mapping[str, Sequence[float]], metric: str, title: str) -> Figure:
+    """One line per way of computing a metric, on an axis that begins at 0.
 
     Args:
         ranks: numbers of ranks, ascending.
-        right: the metric over all rows, once each.
-        wrong: for each wrong way, its value at each number of ranks.
+        right: by name, the metric over all rows and its standard error, drawn as a band to both sides.
+        wrong: by name, the value at each number of ranks.
         metric: its name.
+        title: what the figure finds.
     """
-    values = [value for series in wrong.values() for n, value in zip(ranks, series, strict=True) if n > 1]
-    furthest = max(values, key=lambda value: abs(value - right))
-    better = sum(value > right for value in values)
-    title = (f"The same model: {metric} off by up to {abs(furthest - right):.3f}, "
-             f"and {better} of {len(values)} wrong values look better")
+    flat = list(zip(right.items(), (COLOURS["right"], COLOURS["neutral"]), strict=False))
+    broken = list(zip(wrong.items(), SERIES[1:], strict=False))
+    ends = sorted([(value, name, colour) for (name, (value, _)), colour in flat]
+                  + [(values[-1], name, colour) for (name, values), colour in broken])
+    room = 0.075 * max(value for values in wrong.values() for value in values)
     with canvas(title, width=7.6, height=3.6) as (figure, axes):
-        axes.axhline(right, color=COLOURS["right"], linewidth=3)
-        low, high = min([*values, right]), max([*values, right])
-        room = (high - low or 0.01) * 0.09
-        coloured = list(zip(wrong.items(), SERIES[1:], strict=False))
-        ends = sorted([(right, "right, at any number", COLOURS["right"])]
-                      + [(series[-1], name, colour) for (name, series), colour in coloured])
-        shown = -1.0
+        for (_, (value, error)), colour in flat:
+            axes.axhspan(value - error, value + error, color=colour, alpha=0.25, linewidth=0)
+            axes.axhline(value, color=colour, linewidth=3)
+        for (_, values), colour in broken:
+            axes.plot(ranks, values, "o-", color=colour)
+        shown = -room
         for value, name, colour in ends:
             shown = max(value, shown + room)  # labels of lines that end close together step aside
             end_label(axes, ranks[-1] + 0.1, shown, name, colour)  # where the axes end
-        for (_, series), colour in coloured:
-            axes.plot(ranks, series, "o--", color=colour)
-        axes.set(xlabel="ranks", ylabel=metric, xticks=list(ranks))
+        axes.set(xlabel="ranks; the band is one standard error to each side", ylabel=metric, xticks=list(ranks))
         axes.set_xlim(ranks[0] - 0.2, ranks[-1] + 0.1)
+        axes.set_ylim(0, 1.12 * max(value for value, *_ in ends))
         return figure

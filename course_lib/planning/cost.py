@@ -79,7 +79,8 @@ def zero_volume(stage: int) -> int:
     """Elements that ZeRO moves per step and rank, for each parameter, (N - 1) / N left out as in the paper.
 
     Source: arXiv 1910.02054 section 7: reduce-scatter of gradients and all-gather of parameters, and at stage 3
-    that all-gather in the forward and in the backward pass.
+    that all-gather in the forward and in the backward pass. An engine may send more: DeepSpeed's stages 1 and 2
+    all-reduce the gradients unless ``use_multi_rank_bucket_allreduce`` is false (3 in place of 2, by our meter).
     """
     return 3 if stage == 3 else 2
 

@@ -28,8 +28,8 @@ class ClassificationCounts:
     """Accuracy and macro-F1 of what has been added, from counts per class.
 
     Macro-F1 is the unweighted mean of the F1, 2 TP / (2 TP + FP + FN), of every class that is predicted or referred
-    to, as by default in scikit-learn and ``evaluate``: a class that does not occur says nothing. The same by these, in
-    :class:`course_lib.lessons.wrong_metrics.ClassificationMetrics`, is a second of import, which every rank would pay.
+    to, as by default in scikit-learn and ``evaluate``: a class that does not occur says nothing. The same by these,
+    :class:`course_lib.lessons.reference_metrics.ClassificationMetrics`, is a second of import, which ranks would pay.
 
     Args:
         num_labels: classes of the model.

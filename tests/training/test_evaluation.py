@@ -17,7 +17,7 @@ from course_lib import modeling
 from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.launching.launch import launch
-from course_lib.lessons import wrong_metrics
+from course_lib.lessons import reference_metrics
 from course_lib.training.evaluation import ClassificationCounts
 from course_lib.training.trainer import Trainer
 
@@ -146,7 +146,7 @@ def test_counts_that_are_added_up_give_scikit_learns_scores(classes, present):
             each.add(*torch.from_numpy(part))
         parts.append(alone.compute())
     predictions, references = rows
-    wanted = wrong_metrics.scores(predictions, references, classes)
+    wanted = reference_metrics.scores(predictions, references, classes)
     assert metrics.compute() == pytest.approx(wanted, rel=1e-12)
     if present > 1:
         assert np.mean([part["macro_f1"] for part in parts]) != pytest.approx(wanted["macro_f1"], rel=1e-4)
@@ -176,7 +176,7 @@ def test_the_short_cuts_give_other_figures(case, world_size):
     right = row_by_row(case)[1]
     ranks = outcomes_at(world_size)[case]
     kept = ranks[0]["repeats_kept"]
-    assert kept["rows"] == num_rows + wrong_metrics.repeated_rows(num_rows, batch_size, world_size) > num_rows
+    assert kept["rows"] == num_rows + reference_metrics.repeated_rows(num_rows, batch_size, world_size) > num_rows
     names = ["macro_f1", "loss"] if task == "classification" else ["perplexity"]
     if (num_rows, batch_size) == UNEVEN:
         averages = {name: np.mean([rank["own_rows"][name] for rank in ranks]) for name in right}
