@@ -91,7 +91,7 @@ def every_try(predicted: Mapping[str, float], measured: Mapping[str, Sequence[fl
         measured: the shares of all tries, by the same names.
         title: the finding.
     """
-    with canvas(title, width=7.6, height=1.1 + 0.32 * len(measured)) as (figure, axes):
+    with canvas(title, width=7.0, height=1.1 + 0.32 * len(measured)) as (figure, axes):
         for row, (name, shares) in enumerate(measured.items()):
             percent = [100 * share for share in shares]
             axes.plot([min(percent), max(percent)], [row, row], color=SERIES[0], linewidth=1)
@@ -124,14 +124,15 @@ def _draw(title: str, panels: Sequence[_Panel], unit: str) -> Figure:
     end = max(float(row[-1].end) for panel in panels for row in panel.rows)
     heights = [len(panel.rows) + 0.6 for panel in panels]
     height = min(11.0, 0.95 + max(0.13, 0.3 - 0.0025 * ranks) * sum(heights) + 0.15 * len(panels))
-    with canvas(title, width=8.0, height=height, nrows=len(panels), sharex=True, squeeze=False,
+    with canvas(title, width=7.2, height=height, nrows=len(panels), sharex=True, squeeze=False,
                 height_ratios=heights) as (figure, grid):
         for axes, panel in zip(grid[:, 0], panels, strict=True):
             _panel(axes, panel, end)
             axes.set_title(panel.name, fontsize=10)
         grid[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
-        figure.legend(handles=_key(panels), loc="outside lower center", ncols=6, fontsize=9, handlelength=1.2,
-                      columnspacing=1.2)
+        key = _key(panels)
+        figure.legend(handles=key, loc="outside lower center", ncols=6 if len(key) < 6 else 3, fontsize=9,
+                      handlelength=1.2, columnspacing=1.2)
     return figure
 
 
@@ -141,7 +142,11 @@ def _key(panels: Sequence[_Panel]) -> list[Patch]:
     if drawn >= {B, I}:
         names[B] = "backward, whole or of the input"
         drawn.remove(I)
-    handles = [Patch(facecolor=COLOURS[KINDS[kind]], label=name) for kind, name in names.items() if kind in drawn]
+    pale = all(panel.hatched for panel in panels)
+    handles = [Patch(facecolor=_tint(colour) if pale else colour, edgecolor="black", linewidth=0.6, label=name)
+               for kind, name in names.items() if kind in drawn for colour in [COLOURS[KINDS[kind]]]]
+    if not pale and any(panel.hatched for panel in panels):
+        handles.append(Patch(facecolor="white", edgecolor="black", linewidth=0.6, label="pale: predicted"))
     handles.append(Patch(facecolor=COLOURS["idle"], label="idle"))
     if any(panel.schedule.stages > panel.schedule.ranks for panel in panels):
         handles.append(Patch(facecolor="black", label="foot: the rank's next stage"))
@@ -150,7 +155,7 @@ def _key(panels: Sequence[_Panel]) -> list[Patch]:
 
 def _panel(axes: Axes, panel: _Panel, end: float) -> None:
     """Lanes of one table, the first rank at the top; actions that overlap share the lane's height."""
-    inch = 6.9 / end
+    inch = 6.1 / end
     schedule, rows, hatched = panel.schedule, panel.rows, panel.hatched
     numbered = {span.action for row in panel.sizes for span in row
                 if float(span.end - span.start) * inch > NUMBERED * len(str(span.action.microbatch)) + 0.015}
@@ -211,7 +216,7 @@ def bubble_beside_memory(timelines: Mapping[str, Timeline], title: str, limit: F
         unit: of the bytes, for the axis.
     """
     height = 1.2 + 0.26 * len(timelines)
-    with canvas(title, width=7.6, height=height, ncols=2, sharey=True) as (figure, (idle_axes, held_axes)):
+    with canvas(title, width=7.0, height=height, ncols=2, sharey=True) as (figure, (idle_axes, held_axes)):
         for row, timeline in enumerate(timelines.values()):
             held, idle = float(max(timeline.peak_activations)), 100 * float(timeline.bubble)
             fits = limit is None or held <= limit

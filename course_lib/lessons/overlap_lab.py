@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import nn
 from torch.optim import AdamW
 
 from course_lib.lessons.fsdp_lab import Build, averaged, batch_loss, engine_of, sizes
@@ -29,16 +30,22 @@ def block_seconds(build: Build, rows: int, of_all: Callable[[Iterable[float]], f
         of_all: picks from all blocks of both steps, and then from the ranks.
     """
     engine, clock = engine_of("scratch", build), Clock(Accelerator().device)
-    begun: list[Stamp] = []
-    ended: list[Stamp] = []
-    for block in blocks.blocks(engine.module).values():
-        block.register_forward_pre_hook(lambda *_: begun.append(clock.stamp()))
-        block.register_forward_hook(lambda *_: ended.append(clock.stamp()))
+    begun, ended = _stamps_of_blocks(engine.module, clock)
     for step in range(2):
         batch_loss(engine, step, rows * dist.get_world_size()).backward()
     clock.settle()
     own = torch.tensor(of_all(map(between, begun, ended)), device=clock.device)
     return of_all(gathered(own[None], None, 0).tolist())
+
+
+def _stamps_of_blocks(module: nn.Module, clock: Clock) -> tuple[list[Stamp], list[Stamp]]:
+    """Two lists that fill with begin and end of each block's forward, without what it waits for before."""
+    begun: list[Stamp] = []
+    ended: list[Stamp] = []
+    for block in blocks.blocks(module).values():
+        block.register_forward_pre_hook(lambda *_: begun.append(clock.stamp()))
+        block.register_forward_hook(lambda *_: ended.append(clock.stamp()))
+    return begun, ended
 
 
 def over_slow_link(build: Build, rows: int, link: Link, prefetch: bool, tries: int = 5, reductions: bool = False,
@@ -70,7 +77,7 @@ class Overlap:
     Attributes:
         rows: of each rank.
         link: that the collectives go over.
-        forward: median seconds that a block computes forward, over no link.
+        forward: median seconds that a block computes forward, in the same steps.
         gather: seconds of a block's all-gather.
         steps: seconds of each step, by whether it prefetches.
         predicted: seconds of a step by :func:`course_lib.lessons.slow_link.timeline`, likewise.
@@ -84,40 +91,65 @@ class Overlap:
     predicted: dict[bool, float]
 
     @property
+    def medians(self) -> dict[bool, float]:
+        return {prefetch: statistics.median(tries) for prefetch, tries in self.steps.items()}
+
+    @property
     def gain(self) -> float:
         """How many times as long the median step is without prefetch."""
-        return statistics.median(self.steps[False]) / statistics.median(self.steps[True])
+        return self.medians[False] / self.medians[True]
 
 
-def overlaps(build: Build, rows: Sequence[int], balanced: int, tries: int = 3) -> list[Overlap]:
+def overlaps(build: Build, rows: Sequence[int], balanced: int, tries: int = 5) -> list[Overlap]:
     """Steps with and without prefetch over one link, for several numbers of rows; on the CPU.
 
     The link is such that a block's all-gather takes as long as its forward with ``balanced`` rows, a tenth of it
-    latency. All-gathers and reduce-scatters share it.
+    latency. All-gathers and reduce-scatters share it. All steps take turns, and blocks are timed in them: what else the
+    machine does meets the prediction as it meets the measurement.
 
     Args:
         rows: per rank, for each of the experiments; ``balanced`` is one of them.
-        tries: steps of each way, that take turns; an odd number.
+        tries: steps of each way; an odd number.
     """
     engines = {prefetch: _slow_engine(build, prefetch) for prefetch in (False, True)}
     bill, share = sizes(build()), engines[True][1]
+    clock = Clock(Accelerator().device)
+    stamps = {prefetch: _stamps_of_blocks(engine.module, clock) for prefetch, (engine, _) in engines.items()}
+    steps: dict[int, dict[bool, list[float]]] = {count: {False: [], True: []} for count in rows}
+    forwards: dict[int, list[float]] = {count: [] for count in rows}
 
-    def seconds(prefetch: bool, link: Link, count: int, step: int) -> float:
-        slow = _slow_step(engines[prefetch][0], link, link.seconds(share * bill.block), count, step, reductions=True)
-        return averaged(torch.tensor(slow.step, dtype=torch.float64))
+    def take_turns(link: Link, step: int) -> None:
+        for count in rows:
+            for prefetch, (engine, _) in engines.items():
+                for seen in stamps[prefetch]:
+                    seen.clear()
+                taken = _slow_step(engine, link, 0.0, count, step, reductions=True)
+                steps[count][prefetch].append(averaged(torch.tensor(taken.step, dtype=torch.float64)))
+                forwards[count] += map(between, *stamps[prefetch])
 
-    forward = {count: block_seconds(build, count, statistics.median) for count in rows}
-    link = Link(0.1 * forward[balanced], share * bill.block / (0.9 * forward[balanced]))
+    def median_forward(count: int) -> float:
+        return averaged(torch.tensor(statistics.median(forwards[count]), dtype=torch.float64))
+
+    # --- over no link: the first turn is slow, the second says how long a block takes ---
+    for step in range(2):
+        forwards[balanced].clear()
+        take_turns(Link(0.0), step)
+    alone = median_forward(balanced)
+    link = Link(0.1 * alone, share * bill.block / (0.9 * alone))
     gather, root = (link.seconds(share * size) for size in (bill.block, bill.root))
+    # --- over the link ---
+    for count in rows:
+        forwards[count].clear()
+        for of_all in steps[count].values():
+            of_all.clear()
+    for step in range(tries):
+        take_turns(link, step)
     measured = []
     for count in rows:
-        steps: dict[bool, list[float]] = {False: [], True: []}
-        for step in range(tries):
-            for prefetch, of_all in steps.items():
-                of_all.append(seconds(prefetch, link, count, step))
-        predicted = {prefetch: timeline(bill.blocks, forward[count], gather, gather, prefetch, root).end
-                     for prefetch in steps}
-        measured.append(Overlap(count, link, forward[count], gather, steps, predicted))
+        forward = median_forward(count)
+        predicted = {prefetch: timeline(bill.blocks, forward, gather, gather, prefetch, root).end
+                     for prefetch in engines}
+        measured.append(Overlap(count, link, forward, gather, steps[count], predicted))
     return measured
 
 

@@ -68,7 +68,7 @@ class Split:
         total = sum(self.costs)
         lines = [f"stage {stage}: {units[0]}{f' to {units[-1]}' if len(units) > 1 else ''}, {cost / total:.1%} of "
                  f"{self.measure}" for stage, cost in enumerate(self.stage_costs) for units in [self.units_of(stage)]]
-        return "\n".join([*lines, f"the dearest stage has {self.excess:.1%} more than the mean"])
+        return "\n".join([*lines, f"the largest stage has {self.excess:.1%} more than the mean"])
 
 
 def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int = 128,

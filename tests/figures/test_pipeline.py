@@ -39,6 +39,9 @@ def test_a_gantt_has_a_block_for_each_action_at_its_time():
     assert len(feet) == 4 * 8 * 3  # one for each F, I and W of the four ranks' second stages
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "forward", "backward, whole or of the input", "backward-weight", "idle", "foot: the rank's next stage"]
+    drawn = {to_hex(block.get_facecolor()) for axes in figure.axes for block in blocks(axes)}
+    key = {to_hex(patch.get_facecolor()) for patch in figure.legends[0].get_patches()}
+    assert drawn <= key <= drawn | {COLOURS["idle"].lower(), "#000000"}, "the key has the colours of the drawing"
 
 
 def test_measured_is_solid_and_below_predicted():
@@ -49,6 +52,8 @@ def test_measured_is_solid_and_below_predicted():
     solid = blocks(figure.axes[1])
     assert len(solid) == 16 and {block.get_hatch() for block in solid} == {None}
     assert {to_hex(block.get_facecolor()).upper() for block in solid} == {COLOURS["forward"], COLOURS["backward"]}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "forward", "backward", "pale: predicted", "idle"]
 
 
 def test_both_panels_number_the_same_blocks_however_long_each_took():

@@ -1,5 +1,7 @@
 """What lesson 07 claims, measured anew: bubbles, memory, refusals, a split backward, gradients, a training."""
 
+import re
+import textwrap
 from fractions import Fraction
 
 import nbformat
@@ -31,40 +33,46 @@ def test_it_says_how_long_its_ranks_waited(lesson):
     bubble = {name: lesson[f"bubble_{name}"] for name in MEASURED}
     assert len(bubble) == 8 and all(0 < share < 1 for share in bubble.values())
     tries = lesson["bubbles_of_all_tries"]
-    assert len(tries) == 8 and all(len(shares) == 1 for shares in tries.values()), "all of them, whatever was predicted"
-    assert {name: shares[0] for name, shares in tries.items()} == bubble
+    assert len(tries) == 9 and all(len(shares) == 1 for shares in tries.values()), "all of them, whatever was predicted"
+    assert {name: tries[name][0] for name in MEASURED} == bubble
     page = recorded(NOTEBOOKS / "07_pipeline_schedules.ipynb")
     for name, shares in page["bubbles_of_all_tries"].items():
-        assert len(shares) == 5 and page[f"bubble_{name}"] == sorted(shares)[2], "what is told is the median"
-    assert lesson["gpipe_is_faster_by"] > 0 and lesson["largest_miss"] < 1
+        told = page[f"bubble_{name}"] if name in MEASURED else page["bubbles_measured_of_both"][0]
+        assert len(shares) == 5 and told == sorted(shares)[2], "what is told is the median"
     assert says(lesson, f"was {bubble['naive']:.0%} with one at a time, and {bubble['gpipe']:.0%} with GPipe")
     assert says(lesson, f"{bubble['1f1b']:.0%} (1F1B), {bubble['only_split']:.0%} (split alone), "
                         f"{bubble['zb_h1']:.0%} (ZB-H1) and {bubble['zbv']:.0%} (ZB-V)")
     assert lesson["own_wait"] == pytest.approx({"1f1b": 3 / 11, "zb_h1": 1 / 9, "zb_h2": 0, "zbv": 0})
 
 
-def test_memory_and_messages(lesson):
-    assert lesson["my_line_is_that_of_1f1b"]
-    assert (lesson["held_by_first_rank_1f1b"], lesson["held_by_first_rank_gpipe"]) == (4, 8)
-    assert lesson["activation_messages"] == {"1f1b": 24, "interleaved": 56}
-
-
 def test_the_pipelines_on_the_page(lesson):
-    """By hand in two orders, and by torch's two classes: one process's losses, in each step."""
-    assert lesson["first_stage_has_no_gradient"] and lesson["joined_differs_by"] < 1e-6
-    assert lesson["tiny_gpipe_differs_by"] < 5e-6 and lesson["tiny_1f1b_differs_by"] < 1e-6
+    """By hand in three orders, and by torch's two classes: one process's losses, in each step."""
+    assert lesson["my_line_is_that_of_1f1b"] and lesson["first_stage_has_no_gradient"]
+    assert lesson["joined_differs_by"] < 1e-6 and lesson["tiny_1f1b_differs_by"] < 1e-6
     assert max(lesson["ScheduleGPipe_differs_by"], lesson["Schedule1F1B_differs_by"]) < 1e-6
-    assert lesson["furthest_from_one_process"] < 5e-6 and lesson["held_by_hand"] == 2
     assert says(lesson, "the first rank held 8 micro-batches with GPipe and 2 with 1F1B")
-    assert lesson["held_by_first_rank_interleaved"] == 5.5
 
 
 def test_the_pipelines_broken_on_the_page(lesson):
     for rank in range(2):
         assert lesson[f"rank_{rank}_was_in"] == "send, called by exchange, called by step", "both, and none receives"
-    first, *others = lesson["newest_first_off_in_step"]
-    assert first < 1e-6 < 1e-3 < min(others)
-    assert lesson["not_divided_is_larger_by"] == pytest.approx(8) and lesson["not_divided_off_by"] < 1e-3, "AdamW"
+    assert lesson["losses_when_not_divided"] == "nearly the same", "AdamW"
+
+
+def test_the_cells_to_try_run_as_they_are_written(capsys):
+    cells = nbformat.read(NOTEBOOKS / "07_pipeline_schedules.ipynb", as_version=4).cells
+    imports = [cell.source for cell in cells if cell.cell_type == "code"][1:3]
+    (exercises,) = [cell.source for cell in cells if "## Exercises" in cell.source]
+    typed = [textwrap.dedent(text) for text in re.findall(r"```python\n(.*?)```", exercises, re.S)]
+    assert len(typed) == 2
+    for text in typed:
+        exec("\n".join([*imports, text]), {})
+    lines = capsys.readouterr().out.splitlines()
+    step = {(case, name): float(step) for case, found in enumerate((lines[:4], lines[4:8]))
+            for name, step, _ in map(str.split, found)}
+    assert step[1, "1f1b"] - step[1, "zb_h1"] > step[0, "1f1b"] - step[0, "zb_h1"], "its lead grows"
+    assert step[1, "zb_auto"] == step[1, "zb_h1"] and "zbv 34.5 0.072" in lines and "zbv 25.5 0.059" in lines
+    assert "zb_h1 48.0 0.375 [48.0, 24.0, 24.0, 24.0]" in lines, "as long as what its first rank computes"
 
 
 def test_what_is_said_of_zb_h2_is_so():
@@ -95,13 +103,7 @@ def test_broken_tables_are_refused_each_for_its_fault(lesson):
         assert lesson[f"refused_{name}"].startswith(fault)
 
 
-def test_the_split_backward(lesson):
-    assert (lesson["weights_with_a_gradient_after_I"], lesson["weights_with_a_gradient_after_W"]) == (0, 24)
-    assert lesson["flops_of_a_forward"] == pytest.approx({"F": 1, "I": 1, "W": 1}, rel=0.2)
-
-
 def test_choosing(lesson):
-    assert lesson["best_microbatches_1f1b"] == pytest.approx(192**0.5, abs=2)
     assert 0 < lesson["fit"] < lesson["looked_at"]
     assert sorted(lesson["best"]) == ["zb_auto with 16 micro-batches", "zb_h1 with 16 micro-batches"], "a tie is told"
     assert sorted(lesson["least_bubble"]) == ["interleaved_zero_bubble", "zbv"]
@@ -119,11 +121,6 @@ def test_what_is_said_of_the_choice_is_so():
     assert [simulate(table).bubble for table in (one, split_backward(one))] == [Fraction(3, 11), Fraction(1, 5)]
 
 
-def test_fitted_tables_hold_less(lesson):
-    held = lesson["held"]
-    assert len(held) == 9 and held["v_min"] < held["v_half"] < held["1f1b"] == held["zbv"] < held["zb_h2"]
-
-
 def test_what_is_stored_is_what_the_tables_are_now(lesson):
     stored = nbformat.read(NOTEBOOKS / "07_pipeline_schedules.ipynb", as_version=4)
     record = "application/vnd.course.record+json"
@@ -131,15 +128,12 @@ def test_what_is_stored_is_what_the_tables_are_now(lesson):
             for output in cell.get("outputs", []) if record in output.get("data", {}) and "name" in output.data[record]}
     for name in ("simulated", "held", "own_wait", "least_bubble", "looked_at", "fit", "best"):
         assert said[name] == lesson[name], f"{name}: run `python tools/notebooks.py`"
-    assert lesson["simulated"]["zbv"] < lesson["simulated"]["v_half"] < lesson["simulated"]["v_min"] \
-        < lesson["simulated"]["1f1b"], "as the lesson says"
 
 
 def test_the_gradients_of_the_whole_model(lesson):
-    assert lesson["gradient_difference"] < 1e-6 < 1e-2 < lesson["difference_when_not_summed"]
     assert lesson["loss_difference"] < 5e-6
     assert lesson["torch_differs_from_the_whole"] < 1e-6 and lesson["torch_differs_from_ours"] < 1e-6
-    assert max(lesson["share_of_parameters"]) < 0.6 and 1 < sum(lesson["share_of_parameters"]) < 1.2
+    assert max(lesson["share_of_parameters"]) < 0.6
 
 
 def test_the_training(lesson):

@@ -27,7 +27,7 @@ SUBJECTS = {
     "05_zero_stages": ("class Bucket:", "class TinyZeRO1:", "class TinyZeRO2(TinyZeRO1):",
                        "class TinyZeRO3(TinyZeRO2):"),
     "06_fsdp": ("class Unit:", "class TinyFSDP:", "def at_work(dtype, steps, folder):"),
-    "07_pipeline_schedules": ("class TinyStage:", "class TinyOneFOneB(TinyStage):"),
+    "07_pipeline_schedules": ("class TinyStage:", "class TinyOneFOneB(TinyStage):", "class TinyZBH1(TinyOneFOneB):"),
     "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",),
     "09_plan_and_simulate": ("def seconds_of_a_step(m, plan, cluster):",),
     "10_faults_and_hangs": ("class Recorder:",),
