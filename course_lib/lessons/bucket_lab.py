@@ -67,7 +67,7 @@ def on_paper(buckets: Iterable[Sent], backward: float, link: Link) -> float:
     return max(backward, free)
 
 
-def buckets_over_link(ways: Mapping[str, int], layers: int, width: int, rows: int, tries: int = 3,
+def buckets_over_link(ways: Mapping[str, int], layers: int, width: int, rows: int, tries: int,
                       ) -> dict[str, OverLink]:
     """Backwards of a small GPT-2 over one link, for several sizes of buckets that take turns; on the CPU.
 

@@ -125,15 +125,15 @@ class _Keep(Callback):
             self.norms.append(values["gradient_norm"])
 
 
-def task(folder: Path, world_size: int, **options: Any) -> Config:
-    """The run's configuration: the same global batches for every world size that divides them.
+def task(folder: Path, world_size: int, *, rows: int = GLOBAL_ROWS, **options: Any) -> Config:
+    """The run's configuration: the same global batches of ``rows`` for every world size that divides half of them.
 
     Adam's epsilon is large, so that a gradient that is all rounding does not become a whole step.
     """
     return build({
         "dataset": "tweets", "task": "causal_lm", "max_length": 24, "max_train_samples": 60, "max_eval_samples": 8,
         "model": "tiny-gpt2", "learning_rate": 1e-3, "adam_epsilon": 1e-3, "max_grad_norm": 0.5,
-        "warmup_steps": 2, "batch_size": max(1, GLOBAL_ROWS // 2 // world_size), "gradient_accumulation_steps": 2,
+        "warmup_steps": 2, "batch_size": max(1, rows // 2 // world_size), "gradient_accumulation_steps": 2,
         "max_steps": STEPS, "logging_steps": 1, "save_steps": 0, "eval_steps": 0, "keep_best": False,
         "progress_bar": False, "device": "cpu", "mixed_precision": "no", "cpu_kernels": "torch",
         "output_dir": str(folder)} | options)
@@ -197,21 +197,25 @@ def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list
 
     Args:
         folder: for what the runs leave behind.
-        world_sizes: numbers of ranks; each divides half of the global batch, or the batches would differ.
+        world_sizes: numbers of ranks; where one does not divide half of the global batch, ranks and the single process
+            take the next larger batch that it does.
         pairs: strategies with their engines; all of them by default.
         steps: optimizer steps.
         model: a causal preset with learned positions, which are frozen.
         timeout: seconds for the pairs of one world size.
     """
     options: dict[str, Any] = {"max_steps": steps, "model": model}
-    wanted = trace(task(folder / "one", 1, training_type="basic", **options))
+    alone = functools.cache(lambda rows: trace(task(folder / f"one-{rows}", 1, rows=rows, training_type="basic",
+                                                    **options)))
     cells = []
     for world_size in world_sizes:
+        rows = math.lcm(GLOBAL_ROWS, 2 * world_size)  # two micro-batches
+        wanted = alone(rows)
         # DeepSpeed takes the whole process to itself, so its pairs have ranks of their own.
         for deepspeed in (False, True):
             chosen = [pair for pair in pairs or PAIRS if (pair[1] == "deepspeed") == deepspeed]
             if chosen:
-                runs = launch(traces, folder / f"{world_size}", world_size, chosen, **options,
+                runs = launch(traces, folder / f"{world_size}", world_size, chosen, rows=rows, **options,
                               num_processes=world_size, timeout=timeout, device="cpu")[0]
                 cells += [compare(run, wanted, *pair, world_size) for run, pair in zip(runs, chosen, strict=True)]
     return cells

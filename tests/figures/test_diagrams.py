@@ -30,6 +30,7 @@ from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.marks import contrast
 from course_lib.figures.style import COLOURS
 from course_lib.lessons.slow_link import timeline
+from course_lib.lessons.zero_lab import model_states
 from course_lib.parallel import collectives as real_collectives
 from course_lib.parallel.pipeline.actions import v_shape
 from course_lib.parallel.pipeline.schedules import make
@@ -38,7 +39,6 @@ from course_lib.parallel.ring_attention import Sight
 from course_lib.parallel.sequence_layout import SequenceLayout
 from course_lib.parallel.topology import RankGrid
 from course_lib.planning.memory import Memory
-from course_lib.planning.state_estimates import zero_model_states
 
 GIB = 2**30
 SHARDED = Memory(0.5 * GIB, 0.5 * GIB, 1 * GIB, 12 * GIB, 3 * GIB, 2.5 * GIB, gradients_wait=False)
@@ -225,14 +225,13 @@ def test_who_holds_what_is_the_byte_formula(ranks):
     diagram = sharding.who_holds_what(ranks)
     boxes = [box for box in diagram.boxes if box.means]
     assert len(boxes) == 4 * ranks * 3
-    bytes_of = {"parameters": 2, "gradients": 2, "optimizer states": 12}
+    bytes_of = {"parameters": 4, "gradients": 4, "optimizer states": 8}
     for stage, rank in itertools.product(range(4), range(ranks)):
         own = [box.means for box in boxes if box.means[:2] == (stage, rank)]
         assert sum(bytes_of[kind] * share for *_, kind, share in own) == pytest.approx(
-            zero_model_states(1, ranks, stage))
-    whole = {box.means[2]: box.height for box in boxes if box.means[0] == 0}
+            sum(model_states(stage, ranks, 1).values())), "as lesson 05's table"
     for box in boxes:
-        assert box.height == pytest.approx(whole[box.means[2]] * box.means[3])
+        assert box.height == pytest.approx(200 / 16 * bytes_of[box.means[2]] * box.means[3]), "heights are bytes"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

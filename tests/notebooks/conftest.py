@@ -6,14 +6,17 @@ those of that run, and that all that is counted bears out what the page claims (
 
 import contextlib
 import html
+import json
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import nbformat
 import papermill
 import pytest
 
-from course_lib.lessons.notebook import recorded
+from course_lib.lessons.notebook import QUESTION, recorded
 from tests.notebooks.forked_kernel import forked_kernels
 from tools import claims
 
@@ -29,8 +32,10 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
     Args:
         forked: the kernel is forked from this process, rather than started as a user's is.
     """
-    done = folder / f"{name}.ipynb"
-    with forked_kernels() if forked else contextlib.nullcontext():
+    done, answers = folder / f"{name}.ipynb", folder / "my_answers.json"
+    learner = {"PYTHONSTARTUP": str(Path(__file__).with_name("answering.py")), "COURSE_LESSON": name,
+               "COURSE_ANSWERS": str(answers)}
+    with mock.patch.dict(os.environ, learner), forked_kernels() if forked else contextlib.nullcontext():
         papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(folder),
                                    progress_bar=False, kernel_name="python3", execution_timeout=cell_seconds,
                                    request_save_on_cell_execute=False, autosave_cell_every=0)
@@ -40,6 +45,11 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
     assert "OutputModel" not in {state["model_name"] for state in states["state"].values()}, \
         "nbclient now and then waits for ever for a cell with an Output widget: jupyter/nbclient, issue 312"
     assert claims.untrue(done, counted_only=True) == []
+    asked = [output.data[QUESTION]["name"] for cell in notebook.cells for output in cell.get("outputs", [])
+             if QUESTION in output.get("data", {})]
+    kept = json.loads(answers.read_text())[name]
+    assert [question for question in asked if "measured" not in kept.get(question, {})] == [], \
+        "nobody can answer these before their results are shown, or nothing ever answers them"
     return recorded(done) | {"takeaways": takeaways(notebook)}
 
 

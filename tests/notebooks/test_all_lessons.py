@@ -110,6 +110,32 @@ def test_a_listing_is_the_source_as_it_is(lesson):
     assert not stale, "python tools/notebooks.py --listings"
 
 
+def outside_of_comprehensions(node):
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.comprehension, ast.Lambda)):
+            yield from outside_of_comprehensions(child)
+
+
+def test_no_cell_rebinds_what_a_learner_may_run_again(lesson):
+    """A function, class or module keeps its name, so that its cell's callers can be run a second time."""
+    notebook, _ = lesson
+    given, rebound = {}, []
+    for cell in notebook.cells:
+        if cell.cell_type != "code" or cell.source.startswith("%"):
+            continue
+        tree = ast.parse(cell.source)
+        top = [node for line in tree.body if not isinstance(line, (ast.FunctionDef, ast.ClassDef))
+               for node in outside_of_comprehensions(line)]
+        stored = {node.id for node in top if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        rebound += sorted(stored & given.keys())
+        for node in tree.body:
+            names = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else [
+                alias.asname or alias.name for alias in getattr(node, "names", []) if hasattr(alias, "asname")]
+            rebound += [name for name in names if given.setdefault(name, type(node)) is not type(node)]
+    assert rebound == []
+
+
 LAUNCHERS = {"launch", "launch_privately"}
 ON_THE_CPU = {"00_start_here": 1, "04_distributed_evaluation": 2, "07_pipeline_schedules": 1, "08_tensor_and_hybrid": 2,
               "14_long_contexts": 1, "15_experts": 3, "16_gradient_audit": 1, "18_talking_less": 1}

@@ -20,19 +20,19 @@ def cut_from(kind: str) -> int:
     return {"optimizer states": 1, "gradients": 2, "parameters": 3}[kind]
 
 
-def who_holds_what(ranks: int = 4, optimizer_bytes: int = 12) -> Diagram:
+def who_holds_what(ranks: int = 4, width: int = 4, optimizer_bytes: int = 8) -> Diagram:
     """Weights, gradients and optimizer states of each rank under DDP and ZeRO-1 to -3, as high as their bytes.
 
     Args:
         ranks: N, 2 to 4.
-        optimizer_bytes: bytes per parameter of the optimizer's states, beside 2 of the weight and 2 of its gradient;
-            12 for Adam in mixed precision.
+        width: bytes of a weight, and of its gradient: 4 in fp32.
+        optimizer_bytes: bytes per parameter of the optimizer's states: 8 for Adam in fp32.
     Raises:
         ConfigError: another number of ranks.
     Source: Rajbhandari et al., *ZeRO* (arXiv 1910.02054), figure 1.
     """
     check_ranks(ranks, most=4)
-    sizes = {"parameters": 2, "gradients": 2, "optimizer states": optimizer_bytes}
+    sizes = {"parameters": width, "gradients": width, "optimizer states": optimizer_bytes}
     held = [sum(size / (ranks if stage >= cut_from(kind) else 1) for kind, size in sizes.items())
             for stage in range(4)]
     diagram = Diagram(
@@ -45,10 +45,9 @@ def who_holds_what(ranks: int = 4, optimizer_bytes: int = 12) -> Diagram:
     left, top = 96.0, diagram.head + 34
     group = (WIDTH - MARGIN - left) / 4
     column = (group - 18) / ranks
-    unit = 200 / sum(sizes.values())
-    starts = dict(zip(sizes, itertools.accumulate((max(28.0, unit * size) + 8 for size in sizes.values()), initial=top),
+    heights = {kind: 200 * size / sum(sizes.values()) for kind, size in sizes.items()}
+    starts = dict(zip(sizes, itertools.accumulate((height + 8 for height in heights.values()), initial=top),
                       strict=False))
-    heights = {kind: max(28.0, unit * size) for kind, size in sizes.items()}
     for kind, size in sizes.items():
         name = NAMES[kind].replace(" ", "\n")
         diagram.text(left - 8, starts[kind] + heights[kind] / 2, f"{name}\n{size} bytes", SMALL, "end", COLOURS[kind],

@@ -50,6 +50,12 @@ def test_one_rank_is_the_same_code(tmp_path, monkeypatch):
     assert len(cells) == 3 and [cell for cell in cells if not cell.agrees] == []
 
 
+def test_three_ranks_train_on_the_rows_of_one_process(tmp_path):
+    """Three do not divide the global batch of eight: both take a larger one."""
+    cells = parity.matrix(tmp_path, (3,), [("zero1", "scratch")], steps=3)
+    assert len(cells) == 1 and cells[0].agrees
+
+
 def apart(folder):
     """Two ranks whose gradients never meet."""
     from course_lib.training.engines.accelerate_ddp import AccelerateDDP
