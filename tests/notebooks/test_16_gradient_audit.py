@@ -62,8 +62,8 @@ def test_ours_says_it_in_a_sentence(lesson):
     assert lesson["audited"].pop("dp2") == [] and set(lesson["audited"]) == {"tp3", "dp2 × tp3"}
     for sentences in lesson["audited"].values():
         assert [sentence.split(":")[0] for sentence in sentences] == ["`norm.weight`", "`norm.bias`"]
-        assert all(": 3 of the reference, the size of tp: summed over it once too often" in one for one in sentences)
-    assert lesson["step_said"].startswith("dp3: `embedding.weight`: 0.3333 of the reference, the size of dp:")
+        assert all(": 3 times the reference, the size of tp: summed over it once too often" in one for one in sentences)
+    assert lesson["step_said"].startswith("dp3: `embedding.weight`: 0.3333 times the reference, the size of dp:")
     assert says(lesson, lesson["step_said"].split(" (")[0])
 
 
