@@ -73,7 +73,7 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
             why = f"the root of the size of {_join(axes)}: a norm whose squares are summed over it once too often"
         else:
             why = "the size of no axis"
-        yield Finding(name, kind, one, axes, f"`{name}`: {one:.4g} of the reference, {why}", apart)
+        yield Finding(name, kind, one, axes, f"`{name}`: {one:.4g} times the reference, {why}", apart)
 
     for axes in _subsets(layout):  # what the ranks have adds up to the reference
         groups = [[rank for rank in group if rank in tensors] for group in layout.together(axes)]

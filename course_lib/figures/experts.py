@@ -27,9 +27,9 @@ def worked(copies: Mapping[str, Sequence[int]]) -> Figure:
                 side.barh(rank, max(of) - number, left=number, color=COLOURS["idle"], height=0.6)
                 side.text(max(of), rank, f" {number}", va="center", fontsize=9, clip_on=False)
             side.set_title(name, fontsize=10)
-            side.set_yticks(range(len(of)), [f"rank {rank}" for rank in range(len(of))])
+            side.set_yticks(range(len(of)), [f"rank {rank}" if side is axes[0] else "" for rank in range(len(of))])
             side.invert_yaxis()
-            side.margins(x=0.22)
+            side.margins(x=0.26)
             side.grid(axis="y", visible=False)
             side.set_xlabel("copies (grey: waiting)")
     return figure

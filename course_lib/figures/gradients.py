@@ -47,8 +47,9 @@ def by_setting(apart: Mapping[str, float], seen: float) -> Figure:
         for row, value in enumerate(apart.values()):
             colour = COLOURS["wrong" if value > seen else "neutral"]
             axes.plot(value, row, "o", color=colour, markersize=9)
-            axes.annotate(f"{value:.1g}", (value, row), xytext=(9, 0), textcoords="offset points", va="center",
-                          color=colour)
+            side, ha = (1, "left") if value > seen else (-1, "right")  # away from the broken line
+            axes.annotate(f"{value:.1g}", (value, row), xytext=(9 * side, 0), textcoords="offset points", va="center",
+                          ha=ha, color=colour)
         axes.axvline(seen, color="black", linestyle="--", linewidth=1.2)
         axes.set_xscale("log")
         axes.set_yticks(range(len(apart)), list(apart))

@@ -65,7 +65,8 @@ class RanksHung(TimeoutError):
         text = "".join(f"\n\n--- rank {rank} was here ---\n{stack.rstrip()}" for rank, stack in sorted(stacks.items()))
         were = "1 rank was" if len(stacks) == 1 else f"{len(stacks)} ranks were"
         ended = "has been ended" if len(stacks) == 1 else "have been ended"
-        super().__init__(f"{were} still running after {timeout:g} s and {ended}{text}")
+        super().__init__(f"{were} still running after {timeout:g} s and {ended}\nIf slow rather than stuck, give more "
+                         f"time: launch(…, timeout={2 * timeout:g}){text}")
 
 
 class RankSupervisor(threading.Thread):

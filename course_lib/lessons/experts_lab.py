@@ -5,6 +5,7 @@ and `down`. A batch is (inputs, targets) of all ranks, of which each takes its p
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -197,6 +198,11 @@ class Trained(NamedTuple):
         """The copies that it worked on over the mean."""
         return over_mean(self.worked)
 
+    @property
+    def longest(self) -> float:
+        """Copies that the busiest rank worked on."""
+        return self.worked[-LAST:].amax(1).mean().item()
+
     def if_shared_by(self, ranks: int) -> float:
         """What :attr:`busiest_rank` would be, by the same choices, if so many ranks shared the experts."""
         return over_mean(self.chosen.unflatten(1, (ranks, -1)).sum(2))
@@ -207,8 +213,10 @@ def over_mean(numbers: Tensor) -> float:
     return (numbers[-LAST:].amax(1) / numbers[-LAST:].mean(1)).mean().item()
 
 
-def long_trainings(launch: Callable[..., list], build: Build, batch: Batch, k: int, steps: int,
-                   options: Sequence[tuple]) -> list[Trained]:
-    """One after the other in one launch: (remedy, capacity factor) each."""
-    by_rank = launch(lambda: [long_training(build, batch, k, steps, *option) for option in options])
-    return [Trained.of(of_one) for of_one in zip(*by_rank, strict=True)]
+def long_trainings(launch: Callable[..., list], build: Callable[..., Any], batch: Callable[..., Any], k: int,
+                   steps: int, options: Sequence[tuple], seeds: Sequence[int]) -> list[list[Trained]]:
+    """One after the other in one launch, with each seed: of every (remedy, capacity factor), a training per seed."""
+    by_rank = launch(lambda: [long_training(partial(build, seed=seed), partial(batch, seed=seed), k, steps, *option)
+                              for option in options for seed in seeds])
+    runs = [Trained.of(of_one) for of_one in zip(*by_rank, strict=True)]
+    return [runs[at:at + len(seeds)] for at in range(0, len(runs), len(seeds))]

@@ -178,4 +178,4 @@ def test_right_without_an_alarm_and_wrong_with_its_finding(make):
 def test_a_norm_that_counts_every_rank_is_a_root_of_the_ranks():
     wrong = verdict_of(clipping_by_a_norm_of_all_ranks).wrong
     assert len(wrong) == 9 and all(finding.factor == pytest.approx(3 ** -0.5) for finding in wrong)
-    assert "0.5774 of the reference, the root of the size of dp" in wrong[0].sentence
+    assert "0.5774 times the reference, the root of the size of dp" in wrong[0].sentence

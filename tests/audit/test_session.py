@@ -53,7 +53,7 @@ def test_a_sum_for_a_mean_is_the_size_of_its_axis_and_no_loss_shows_it_under_ada
 def test_a_division_too_many():
     verdict = verdicts(subjects.divided_twice, Layout(dp=3))[0]
     assert {(f.kind, round(1 / f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", 3, ("dp",))}
-    assert "`embedding.weight`: 0.3333 of the reference, the size of dp: divided by it once too often" in (
+    assert "`embedding.weight`: 0.3333 times the reference, the size of dp: divided by it once too often" in (
         verdict.wrong[0].sentence)
 
 

@@ -80,7 +80,7 @@ def test_the_reference_of_a_file(tmp_path):
 def test_it_raises_what_it_found_and_refuses_what_it_cannot_judge():
     """In a process without ranks too."""
     model, batch = subjects.small(), subjects.data()
-    with pytest.raises(GradientDiffers, match="one process: `embedding.weight`: 2 of the reference, the size of no axis"
+    with pytest.raises(GradientDiffers, match="one process: `embedding.weight`: 2 times the reference, the size of no"
                                               r".*\(and 8 more\)"), step(model, REFERENCE, batch=batch):
         (2 * subjects.mean_loss(model, batch)).backward()
     model.zero_grad()

@@ -47,10 +47,10 @@ def test_a_wrong_factor_is_told_with_the_axis_and_that_nothing_else_shows_it(tra
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and max(map(len, lines)) <= 105
     assert lines[1].split() == ["dp2", lines[1].split()[1], "2", "0", "of", "4"] and float(lines[1].split()[1]) < 1e-6
-    assert lines[2].strip() == ("`0.weight`: 2 of the reference, the size of dp: summed over it once too often, or not "
-                                "divided by it")
+    assert lines[2].strip() == ("`0.weight`: 2 times the reference, the size of dp: summed over it once too often, or "
+                                "not divided by it")
     assert "the losses and the weights after them do not show it in two steps" in lines[6]
-    assert "`2.bias`: 3 of the reference, the size of dp" in done.stdout
+    assert "`2.bias`: 3 times the reference, the size of dp" in done.stdout
 
 
 def test_a_right_one_ends_with_0_and_json_has_every_parameter(training):

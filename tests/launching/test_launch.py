@@ -377,6 +377,7 @@ def test_a_hang_ends_with_every_ranks_stack(tmp_path, time_is_over_once):
     assert all("wait_for_the_other" in stack for stack in error.value.stacks.values())
     assert "all_reduce" in error.value.stacks[0] and "all_reduce" not in error.value.stacks[1]
     assert "rank_process.py" not in str(error.value)
+    assert str(error.value).splitlines()[1].endswith("launch(…, timeout=0.4)"), "what to do if they were only slow"
 
 
 @pytest.mark.parametrize("stuck", [{0, 1}, {1}])

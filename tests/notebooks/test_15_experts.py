@@ -13,9 +13,7 @@ def lesson(run_lesson):
     return run_lesson("15_experts", device="auto", world_size=2, steps=4)
 
 
-def test_an_untrained_router_is_more_uneven_than_chance(lesson):
-    assert 1.4 < lesson["busiest_untrained"] < 1.7 and lesson["busiest_by_chance"] < 1.25
-    assert 1 / 6.5 < lesson["share_of_spaces"] < 1 / 5.5, "a sixth of all letters"
+def test_a_token_uses_a_part_of_the_parameters(lesson):
     assert 0.2 < lesson["share_used"] < 0.4
     assert says(lesson, f"Each token uses 2 of 12 experts, {lesson['share_used']:.0%} of the parameters")
 
@@ -40,9 +38,7 @@ def test_gradients_that_are_not_scaled_are_seen_in_the_gradient_alone(lesson):
     assert says(lesson, "Left out, it is 2 times too large on 2 ranks")
 
 
-def test_training_makes_the_router_more_uneven_and_the_busiest_rank_is_less_so_than_the_busiest_expert(lesson):
-    assert lesson["busiest_trained"] > 1.2 * lesson["busiest_untrained"]
-    assert 1 < lesson["busiest_rank"] < 0.8 * lesson["busiest_trained"]
+def test_the_busiest_rank_is_computed_for_more_ranks(lesson):
     by_ranks = lesson["busiest_by_ranks"]
     assert set(by_ranks) == {"2", "3", "4", "6", "12"}
     assert by_ranks["2"] == pytest.approx(lesson["busiest_rank"])
@@ -50,23 +46,12 @@ def test_training_makes_the_router_more_uneven_and_the_busiest_rank_is_less_so_t
     assert says(lesson, f"of 12 ranks it would be {by_ranks['12']:.1f}")
 
 
-def test_a_capacity_shortens_the_step_and_drops_copies_though_there_is_room_for_all(lesson):
-    capacity = lesson["capacity"]
-    assert capacity["none"]["dropped"] == 0 and capacity["1"]["dropped"] == lesson["dropped_at_capacity_one"] > 0.1
-    assert capacity["2"]["dropped"] < capacity["1.5"]["dropped"] < capacity["1"]["dropped"]
-    assert capacity["1"]["busiest"] < 0.9 * capacity["none"]["busiest"]
+def test_each_factor_and_each_remedy_is_trained_with_three_seeds(lesson):
+    capacity, remedies = lesson["capacity"], lesson["remedies"]
+    assert list(capacity) == ["none", "2", "1.5", "1"] and list(remedies)[1:] == ["auxiliary loss", "bias", "z-loss"]
+    assert all(len(of_seeds) == 3 for run in [*capacity.values(), *remedies.values()] for of_seeds in run.values())
+    assert capacity["none"]["dropped"] == [0, 0, 0]
     assert says(lesson, f"A capacity factor of 1 drops {lesson['dropped_at_capacity_one']:.0%} of the copies")
-
-
-def test_two_of_three_remedies_balance(lesson):
-    remedies = lesson["remedies"]
-    assert lesson["remedies_that_balance"] == 2
-    assert max(remedies[name]["busiest"] for name in ("auxiliary loss", "bias")) < 1.5 < remedies["z-loss"]["busiest"]
-    assert remedies["nothing"]["busiest"] > 1.7
-    assert remedies["z-loss"]["z"] < 0.3 * remedies["nothing"]["z"] < 1.5 * remedies["auxiliary loss"]["z"]
-    losses = [remedy["loss"] for remedy in remedies.values()]
-    assert max(losses) - min(losses) < 0.06, "a few hundredths"
-    assert says(lesson, f"the bias to {remedies['bias']['busiest']:.1f}; the z-loss leaves")
 
 
 def test_the_engines_of_work_are_one_process_and_deepspeed_sends_empty_room(lesson):

@@ -143,8 +143,8 @@ ON_THE_CPU = {"00_start_here": 1, "04_distributed_evaluation": 2, "07_pipeline_s
 """Launches whose ranks compute on the CPU whatever the lesson's device is: one would need more GPUs than ranks have."""
 
 
-def devices_of(source):
-    """The argument `device` of each call of a launcher, by itself or through functools.partial; None without one."""
+def launches_of(source):
+    """Keyword arguments of each call of a launcher, by itself or through functools.partial, as they are written."""
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         called = call.args[0] if call.args and ast.unparse(call.func) == "functools.partial" else call.func
         if getattr(called, "attr", getattr(called, "id", None)) in LAUNCHERS:
@@ -153,15 +153,25 @@ def devices_of(source):
                 if keyword.arg is None and isinstance(keyword.value, ast.Dict):
                     given |= {ast.literal_eval(key): ast.unparse(value)
                               for key, value in zip(keyword.value.keys, keyword.value.values, strict=True) if key}
-            yield given.get("device")
+            yield given
+
+
+def launches():
+    """Those of all lessons, by lesson."""
+    return {name: [given for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+                   if cell.cell_type == "code" and "%" not in cell.source[:1] for given in launches_of(cell.source)]
+            for name in LESSONS}
+
+
+def test_a_slow_machine_has_the_librarys_time():
+    """No launch has a limit of its own, but the one that shows a hang."""
+    limits = {name: [given["timeout"] for given in of_lesson if "timeout" in given]
+              for name, of_lesson in launches().items()}
+    assert {name: given for name, given in limits.items() if given} == {"07_pipeline_schedules": ["8"]}
 
 
 def test_ranks_take_the_lessons_device():
-    devices = {}
-    for name in LESSONS:
-        cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
-        devices[name] = Counter(device for cell in cells if cell.cell_type == "code" and "%" not in cell.source[:1]
-                                for device in devices_of(cell.source))
+    devices = {name: Counter(given.get("device") for given in of_lesson) for name, of_lesson in launches().items()}
     assert sum(counts.total() for counts in devices.values()) == 48
     others = {name: counts.total() - counts["device"] for name, counts in devices.items() if set(counts) - {"device"}}
     assert others == ON_THE_CPU
