@@ -1,9 +1,11 @@
 """Notes what happens on a rank, in order: collectives as they are issued, waits for them, and what an observer adds."""
 
 import os
+import time
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from course_lib.metering.collective_log import CollectiveLog, Transfer
 from course_lib.parallel.clock import Clock
@@ -43,3 +45,38 @@ class Recorder(CollectiveLog):
 
     def __exit__(self, *_: Any) -> None:
         self.stop()
+
+
+class Others(Recorder):
+    """Lets this rank be slow until each other rank has to wait for it, or has gone on without: no sleep is long enough.
+
+    Open on all ranks while the answer runs.
+
+    Attributes:
+        stage: of the answer; what was said in one stage does not count in the next.
+    """
+
+    PATIENCE = 8.0
+    """Seconds after which `wait` gives up on a rank that waits in no collective."""
+
+    def __init__(self, world_size: int, rank: int):
+        super().__init__()
+        self.store = dist.PrefixStore("others", dist.distributed_c10d._get_default_store())
+        self.others, self.rank = [other for other in range(world_size) if other != rank], rank
+        self.stage = "begin"
+
+    def note(self, event: str) -> None:
+        """Also tells the others: who issues a collective waits for them."""
+        super().note(event)
+        self.say()
+
+    def say(self) -> None:
+        """This rank waits, or has gone on."""
+        self.store.set(f"{self.stage} {self.rank}", "")
+
+    def wait(self) -> None:
+        """Return when all others have said so."""
+        until = time.monotonic() + self.PATIENCE
+        keys = [f"{self.stage} {other}" for other in self.others]
+        while not all(self.store.check([key]) for key in keys) and time.monotonic() < until:
+            time.sleep(0.005)

@@ -89,6 +89,19 @@ def ratio(actual: np.ndarray, right: np.ndarray, ranks: int) -> str:
 _FACTORS = {2.0: "twice", 3.0: "3 times", 4.0: "4 times", 0.5: "half of", 0.25: "a quarter of"}
 
 
+def dtype_of(value: Any) -> str:
+    """What an observer notes of a tensor's dtype; empty of what is none."""
+    return str(getattr(value, "dtype", "")).removeprefix("torch.")
+
+
+def of_dtype(seen: Seen, key: str, dtype: str) -> Miss | None:
+    """Whether each rank's tensor, as `dtype_of` noted it as ``dtype of KEY``, has the dtype of what was handed in."""
+    for rank, observed in enumerate(seen):
+        if (actual := observed.get(f"dtype of {key}")) != dtype:
+            return Miss(f"{key} as {dtype}, as it was handed in", short(actual or "no tensor"), rank)
+    return None
+
+
 def result(key: str, oracle: Any, tolerance: float = 1e-4) -> Rule:
     """A rule: each rank's ``key`` is what ``oracle(case)`` says, a list by rank."""
     return lambda case, seen: near(seen, key, oracle(case), tolerance)
@@ -131,6 +144,12 @@ def events(seen: Seen, rank: int) -> list[str]:
 def made_by(seen: Seen, rank: int) -> list[str]:
     """The collectives that a rank issued, in order."""
     return [event for event in events(seen, rank) if event.split()[0] in NAMES]
+
+
+def waited_for(happened: Sequence[str], rank: int, where: str = "") -> Miss | None:
+    """Whether each collective among a rank's events has been waited for: what has not may be over by chance."""
+    made, waits = sum(event.split()[0] in NAMES for event in happened), happened.count("wait")
+    return None if waits >= made else Miss(f"each of {made} messages{where} waited for", f"{waits} waits", rank)
 
 
 def only(name: str, sizes: Any) -> Rule:

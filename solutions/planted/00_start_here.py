@@ -40,4 +40,23 @@ PLANTED = (
     Planted("start.one_model", "sends the whole model", "few bytes", "    digest = ",
             "    dist.all_reduce(weights.clone())\n    digest = "),
     Planted("start.one_model", "adds the digests", "verdict", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.SUM"),
+    Planted("start.broadcast", "clears infinities alone", "value", "        tensor.zero_()\n",
+            "        tensor[tensor.isinf()] = 0\n        tensor *= 0\n"),
+    Planted("start.broadcast", "takes whole numbers for float32", "value", "    dist.all_reduce(tensor)\n",
+            "    tensor = tensor.float()\n    dist.all_reduce(tensor)\n"),
+    Planted("start.one_model", "Python's own hash", "verdict",
+            "int.from_bytes(hashlib.sha256(weights.numpy().tobytes()).digest()[:7])",
+            "hash(weights.numpy().tobytes()) // 2"),
+    Planted("start.one_model", "compares the numbers, not the bits", "verdict", "weights.numpy()",
+            "(weights + 0.0).numpy()"),
+    Planted("start.one_model", "the largest equals the smallest, number by number", "verdict", "", """import torch
+import torch.distributed as dist
+
+
+def one_model(weights):
+    sums = torch.stack([weights.double() @ torch.arange(1.0, len(weights) + 1).double(), weights.double().sum()])
+    both = torch.cat([sums, -sums])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return bool((both[:2] == -both[2:]).all())
+"""),
 )

@@ -249,4 +249,8 @@ class BucketedDDP(nn.Module):
                 parameter.grad = mean.view_as(parameter)
         self.arrived, self.sent = set(), {}
 '''),
+    Planted("ddp.ring", "lands in float32", "sum", "torch.empty_like(received)", "torch.empty(received.numel())"),
+    Planted("ddp.ring", "does not wait for what it sends", "messages only",
+            "            works.append(dist.isend(sent.contiguous(), (rank + 1) % ranks))",
+            "            dist.isend(sent.contiguous(), (rank + 1) % ranks)"),
 )

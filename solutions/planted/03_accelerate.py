@@ -98,4 +98,26 @@ PLANTED = (
             "            pass\n        torch.save(torch.get_rng_state(), f\"{folder}/random{dist.get_rank()}.pt\")\n"
             "        dist.barrier()\n        state = [self.model.state_dict(), self.optimizer.state_dict()]\n"
             "        if dist.get_rank() == 0:\n            torch.save(state, f\"{folder}/state.pt\")\n"),
+    Planted("accelerate.rows", "starts again from row 0 once", "full batches", "row % total for row in",
+            "row if row < total else row - total for row in"),
+    Planted("accelerate.rows", "fills one batch up, not the round", "full batches", "", """
+def my_batches(total, batch_size, rank, ranks):
+    batches = [list(range(first, min(first + batch_size, total))) for first in range(0, total, batch_size)]
+    batches[-1] += list(range(batch_size - len(batches[-1])))
+    while len(batches) % ranks and len(batches) > 1:
+        batches.append(batches[len(batches) % ranks - 1])
+    return batches[rank::ranks]
+"""),
+    Planted("accelerate.loss", "its own mean, weighted, of no losses", "mean",
+            "torch.stack([(losses * mask).sum(), mask", "torch.stack([losses[mask.bool()].mean() * mask.sum(), mask"),
+    Planted("accelerate.main_first", "sleeps for a second where it should wait", "afterwards", "    dist.barrier()\n",
+            "    else:\n        import time\n        time.sleep(1)\n"),
+    Planted("accelerate.main_first", "sleeps a little, in steps", "afterwards", "    dist.barrier()\n",
+            "    else:\n        import time\n        for _ in range(50):\n            time.sleep(0.01)\n"),
+    Planted("accelerate.module", "sleeps where it should wait for rank 0's file", "all is there",
+            "{dist.get_rank()}.pt\")\n        dist.barrier()\n",
+            "{dist.get_rank()}.pt\")\n        import time\n        time.sleep(0.5)\n"),
+    Planted("accelerate.module", "starts again from the first batch once", "batches",
+            "self.batches[(i * ranks + dist.get_rank()) % len(self.batches)]",
+            "[*self.batches, *self.batches][i * ranks + dist.get_rank()]"),
 )

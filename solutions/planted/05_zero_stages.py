@@ -110,4 +110,8 @@ class ShardedOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
 '''),
+    Planted("zero.partition", "a run of nothing for a rank beyond the end", "every element once",
+            "    return runs\n", "    return runs or [(len(sizes) - 1, sizes[-1], 0)]\n"),
+    Planted("zero.stage2", "waits for nothing", "while backward runs",
+            "        for work in works:\n            work.wait()\n", ""),
 )

@@ -4,7 +4,7 @@ from course_lib.grading.selftest import Planted
 
 PLANTED = (
     Planted("fsdp.gather", "gathers everything first", "one layer at a time",
-            "    for shard, shape in zip(shards, shapes):\n        whole = torch.empty(ranks * shard.numel())\n"
+            "    for shard, shape in zip(shards, shapes):\n        whole = shard.new_empty(ranks * shard.numel())\n"
             "        dist.all_gather_single(whole, shard)\n",
             "    wholes = []\n    for shard in shards:\n        wholes.append(torch.empty(ranks * shard.numel()))\n"
             "        dist.all_gather_single(wholes[-1], shard)\n    for whole, shape in zip(wholes, shapes):\n"),
@@ -72,4 +72,14 @@ PLANTED = (
     Planted("fsdp.module", "writes the gradient itself, the second use over the first", "gradients",
             "        return of_x, of_shard, None", "        shard.grad = of_shard\n        return of_x, None, None"),
     Planted("fsdp.module", "no padding", "output", "(0, -weight.numel() % ranks)", "(0, 0)"),
+    Planted("fsdp.gather", "gathers into float32", "output", "shard.new_empty(ranks", "torch.empty(ranks"),
+    Planted("fsdp.prefetch", "sends in float32", "each gathered once",
+            "        whole = shards[layer].new_empty(dist.get_world_size() * shards[layer].numel())\n"
+            "        return whole, dist.all_gather_single(whole, shards[layer], async_op=True)",
+            "        whole = torch.empty(dist.get_world_size() * shards[layer].numel())\n"
+            "        return whole, dist.all_gather_single(whole, shards[layer].float(), async_op=True)"),
+    Planted("fsdp.clip", "a rank with nothing stays away", "norm", "    dist.all_reduce(square)\n",
+            "    if sum(gradient.numel() for gradient in gradients):\n        dist.all_reduce(square)\n"),
+    Planted("fsdp.clip", "the largest of nothing", "norm", "    square = sum(",
+            "    largest = torch.cat(gradients).abs().max()\n    square = sum("),
 )

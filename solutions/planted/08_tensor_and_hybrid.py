@@ -70,4 +70,10 @@ PLANTED = (
     Planted("tensor.block", "sums in the backward of g as well", "gradient of x",
             "def backward(ctx, gradient):\n        return gradient",
             "def backward(ctx, gradient):\n        return summed(gradient)"),
+    Planted("tensor.embedding", "a rank with nothing to bring stays away", "vectors", "    dist.all_reduce(vectors)\n",
+            "    if mine.any():\n        dist.all_reduce(vectors)\n"),
+    Planted("tensor.cross_entropy", "a rank without a target stays away", "loss", "    dist.all_reduce(target)\n",
+            "    if mine.any():\n        dist.all_reduce(target)\n"),
+    Planted("tensor.cross_entropy", "exponentials in float64", "large logits",
+            "    shifted = logits - largest[:, None]\n", "    shifted = logits.double()\n"),
 )

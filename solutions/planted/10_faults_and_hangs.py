@@ -109,4 +109,8 @@ class Checkpoints:
             return int(path), {name: data.encode() for name, data in files.items()}
         return None
 '''),
+    Planted("faults.agreement", "Python's own hash", "ranks", "hashlib.sha256(data).digest()[:8]",
+            "hash(data).to_bytes(8, \"little\", signed=True)"),
+    Planted("faults.agreement", "the higher of two is right", "ranks", "Counter(digests).most_common(1)[0][0]",
+            "max(reversed(digests), key=digests.count)"),
 )

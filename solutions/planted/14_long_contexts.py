@@ -64,4 +64,6 @@ PLANTED = (
     Planted("context.ring", "gathers all keys besides", "a ring", "            block = torch.stack((k, v))\n",
             "            block = torch.stack((k, v))\n"
             "            dist.all_gather([torch.empty_like(block) for _ in range(ranks)], block)\n"),
+    Planted("context.merge", "exponentials in float64", "large scores", "shares = (log_sums - finite).exp()",
+            "shares = (log_sums.double().exp() / log_sums.double().exp().sum(dim=0).clamp(min=1e-300)).float()"),
 )

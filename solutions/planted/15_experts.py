@@ -97,4 +97,15 @@ PLANTED = (
             "    back = AllToAll.apply(outputs, received, sent)\n",
             "    back = AllToAll.apply(outputs.detach(), received, sent) * 0\n"
             "    back = back + AllToAll.apply(outputs, received, sent)\n"),
+    Planted("experts.route", "exponentials in float64", "large scores", "scores.softmax(dim=-1)",
+            "(scores.double().exp() / scores.double().exp().sum(dim=-1, keepdim=True)).float()"),
+    Planted("experts.dispatch", "rows in float32", "rows", "tokens.new_empty(sum(received), tokens.shape[1])",
+            "torch.empty(sum(received), tokens.shape[1])"),
+    Planted("experts.dispatch", "a rank that gets nothing stays away", "rows",
+            "    dist.all_to_all_single(rows, tokens[chosen",
+            "    if not sum(received):\n        return rows, [0] * own\n"
+            "    dist.all_to_all_single(rows, tokens[chosen"),
+    Planted("experts.layer", "leaves out experts without tokens", "gradients of experts",
+            "        outputs = outputs.index_add(0, mine,",
+            "        if not len(mine):\n            continue\n        outputs = outputs.index_add(0, mine,"),
 )

@@ -329,4 +329,5 @@ def reduce_as_they_come(weights):
     Planted("museum.twice", "the last use alone", "used twice", "weight.grad += part", "weight.grad = part"),
     Planted("museum.twice", "what was sent in the last step is added again", "used once", "        sent.clear()\n", ""),
     Planted("museum.twice", "the sum", "used once", " / dist.get_world_size()", ""),
+    Planted("museum.twice", "waits for nothing", "during backward", "            work.wait()\n", ""),
 )

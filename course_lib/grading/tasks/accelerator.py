@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -14,53 +13,50 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.grading.recorder import Recorder
+from course_lib.grading.recorder import Others
 from course_lib.grading.rules import NAMES, Seen, events, items, near, result, short
 from course_lib.grading.task import Case, Miss, Property, Task, plain
 from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
-from course_lib.grading.tasks.models import chain, odd_case, trained
+from course_lib.grading.tasks.models import BareOptimizer, chain, odd_case, trained
 
 LESSON = "03_accelerate"
 MAX_NORM = 0.25
 EPOCHS = 2
 
 
-class Optimizer:
-    """SGD with momentum and a rate that falls; torch's own takes seconds to import, on each rank."""
+class Optimizer(BareOptimizer):
+    """SGD with momentum and a rate that falls; its state may take a while, as that of a large model does.
 
-    def __init__(self, model: nn.Module, pause: float = 0.0):
-        self.parameters, self.pause, self.steps = list(model.parameters()), pause, 0
-        self.velocity = [torch.zeros_like(parameter) for parameter in self.parameters]
+    Args:
+        delay: called before the state is handed out.
+    """
+
+    def __init__(self, model: nn.Module, delay: Callable[[], None] = lambda: None):
+        super().__init__(model.parameters(), {"steps": 0})
+        self.delay = delay
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Change each parameter that has a gradient."""
-        self.steps += 1
-        for parameter, velocity in zip(self.parameters, self.velocity, strict=True):
-            if parameter.grad is not None:
-                parameter.sub_(velocity.mul_(0.75).add_(parameter.grad), alpha=0.5 / (1 + self.steps))
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    velocity = self.state[parameter].setdefault("velocity", torch.zeros_like(parameter))
+                    parameter.sub_(velocity.mul_(0.75).add_(parameter.grad), alpha=0.5 / (1 + group["steps"]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The velocity and the steps done; takes a while, as that of a large model does."""
-        time.sleep(self.pause)
-        return {"velocity": self.velocity, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
-        self.velocity, self.steps = [velocity.clone() for velocity in state["velocity"]], state["steps"]
+        """As torch's; late."""
+        self.delay()
+        return super().state_dict()
 
 
-def accelerator_case(rng: random.Random, world: int) -> dict:
-    """A model with other weights on each rank, and as many batches as do not go evenly into ranks and windows."""
+def accelerator_case(rng: random.Random, world: int, batches: int = 0) -> dict:
+    """A model with other weights on each rank, and batches that do not go evenly into ranks and windows, or so many."""
     case = odd_case(rng, world)
     del case["rows"]
     width, every = case["weights"][0].shape[1], rng.randrange(2, 4)
-    batches = world * (every * rng.randrange(1, 3) + rng.randrange(1, every)) - rng.randrange(world)
+    batches = batches or world * (every * rng.randrange(1, 3) + rng.randrange(1, every)) - rng.randrange(world)
     starts = [[numbers(rng, *weight.shape) for weight in case["weights"]] for _ in range(world)]
     for weights in starts:
         weights[case["tied"][1]] = weights[case["tied"][0]]
@@ -69,7 +65,9 @@ def accelerator_case(rng: random.Random, world: int) -> dict:
 
 
 def draw_accelerators(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    return [Case(world, accelerator_case(rng, world)) for world in worlds]
+    """Each number of ranks; and on the last a single batch for all of them."""
+    return [*(Case(world, accelerator_case(rng, world)) for world in worlds),
+            Case(worlds[-1], accelerator_case(rng, worlds[-1], batches=1))]
 
 
 def model_of(case: Case, rank: int, scale: float = 1.0) -> nn.Module:
@@ -99,7 +97,11 @@ def observe_accelerator(function: Callable[..., Any], case: Case, rank: int) -> 
     def begin(scale: float) -> tuple[Any, ...]:
         model = model_of(case, rank, scale)
         accelerator = function(given["every"])
-        return accelerator, *accelerator.prepare(model, Optimizer(model, 0.1 * (rank == 0)), list(every_batch))
+        return accelerator, *accelerator.prepare(model, Optimizer(model, slowly), list(every_batch))
+
+    def slowly() -> None:
+        if rank == 0 and record.stage == "save":
+            record.wait()
 
     def train(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> None:
         for batch in loader:
@@ -115,13 +117,15 @@ def observe_accelerator(function: Callable[..., Any], case: Case, rank: int) -> 
             seen["weights"].append(plain(weights_of(model)))
 
     try:
-        with Recorder() as record:
+        with Others(case.world_size, rank) as record:
             made = begin(1.0)
             start = plain(weights_of(made[1]))
             torch.manual_seed(given["seed"] + rank)
             train(*made)
+            record.stage = "save"
             made[0].save_state(folder)
             on_return = sorted(os.listdir(folder))
+            record.say()
             train(*made)
             left = list(record.events)
             again = begin(0.5)
@@ -236,7 +240,7 @@ def start_is(case: Case, seen: Seen) -> Miss | None:
 ACCELERATOR = Task(
     name="accelerate.module", lesson=LESSON, function="MiniAccelerator", title="Build it: a small Accelerator",
     difficulty=5, importance=5, minutes=60, draw=draw_accelerators, observe=observe_accelerator,
-    own={"weights": entry}, essential=("weights", "resumed"),
+    own={"weights": entry}, essential=("weights", "collectives", "resumed"),
     properties={"same start": Property(1, start_is), "batches": Property(2, batches_are),
                 "weights": Property(3, result("weights", on_all("weights"))),
                 "collectives": Property(2, only_where_synced),

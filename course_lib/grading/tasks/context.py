@@ -27,7 +27,7 @@ def merge_case(rng: random.Random, place: int) -> dict:
     log_sums = [numbers(rng, queries) for _ in range(blocks)]
     if kind == LARGE:
         for sums in log_sums:
-            sums += np.where(np.arange(queries) % 2, np.float32(300), np.float32(-300))
+            sums += np.where(np.arange(queries) % 2, np.float32(1000), np.float32(-1000))
     if kind == BLIND:
         for block in range(blocks):
             blind = (np.arange(queries) + block) % 2 == 0

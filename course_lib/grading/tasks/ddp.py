@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, calls, events, made_by, near, only, result, short
+from course_lib.grading.rules import Seen, calls, events, made_by, near, only, result, short, waited_for
 from course_lib.grading.task import Case, Met, Miss, Property, Task, plain
 from course_lib.grading.tasks.drawing import each_world, entry, numbers, whole
 from course_lib.grading.tasks.models import (
@@ -80,7 +80,8 @@ AVERAGE = Task(
 # --- ddp.ring ---
 
 def ring_case(rng: random.Random, world: int, size: int) -> dict:
-    return {"tensors": [numbers(rng, size) for _ in range(world)]}
+    """Where the size divides by 4, of whole numbers that float32 does not hold."""
+    return {"tensors": [numbers(rng, size) if size % 4 else whole(rng, 2**40, 2**50, size) for _ in range(world)]}
 
 
 SIZES = {1: (5,), 2: (1, 9), 3: (1, 2, 4, 12), 4: (9,)}
@@ -108,12 +109,14 @@ def from_messages(case: Case, seen: Seen) -> Miss | None:
         others = [event for event in made_by(seen, rank) if event.split()[0] not in ("send", "recv")]
         if others:
             return Miss("sends and receives", others[0], rank)
+        if miss := waited_for(events(seen, rank), rank):
+            return miss
     return None
 
 
 def ring_bytes(case: Case, seen: Seen) -> Miss | None:
     ranks, size = case.world_size, case.inputs["tensors"][0].nbytes
-    part = 4 * -(-size // (4 * ranks))
+    part = case.inputs["tensors"][0].itemsize * -(-case.inputs["tensors"][0].size // ranks)
     limit = 2 * (ranks - 1) * part
     for rank in range(ranks):
         sent = sum(calls(seen, rank, "send"))
@@ -136,9 +139,10 @@ def to_neighbours(case: Case, seen: Seen) -> Miss | None:
 RING = Task(
     name="ddp.ring", lesson=LESSON, function="ring_all_reduce", title="All-reduce by a ring",
     difficulty=4, importance=4, minutes=35, draw=draw_ring, observe=observe_ring,
-    own={"tensors": entry}, essential=("sum", "messages only"),
+    own={"tensors": entry}, essential=("sum", "messages only", "bytes"),
     properties={
-        "sum": Property(3, result("sum", lambda case: [np.sum(case.inputs["tensors"], axis=0)] * case.world_size)),
+        "sum": Property(3, result("sum", lambda case: [np.sum(case.inputs["tensors"], axis=0)] * case.world_size,
+                                  1e-9)),
         "messages only": Property(1, from_messages),
         "to one neighbour": Property(2, to_neighbours), "bytes": Property(2, ring_bytes)})
 

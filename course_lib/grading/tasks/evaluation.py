@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, made_by, result, short
+from course_lib.grading.rules import Seen, dtype_of, made_by, near, of_dtype, result, short
 from course_lib.grading.task import Case, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import each_world, entry, every_nth, numbers, whole
+from course_lib.grading.tasks.drawing import WORLDS, each_world, entry, every_nth, numbers, whole
 from course_lib.grading.tasks.prepared import few_bytes
 
 LESSON = "04_distributed_evaluation"
@@ -20,7 +20,9 @@ LESSON = "04_distributed_evaluation"
 # --- evaluation.gather ---
 
 def gather_case(rng: random.Random, world: int, total: int) -> dict:
-    return {"rows": numbers(rng, total, rng.randrange(1, 4))}
+    """An even number of rows: predictions, whole numbers that float32 does not hold."""
+    shape = total, rng.randrange(1, 4)
+    return {"rows": numbers(rng, *shape) if total % 2 else whole(rng, 2**40, 2**50, *shape)}
 
 
 TOTALS = {1: (4,), 2: (1, 7), 3: (2, 6, 10)}
@@ -40,7 +42,12 @@ def observe_gather(function: Callable[..., Any], case: Case, rank: int) -> dict:
     mine = torch.from_numpy(rows[rank :: case.world_size].copy())
     with Recorder() as record:
         gathered = function(mine, len(rows))
-    return {"rows": plain(gathered), "events": record.events}
+    return {"rows": plain(gathered), "dtype of rows": dtype_of(gathered), "events": record.events}
+
+
+def rows_are(case: Case, seen: Seen) -> Miss | None:
+    right = case.inputs["rows"]
+    return near(seen, "rows", [right] * case.world_size, 1e-12) or of_dtype(seen, "rows", str(right.dtype))
 
 
 def no_pickle(case: Case, seen: Seen) -> Miss | None:
@@ -58,20 +65,24 @@ GATHER = Task(
     name="evaluation.gather", lesson=LESSON, function="gather_rows", title="Gather with an uneven last batch",
     difficulty=3, importance=5, minutes=25, draw=draw_gather, observe=observe_gather,
     own={"rows": every_nth}, essential=("rows",),
-    properties={"rows": Property(4, result("rows", lambda case: [case.inputs["rows"]] * case.world_size)),
-                "bytes": Property(1, no_pickle)})
+    properties={"rows": Property(4, rows_are), "bytes": Property(1, no_pickle)})
 
 
 # --- evaluation.macro_f1 ---
 
-def f1_case(rng: random.Random, world: int) -> dict:
+def f1_case(rng: random.Random, world: int, most: int = 20) -> dict:
     """Rows of all classes but one; a rank beyond the first two has no row at all."""
     classes = rng.randrange(3, 6)
     absent = rng.randrange(classes)
     present = np.array([label for label in range(classes) if label != absent])
-    counts = [rng.randrange(4, 20) if rank < 2 else 0 for rank in range(world)]
+    counts = [rng.randrange(4, most) if rank < 2 and most else 0 for rank in range(world)]
     labels, predictions = ([present[whole(rng, 0, len(present), count)] for count in counts] for _ in range(2))
     return {"classes": classes, "labels": labels, "predictions": predictions}
+
+
+def draw_f1(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    """Each number of ranks, and two ranks without a row."""
+    return [*each_world(f1_case)(rng, worlds), Case(2, f1_case(rng, 2, most=0))]
 
 
 def observe_f1(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -93,7 +104,7 @@ def f1(case: Case) -> list[float]:
 
 MACRO_F1 = Task(
     name="evaluation.macro_f1", lesson=LESSON, function="macro_f1", title="Macro-F1 of all ranks", difficulty=2,
-    importance=4, minutes=20, draw=each_world(f1_case), observe=observe_f1,
+    importance=4, minutes=20, draw=draw_f1, observe=observe_f1,
     own={"labels": entry, "predictions": entry}, essential=("score",),
     properties={"score": Property(3, result("score", f1)), "few bytes": Property(1, few_bytes(8 * 16))})
 
@@ -101,8 +112,10 @@ MACRO_F1 = Task(
 # --- evaluation.perplexity ---
 
 def perplexity_case(rng: random.Random, world: int) -> dict:
-    return {"sums": [rng.randrange(10, 200) / 8 for _ in range(world)],
-            "tokens": [rng.randrange(8, 60) for _ in range(world)]}
+    """On an even number of ranks the last one has no token."""
+    here = [rank == 0 or world % 2 == 1 or rank < world - 1 for rank in range(world)]
+    return {"sums": [rng.randrange(10, 200) / 8 * has for has in here],
+            "tokens": [rng.randrange(8, 60) * has for has in here]}
 
 
 def observe_perplexity(function: Callable[..., Any], case: Case, rank: int) -> dict:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, events, made_by, near, result, short
+from course_lib.grading.rules import Seen, array, dtype_of, events, made_by, near, of_dtype, result, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import along, each_world, in_turn, numbers
+from course_lib.grading.tasks.drawing import WORLDS, along, each_world, in_turn, numbers
 
 LESSON = "15_experts"
 ROOMY, TIGHT, LARGE = "roomy", "tight", "large"
@@ -27,7 +27,7 @@ def route_case(rng: random.Random, place: int) -> dict:
     logits = numbers(rng, tokens, experts) + np.arange(experts, dtype=np.float32) / 1024  # no two are equal
     logits[:, rng.randrange(experts)] += 1  # a popular one
     if kind == LARGE:
-        logits += 200
+        logits += 1000
     capacity = ceil(tokens * k / experts) if kind == TIGHT else tokens
     return {"kind": kind, "logits": logits.astype(np.float32), "k": min(k, experts - 1), "capacity": capacity}
 
@@ -79,20 +79,28 @@ ROUTE = Task(
 
 # --- experts.dispatch ---
 
-def dispatch_case(rng: random.Random, world: int) -> dict:
-    """Tokens with their experts; most choose among a few, and the second of all gets none."""
-    experts, tokens = world * rng.randrange(2, 4), world * rng.randrange(4, 7)
-    liked = [expert for expert in range(experts) if expert != 1]
+def dispatch_case(rng: random.Random, world: int, dtype: str = "float32") -> dict:
+    """Tokens with their experts; most choose among a few, and the second of all gets none, nor, in bfloat16, any of the
+    last rank's."""
+    own, tokens = rng.randrange(2, 4), world * rng.randrange(4, 7)
+    liked = [expert for expert in range(own * (world - (dtype == "bfloat16"))) if expert != 1]
     chosen = [rng.choice(liked if rng.random() < 0.5 else liked[:2]) for _ in range(tokens)]
-    return {"tokens": numbers(rng, tokens, rng.randrange(2, 4)), "chosen": np.array(chosen), "experts": experts}
+    return {"tokens": numbers(rng, tokens, rng.randrange(2, 4)).clip(-3.5, 3.5), "chosen": np.array(chosen),
+            "experts": world * own, "dtype": dtype}
+
+
+def draw_dispatch(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    """Each number of ranks; and on the last once more, where its last rank gets no token."""
+    return [*each_world(dispatch_case)(rng, worlds), Case(worlds[-1], dispatch_case(rng, worlds[-1], "bfloat16"))]
 
 
 def observe_dispatch(function: Callable[..., Any], case: Case, rank: int) -> dict:
     tokens, chosen = (torch.from_numpy(np.split(case.inputs[name], case.world_size)[rank].copy())
                       for name in ("tokens", "chosen"))
     with Recorder() as record:
-        rows, per_expert = function(tokens, chosen, case.inputs["experts"])
-    return {"rows": plain(rows), "per_expert": plain(per_expert), "events": record.events}
+        rows, per_expert = function(tokens.to(getattr(torch, case.inputs["dtype"])), chosen, case.inputs["experts"])
+    return {"rows": plain(rows), "dtype of rows": dtype_of(rows), "per_expert": plain(per_expert),
+            "events": record.events}
 
 
 def arrived(case: Case) -> tuple[list[np.ndarray], list[list[int]]]:
@@ -101,6 +109,10 @@ def arrived(case: Case) -> tuple[list[np.ndarray], list[list[int]]]:
     by_expert = [case.inputs["tokens"][case.inputs["chosen"] == expert] for expert in range(case.inputs["experts"])]
     parts = [by_expert[rank * own:(rank + 1) * own] for rank in range(case.world_size)]
     return [np.concatenate(part) for part in parts], [list(map(len, part)) for part in parts]
+
+
+def rows_are(case: Case, seen: Seen) -> Miss | None:
+    return near(seen, "rows", arrived(case)[0]) or of_dtype(seen, "rows", case.inputs["dtype"])
 
 
 def counted(case: Case, seen: Seen) -> Miss | None:
@@ -125,7 +137,8 @@ def handed_in(seen: Seen, rank: int, most: int, part: Sequence[str]) -> Miss | N
 
 def only_what_goes(case: Case, seen: Seen) -> Miss | None:
     """The counts and each token once."""
-    most = 8 * case.inputs["experts"] + case.inputs["tokens"].nbytes // case.world_size
+    width = getattr(torch, case.inputs["dtype"]).itemsize
+    most = 8 * case.inputs["experts"] + width * case.inputs["tokens"].size // case.world_size
     for rank in range(case.world_size):
         if miss := handed_in(seen, rank, most, made_by(seen, rank)):
             return miss
@@ -135,9 +148,9 @@ def only_what_goes(case: Case, seen: Seen) -> Miss | None:
 
 DISPATCH = Task(
     name="experts.dispatch", lesson=LESSON, function="dispatch", title="To the experts, unevenly", difficulty=4,
-    importance=5, minutes=40, draw=each_world(dispatch_case), observe=observe_dispatch,
+    importance=5, minutes=40, draw=draw_dispatch, observe=observe_dispatch,
     own={"tokens": along(0), "chosen": along(0)}, essential=("rows", "nothing else travels"),
-    properties={"rows": Property(3, result("rows", lambda case: arrived(case)[0])), "counts": Property(1, counted),
+    properties={"rows": Property(3, rows_are), "counts": Property(1, counted),
                 "nothing else travels": Property(2, only_what_goes)})
 
 
@@ -191,15 +204,24 @@ GRADIENTS = Task(
 LEAVES = ("tokens", "router", "up", "down")
 
 
-def layer_case(rng: random.Random, world: int) -> dict:
-    """Tokens whose first number is 1, so that the router's first column makes experts popular; the last gets nobody."""
+def layer_case(rng: random.Random, world: int, idle: bool = False) -> dict:
+    """Tokens whose first number is 1, so that the router's first column makes experts popular; the last gets nobody.
+
+    Args:
+        idle: nor do all others of the last rank.
+    """
     own, width, inner = rng.randrange(2, 4) if world > 1 else 3, rng.randrange(3, 5), rng.randrange(2, 4)
     experts, tokens = world * own, numbers(rng, world * rng.randrange(4, 7), width)
     tokens[:, 0] = 1
     router = numbers(rng, experts, width)
-    router[-1, 0] = -50
+    router[-own if idle else -1:, 0] = -50
     return {"tokens": tokens, "router": router, "up": numbers(rng, experts, inner, width),
             "down": numbers(rng, experts, width, inner), "k": rng.randrange(1, 3)}
+
+
+def draw_layers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    """Each number of ranks, and two ranks of which nobody chooses the last one."""
+    return [*each_world(layer_case)(rng, worlds), Case(2, layer_case(rng, 2, idle=True))]
 
 
 def part_of(case: Case, rank: int) -> list[torch.Tensor]:
@@ -259,7 +281,7 @@ def copies_alone(case: Case, seen: Seen) -> Miss | None:
 
 LAYER = Task(
     name="experts.layer", lesson=LESSON, function="experts_layer", title="Build it: a layer of experts", difficulty=5,
-    importance=5, minutes=60, draw=each_world(layer_case), observe=observe_layer,
+    importance=5, minutes=60, draw=draw_layers, observe=observe_layer,
     own={"tokens": along(0), "up": along(0), "down": along(0)},
     essential=("output", "gradients of experts", "copies alone travel"),
     properties={"output": Property(2, result("output", lambda case: by_one_process(case)["output"])),

@@ -21,15 +21,19 @@ LESSON = "06_fsdp"
 NAPS = 200
 
 
-def layers_case(rng: random.Random, world: int, layers: int | None = None) -> dict:
+def layers_case(rng: random.Random, world: int, layers: int | None = None, dtype: str = "float32") -> dict:
+    """On three ranks or more the last one has nothing but padding of the first weight."""
     sizes = [rng.randrange(2, 6) for _ in range((layers or rng.randrange(3, 6)) + 1)]
-    return {"weights": [numbers(rng, after, before) for before, after in pairwise(sizes)],
-            "rows": [numbers(rng, 3, sizes[0]) for _ in range(world)]}
+    if world > 2:
+        sizes[:2] = (2, 2) if world == 3 else (3, 3)
+    return {"weights": [numbers(rng, after, before).clip(-3.5, 3.5) for before, after in pairwise(sizes)],
+            "rows": [numbers(rng, 3, sizes[0]) for _ in range(world)], "dtype": dtype}
 
 
 def draw_layers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Some layers on each number of ranks, and a model of one layer on two."""
-    return [*each_world(layers_case)(rng, worlds), Case(2, layers_case(rng, 2, layers=1))]
+    """Some layers on each number of ranks, a model of one layer on two, and weights in two bytes."""
+    return [*each_world(layers_case)(rng, worlds), Case(2, layers_case(rng, 2, layers=1)),
+            Case(2, layers_case(rng, 2, dtype="bfloat16"))]
 
 
 def shard(weight: np.ndarray, rank: int, ranks: int) -> Tensor:
@@ -57,7 +61,8 @@ def living(storages: list[weakref.ref]) -> int:
 
 def observe_forward(function: Callable[..., Any], case: Case, rank: int) -> dict:
     shapes = [weight.shape for weight in case.inputs["weights"]]
-    shards = [shard(weight, rank, case.world_size) for weight in case.inputs["weights"]]
+    dtype = getattr(torch, case.inputs["dtype"])
+    shards = [shard(weight, rank, case.world_size).to(dtype) for weight in case.inputs["weights"]]
     own = {tensor.untyped_storage().data_ptr() for tensor in shards}
     storages: list[weakref.ref] = []
     alive = 0
@@ -68,13 +73,15 @@ def observe_forward(function: Callable[..., Any], case: Case, rank: int) -> dict
         storage = weight.untyped_storage()
         if case.world_size > 1 and storage.data_ptr() in own:
             raise ValueError("compute() was given a shard, not a whole weight")
+        if weight.dtype != dtype:
+            raise ValueError(f"compute() was given a weight of {weight.dtype}, made of shards of {dtype}")
         storages.append(weakref.ref(storage))
         for _ in range(NAPS):  # gloo's thread lets go of a tensor a moment after wait() has returned
             if (now := living(storages)) <= 1:
                 break
             time.sleep(0.001)
         alive = max(alive, now)
-        result = torch.tanh(x @ weight.T)
+        result = torch.tanh(x @ weight.float().T)
         record.note("computed")
         return result
 
@@ -94,7 +101,8 @@ def outputs(case: Case) -> list[np.ndarray]:
 
 def each_gathered_once(case: Case, seen: Seen) -> Miss | None:
     ranks = case.world_size
-    right = [f"all_gather {4 * -(-weight.size // ranks) * ranks}" for weight in case.inputs["weights"]]
+    width = getattr(torch, case.inputs["dtype"]).itemsize
+    right = [f"all_gather {width * -(-weight.size // ranks) * ranks}" for weight in case.inputs["weights"]]
     for rank in range(ranks):
         issued = [event for event in events(seen, rank) if event.split()[0] in NAMES]
         if issued != right:
@@ -166,7 +174,8 @@ PREFETCH = Task(
 
 def clip_case(rng: random.Random, world: int) -> dict:
     sizes = [rng.randrange(1, 8) for _ in range(3)]
-    return {"gradients": [[numbers(rng, size) for size in sizes] for _ in range(world)],
+    return {"gradients": [[numbers(rng, size * (world < 3 or rank < world - 1)) for size in sizes]
+                          for rank in range(world)],
             "max_norm": rng.choice((0.5, 1.0, 1000.0))}
 
 

@@ -11,15 +11,16 @@ from torch.nn import functional as F
 
 from course_lib.grading.rules import Seen, events, items, near, result, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import alone, numbers, whole
+from course_lib.grading.tasks.drawing import alone, in_turn, numbers, whole
 
 LESSON = "01_basic_loop"
 
 
 # --- loop.warmup ---
 
-def warmup_case(rng: random.Random) -> dict:
-    warmup = rng.randrange(2, 8)
+def warmup_case(rng: random.Random, place: int) -> dict:
+    """In every fourth case there is no warm-up."""
+    warmup = 0 if place % 4 == 3 else rng.randrange(2, 8)
     return {"peak": rng.randrange(1, 20) / 1000, "warmup": warmup, "total": warmup + rng.randrange(3, 20)}
 
 
@@ -46,14 +47,17 @@ def rates(rising: bool) -> Rule:
 
 WARMUP = Task(
     name="loop.warmup", lesson=LESSON, function="learning_rate", title="Warm up, then decay", difficulty=1,
-    importance=3, minutes=10, draw=alone(warmup_case), observe=observe_warmup, needs_ranks=False,
+    importance=3, minutes=10, draw=in_turn(warmup_case), observe=observe_warmup, needs_ranks=False,
     properties={"warm-up": Property(1, rates(True)), "decay": Property(1, rates(False))})
 
 
 # --- loop.length_groups ---
 
-def lengths_case(rng: random.Random) -> dict:
-    return {"lengths": [rng.randrange(1, 60) for _ in range(rng.randrange(9, 30))], "batch_size": rng.randrange(2, 6)}
+def lengths_case(rng: random.Random, place: int) -> dict:
+    """In turn: any number of rows, full batches alone, fewer rows than fit into a batch, none."""
+    size = rng.randrange(2, 6)
+    count = (rng.randrange(9, 30), size * rng.randrange(2, 6), rng.randrange(1, size), 0)[place % 4]
+    return {"lengths": [rng.randrange(1, 60) for _ in range(count)], "batch_size": size}
 
 
 def observe_batches(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -84,19 +88,19 @@ def least_padding(case: Case, seen: Seen) -> Miss | None:
     lengths, size = case.inputs["lengths"], case.inputs["batch_size"]
     if (miss := every_row_once(case, seen)) is not None:
         return miss
-    # Sorted, and the short batch at the end with the shortest rows: no grouping takes fewer places.
+    # Sorted, and the short batch at the end with the shortest rows: no grouping takes fewer tokens.
     ordered = sorted(lengths, reverse=True)
     limit = sum(ordered[first] * len(ordered[first : first + size]) for first in range(0, len(ordered), size))
     rising = sorted(lengths)
     limit = max(limit, sum(max(rising[first : first + size]) * len(rising[first : first + size])
                            for first in range(0, len(rising), size)))
     padded = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches(seen) if batch)
-    return None if padded <= limit else Miss(f"at most {limit} places, padding included", f"{padded}")
+    return None if padded <= limit else Miss(f"at most {limit} tokens, padding included", f"{padded}")
 
 
 LENGTH_GROUPS = Task(
     name="loop.length_groups", lesson=LESSON, function="batches_by_length", title="Batches with little padding",
-    difficulty=2, importance=3, minutes=15, draw=alone(lengths_case), observe=observe_batches, needs_ranks=False,
+    difficulty=2, importance=3, minutes=15, draw=in_turn(lengths_case), observe=observe_batches, needs_ranks=False,
     essential=("every row once", "padding"),
     properties={"every row once": Property(1, every_row_once), "batch size": Property(1, fits),
                 "padding": Property(2, least_padding)})
@@ -104,13 +108,15 @@ LENGTH_GROUPS = Task(
 
 # --- loop.token_weighted ---
 
-def tokens_case(rng: random.Random) -> dict:
+def tokens_case(rng: random.Random, place: int) -> dict:
+    """In turn: tokens that count in each micro-batch, one of padding alone, one without a row."""
     width, classes = rng.randrange(2, 6), rng.randrange(3, 6)
     parts = []
-    for _ in range(rng.randrange(2, 5)):
-        rows = rng.randrange(3, 8)
-        mask = whole(rng, 0, 2, rows)
-        mask[0] = 1
+    for number in range(rng.randrange(2, 5)):
+        is_odd = number == 1 and place % 3
+        rows = 0 if is_odd == 2 else rng.randrange(3, 8)
+        mask = np.zeros(rows, np.int64) if is_odd else whole(rng, 0, 2, rows)
+        mask[:1] = not is_odd
         parts.append({"inputs": numbers(rng, rows, width), "targets": whole(rng, 0, classes, rows), "mask": mask})
     return {"weight": numbers(rng, classes, width), "parts": parts}
 
@@ -159,7 +165,7 @@ def a_number(case: Case, seen: Seen) -> Miss | None:
 TOKEN_WEIGHTED = Task(
     name="loop.token_weighted", lesson=LESSON, function="accumulate_tokens",
     title="Accumulation that weighs every token alike", difficulty=2, importance=5, minutes=20,
-    draw=alone(tokens_case), observe=observe_accumulation, needs_ranks=False,
+    draw=in_turn(tokens_case), observe=observe_accumulation, needs_ranks=False,
     essential=("gradient",),
     properties={"gradient": Property(3, result("gradient", lambda case: [whole_batch(case)[0]])),
                 "loss": Property(1, a_number),

@@ -22,19 +22,25 @@ TOTALS = {1: (5,), 2: (1, 9), 3: (2, 6, 13)}
 """By number of ranks: fewer rows than ranks, as many on each, and some left over."""
 
 
-def metric_case(rng: random.Random, world: int, total: int) -> dict:
-    """Two epochs of rows as a `DistributedSampler` deals them, those from the beginning that fill it up included."""
+def metric_case(rng: random.Random, world: int, total: int, is_labelled: bool = True) -> dict:
+    """Two epochs of rows as a `DistributedSampler` deals them, those from the beginning that fill it up included.
+
+    Args:
+        is_labelled: False: in the first epoch no row has a label.
+    """
     classes = rng.randrange(3, 6)
     places = [[(rank + world * i) % total for i in range(-(-total // world))] for rank in range(world)]
     given: dict[str, Any] = {"predictions": [[] for _ in range(world)], "labels": [[] for _ in range(world)],
                              "losses": [[] for _ in range(world)]}
-    for _ in range(2):
+    for epoch in range(2):
         absent = rng.randrange(classes)
         present = np.array([label for label in range(classes) if label != absent])
         drawn = {name: present[whole(rng, 0, len(present), total)] for name in ("predictions", "labels")}
         drawn["losses"] = np.abs(numbers(rng, total))
         if total > 4:
             drawn["labels"][rng.randrange(1, total)] = NO_LABEL
+        if epoch == 0 and not is_labelled:
+            drawn["labels"][:] = NO_LABEL
         for name, rows in drawn.items():
             for rank in range(world):
                 given[name][rank].append(rows[places[rank]])
@@ -42,11 +48,12 @@ def metric_case(rng: random.Random, world: int, total: int) -> dict:
 
 
 def draw_metrics(rng: random.Random, worlds: Sequence[int] | None = None) -> list[Case]:
-    """The public numbers of rows, or for each number of ranks some of each kind."""
+    """The public numbers of rows, or for each number of ranks some of each kind; and rows of which none has a label."""
     totals = TOTALS if worlds is None else {world: (rng.choice((1, world - 1)), rng.randrange(2, 5) * world,
                                                     rng.randrange(3, 6) * world + rng.randrange(1, world))
                                             for world in worlds}
-    return [Case(world, metric_case(rng, world, total)) for world, mine in totals.items() for total in mine]
+    return [*(Case(world, metric_case(rng, world, total)) for world, mine in totals.items() for total in mine),
+            Case(2, metric_case(rng, 2, 3, is_labelled=False))]
 
 
 def key(name: str, call: int) -> str:

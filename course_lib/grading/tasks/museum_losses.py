@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, events, made_by, near, number, result, short
+from course_lib.grading.rules import Seen, events, made_by, near, number, result, short, waited_for
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import along, each_world, numbers, whole
 
@@ -189,6 +189,8 @@ def mean_by_uses(name: str) -> Rule:
 def leave_during_backward(case: Case, seen: Seen) -> Miss | None:
     """At least those that are used once are on their way before the backward ends; no wait before it."""
     for rank in range(case.world_size):
+        if miss := waited_for(events(seen, rank), rank):
+            return miss
         early, finished = 0, 0
         for event in events(seen, rank):
             if event.startswith("backward"):

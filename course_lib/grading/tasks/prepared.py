@@ -8,19 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from course_lib.grading.recorder import Recorder
+from course_lib.grading.recorder import Others, Recorder
 from course_lib.grading.rules import Seen, array, items, made_by, near, result, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import alone, each_world, entry, numbers, whole
+from course_lib.grading.tasks.drawing import each_world, entry, in_turn, numbers, whole
 
 LESSON = "03_accelerate"
 
 
 # --- accelerate.rows ---
 
-def rows_case(rng: random.Random) -> dict:
-    ranks, size = rng.randrange(1, 5), rng.randrange(2, 5)
-    return {"total": rng.randrange(2 * ranks * size, 5 * ranks * size), "batch_size": size, "ranks": ranks}
+def rows_case(rng: random.Random, place: int) -> dict:
+    """In turn: several rounds, less than half of one, a single row, several rounds that are all full."""
+    ranks, size = rng.randrange(1 if place % 4 == 0 else 2, 5), rng.randrange(2, 5)
+    full = ranks * size
+    totals = rng.randrange(2 * full, 5 * full), rng.randrange(1, -(-full // 2)), 1, rng.randrange(1, 4) * full
+    return {"total": totals[place % 4], "batch_size": size, "ranks": ranks}
 
 
 def observe_rows(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -65,7 +68,7 @@ def all_rows(case: Case, seen: Seen) -> Miss | None:
 
 ROWS = Task(
     name="accelerate.rows", lesson=LESSON, function="my_batches", title="Which rows are mine", difficulty=2,
-    importance=4, minutes=20, draw=alone(rows_case, 6), observe=observe_rows, needs_ranks=False,
+    importance=4, minutes=20, draw=in_turn(rows_case, 6), observe=observe_rows, needs_ranks=False,
     essential=("as Accelerate",),
     properties={"every row": Property(1, all_rows), "full batches": Property(1, equally_many),
                 "as Accelerate": Property(2, as_accelerate_deals)})
@@ -75,10 +78,12 @@ ROWS = Task(
 
 def loss_case(rng: random.Random, world: int) -> dict:
     counts = [rng.randrange(3, 9) for _ in range(world)]
+    if world % 2 == 0:
+        counts[-1] = 0  # a rank without a single loss
     masks = [whole(rng, 0, 2, count) for count in counts]
     masks[0][0] = 1
     if world > 2:
-        masks[-1][:] = 0  # a rank without a single target
+        masks[1][:] = 0  # one with padding alone
     return {"losses": [numbers(rng, count) for count in counts], "masks": masks}
 
 
@@ -126,14 +131,16 @@ def observe_first(function: Callable[..., Any], case: Case, rank: int) -> dict:
     happened: list[float] = []
 
     def prepare() -> None:
-        time.sleep(0.05)
+        settle.wait()
         happened.append(time.monotonic())
 
     def read() -> int:
+        settle.say()
         happened.append(-time.monotonic())
         return case.inputs["content"]
 
-    value = function(prepare, read)
+    with Others(case.world_size, rank) as settle:
+        value = function(prepare, read)
     return {"value": plain(value), "happened": np.asarray(happened)}
 
 

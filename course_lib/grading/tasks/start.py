@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, calls, items, made_by, near, same, short
+from course_lib.grading.rules import Seen, calls, dtype_of, items, made_by, near, of_dtype, same, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import each_world, entry, in_turn, numbers
+from course_lib.grading.tasks.drawing import each_world, entry, in_turn, numbers, whole
 from course_lib.grading.tasks.prepared import few_bytes
 
 LESSON = "00_start_here"
@@ -67,8 +67,11 @@ ENVIRONMENT = Task(
 # --- start.broadcast ---
 
 def broadcast_case(rng: random.Random, world: int) -> dict:
+    """What the others hold has infinities, both NaN and an infinity, or whole numbers that float32 does not hold."""
     values = numbers(rng, rng.randrange(3, 9))
-    rest = [np.full_like(values, (np.inf, -3.0)[other % 2]) for other in range(world - 1)]
+    rest = [np.resize(np.float32((np.inf, np.nan, -np.inf, -3.0)), values.shape) for _ in range(world - 1)]
+    if world % 2:
+        values, rest = whole(rng, 2**40, 2**50, len(values)), [whole(rng, 1, 2**50, len(values)) for _ in rest]
     return {"tensors": [values, *rest]}
 
 
@@ -76,7 +79,12 @@ def observe_broadcast(function: Callable[..., Any], case: Case, rank: int) -> di
     tensor = torch.from_numpy(case.inputs["tensors"][rank].copy())
     with Recorder() as record:
         heard = function(tensor)
-    return {"heard": plain(heard), "events": record.events}
+    return {"heard": plain(heard), "dtype of heard": dtype_of(heard), "events": record.events}
+
+
+def heard_right(case: Case, seen: Seen) -> Miss | None:
+    right = case.inputs["tensors"][0]
+    return near(seen, "heard", [right] * case.world_size, 1e-12) or of_dtype(seen, "heard", str(right.dtype))
 
 
 def one_all_reduce(case: Case, seen: Seen) -> Miss | None:
@@ -92,34 +100,38 @@ def one_all_reduce(case: Case, seen: Seen) -> Miss | None:
 BROADCAST = Task(
     name="start.broadcast", lesson=LESSON, function="from_rank_0", title="A broadcast, by an all-reduce",
     difficulty=2, importance=3, minutes=15, draw=each_world(broadcast_case), observe=observe_broadcast,
-    own={"tensors": entry}, essential=("value",),
-    properties={"value": Property(2, lambda case, seen: near(
-        seen, "heard", [case.inputs["tensors"][0]] * case.world_size)), "one all-reduce": Property(1, one_all_reduce)})
+    own={"tensors": entry}, essential=("value", "one all-reduce"),
+    properties={"value": Property(2, heard_right), "one all-reduce": Property(1, one_all_reduce)})
 
 
 # --- start.one_model ---
 
-ALIKE, LAST, ONE_ULP, SHUFFLED = range(4)
-"""What is different: nothing, one number of the last rank, its last bit, the order of the numbers."""
+ALIKE, NUMBER, ONE_ULP, SHUFFLED, ZERO, NAN = KINDS = range(6)
+"""What is different on one rank: nothing, a number, its last bit, the order of the numbers, the sign of a zero; or
+nothing, with a NaN on all."""
 
 
 def model_case(rng: random.Random, world: int, kind: int) -> dict:
     weights = numbers(rng, 24) + np.arange(24, dtype=np.float32)  # no two alike
+    odd, at = rng.randrange(world), rng.randrange(24)
+    if kind in (ZERO, NAN):
+        weights[at] = np.nan if kind == NAN else 0
     held = [weights.copy() for _ in range(world)]
-    if world > 1 and kind == LAST:
-        held[-1][rng.randrange(24)] += 1
-    if world > 1 and kind == ONE_ULP:
-        at = rng.randrange(24)
-        held[-1][at] = np.nextafter(held[-1][at], np.float32(np.inf))
-    if world > 1 and kind == SHUFFLED:
-        held[-1] = held[-1][::-1].copy()
+    if kind == NUMBER:
+        held[odd][at] += 1
+    if kind == ONE_ULP:
+        held[odd][at] = np.nextafter(held[odd][at], np.float32(np.inf))
+    if kind == SHUFFLED:
+        held[odd] = held[odd][::-1].copy()
+    if kind == ZERO:
+        held[odd][at] = -0.0
     return {"weights": held}
 
 
 def model_cases(rng: random.Random, worlds: tuple[int, ...] = (1, 2, 3)) -> list[Case]:
     """All kinds on each number of ranks."""
     return [Case(world, model_case(rng, world, kind)) for world in worlds
-            for kind in ((ALIKE,) if world == 1 else (ALIKE, LAST, ONE_ULP, SHUFFLED))]
+            for kind in ((ALIKE,) if world == 1 else KINDS)]
 
 
 def observe_model(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -130,8 +142,8 @@ def observe_model(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 
 def alike(case: Case) -> list[bool]:
-    first, *rest = case.inputs["weights"]
-    return [all(np.array_equal(first, other) for other in rest)] * case.world_size
+    first, *rest = (weights.tobytes() for weights in case.inputs["weights"])
+    return [all(first == other for other in rest)] * case.world_size
 
 
 ONE_MODEL = Task(

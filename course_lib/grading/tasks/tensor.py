@@ -73,8 +73,10 @@ MLP = Task(
 # --- tensor.embedding ---
 
 def embedding_case(rng: random.Random, world: int) -> dict:
-    rows = world * rng.randrange(2, 5)
-    return {"table": numbers(rng, rows, rng.randrange(2, 5)), "ids": whole(rng, 0, rows, 2, 6)}
+    """On an even number of ranks the first has all rows that are asked for."""
+    own = rng.randrange(2, 5)
+    return {"table": numbers(rng, world * own, rng.randrange(2, 5)),
+            "ids": whole(rng, 0, own if world % 2 == 0 else world * own, 2, 6)}
 
 
 def observe_embedding(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -104,16 +106,16 @@ EMBEDDING = Task(
 # --- tensor.cross_entropy ---
 
 def entropy_case(rng: random.Random, world: int) -> dict:
-    classes = world * rng.randrange(4, 9)
-    scale = rng.choice((1, 200))  # exp(200) is more than fp32 holds
-    return {"logits": scale * numbers(rng, 5, classes), "targets": whole(rng, 0, classes, 5)}
+    """On an even number of ranks the first has all targets."""
+    own = rng.randrange(4, 9)
+    return {"logits": numbers(rng, 5, world * own), "targets": whole(rng, 0, own if world % 2 == 0 else world * own, 5)}
 
 
 def draw_entropy(rng: random.Random, worlds: Any = (1, 2, 3)) -> list[Case]:
-    """Each world size with small logits, and one case with large ones."""
+    """Each world size with small logits, and one case with large ones: exp(1000) is more than float64 holds."""
     cases = [Case(world, {**entropy_case(rng, world)}) for world in (*worlds, worlds[-1])]
     for place, case in enumerate(cases):
-        largest = 200.0 if place == len(cases) - 1 else 3.0
+        largest = 1000.0 if place == len(cases) - 1 else 3.0
         logits = case.inputs["logits"]
         case.inputs["logits"] = (logits * (largest / np.abs(logits).max())).astype(np.float32)
     return cases

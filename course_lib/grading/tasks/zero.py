@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, events, items, made_by, number, result, short
+from course_lib.grading.rules import Seen, events, items, made_by, number, result, short, waited_for
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import alone, along, each_world, entry, numbers
+from course_lib.grading.tasks.drawing import alone, along, each_world, entry, in_turn, numbers
 from course_lib.grading.tasks.models import STEPS, chain, flat, mean_gradients, odd_case, trained
 
 LESSON = "05_zero_stages"
@@ -47,7 +47,10 @@ BYTES = Task(
 
 # --- zero.partition ---
 
-def partition_case(rng: random.Random) -> dict:
+def partition_case(rng: random.Random, place: int) -> dict:
+    """In every fourth case there are fewer elements than ranks."""
+    if place % 4 == 1:
+        return {"sizes": rng.choice(([1], [2], [1, 1])), "ranks": 4}
     return {"sizes": [rng.randrange(1, 20) for _ in range(rng.randrange(1, 7))], "ranks": rng.randrange(1, 5)}
 
 
@@ -97,7 +100,7 @@ def as_cut(case: Case, seen: Seen) -> Miss | None:
 
 PARTITION = Task(
     name="zero.partition", lesson=LESSON, function="my_runs", title="Cut a flat buffer into shards", difficulty=3,
-    importance=4, minutes=25, draw=alone(partition_case, 8), observe=observe_partition, needs_ranks=False,
+    importance=4, minutes=25, draw=in_turn(partition_case, 8), observe=observe_partition, needs_ranks=False,
     essential=("in order",),
     properties={"every element once": Property(1, each_element_once), "even": Property(1, evenly),
                 "in order": Property(1, as_cut)})
@@ -198,6 +201,8 @@ def freed(case: Case, seen: Seen) -> Miss | None:
 def scattered_early(case: Case, seen: Seen) -> Miss | None:
     layers = len(trained(chain(case.inputs)))
     for rank in range(case.world_size):
+        if miss := waited_for(events(seen, rank), rank):
+            return miss
         happened = " ".join(event.split()[0] for event in events(seen, rank) if event != "wait").split("step")[1:]
         steps = [step.split() for step in happened]
         for step in steps if len(steps) == STEPS else [[]]:

@@ -11,35 +11,38 @@ from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, made_by, number, result, short
 from course_lib.grading.task import Case, Miss, Property, Task, plain
 from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
-from course_lib.grading.tasks.models import backwards, chain, odd_case
+from course_lib.grading.tasks.models import BareOptimizer, backwards, chain, odd_case
 
 LESSON = "05_zero_stages"
 STEPS = 3
 STATES = {"Adam": 2, "momentum": 1}
 
 
-class Optimizer:
-    """Adam or SGD with momentum, whose states can be counted: torch's own takes seconds to import, on each rank."""
+class Optimizer(BareOptimizer):
+    """Adam or SGD with momentum."""
 
     def __init__(self, kind: str, parameters: Iterable[torch.Tensor]):
-        self.kind, self.parameters, self.steps = kind, list(parameters), 0
-        self.state: dict[torch.Tensor, list[torch.Tensor]] = {}
+        super().__init__(parameters, {"kind": kind, "steps": 0})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Change each parameter that has a gradient."""
-        self.steps += 1
-        for parameter in self.parameters:
-            if (gradient := parameter.grad) is None:
-                continue
-            m, *v = self.state.setdefault(parameter, [torch.zeros_like(parameter) for _ in range(STATES[self.kind])])
-            m.mul_(0.75).add_(gradient if not v else 0.25 * gradient)
-            if v:
-                v[0].mul_(0.875).add_(0.125 * gradient.square())
-                root = (v[0] / (1 - 0.875**self.steps)).sqrt()
-                parameter.sub_(0.125 * m / (1 - 0.75**self.steps) / (root + 0.25))
-            else:
-                parameter.sub_(0.25 * m)
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._change(parameter, parameter.grad, group["kind"], group["steps"])
+
+    def _change(self, parameter: torch.Tensor, gradient: torch.Tensor, kind: str, steps: int) -> None:
+        state = self.state[parameter]
+        m, *v = (state.setdefault(name, torch.zeros_like(parameter)) for name in ("m", "v")[:STATES[kind]])
+        m.mul_(0.75).add_(gradient if not v else 0.25 * gradient)
+        if v:
+            v[0].mul_(0.875).add_(0.125 * gradient.square())
+            root = (v[0] / (1 - 0.875**steps)).sqrt()
+            parameter.sub_(0.125 * m / (1 - 0.75**steps) / (root + 0.25))
+        else:
+            parameter.sub_(0.25 * m)
 
 
 def optimizer_case(rng: random.Random, world: int, kind: str) -> dict:
@@ -75,7 +78,7 @@ def observe_optimizer(function: Callable[..., Any], case: Case, rank: int) -> di
             weights.append(all_weights(model).clone())
         optimizer.zero_grad()
     stale = max((float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None), default=0.0)
-    states = sum(value.numel() for one in made for state in one.state.values() for value in state)
+    states = sum(value.numel() for one in made for state in one.state.values() for value in state.values())
     return {"weights": plain(torch.stack(weights)), "states": states, "stale": stale, "events": record.events}
 
 
