@@ -8,12 +8,10 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, made_by, near, only, short
+from course_lib.grading.rules import Seen, array, made_by, only, short
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, along, entry, numbers
-
-LESSON = "18_talking_less"
-
+from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
+from course_lib.grading.tasks.less import LESSON, near_by_step
 
 # --- less.int8 ---
 
@@ -32,7 +30,7 @@ def int8_case(rng: random.Random, world: int, kind: str, blocks: int) -> dict:
         values[world - 1, 1], values[0, -1] = np.inf, np.nan
     if kind == HALF:
         values = torch.from_numpy(values).bfloat16().float().numpy()
-    return {"kind": kind, "block": block, "values": values.astype(np.float32)}
+    return {"kind": kind, "block": block, "values": list(values.astype(np.float32))}
 
 
 def draw_int8(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -51,7 +49,7 @@ def observe_int8(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 def summed(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """The exact sum, and how far off each element may be: half a scale of each rank, and half of that of the sum."""
-    given, block = case.inputs["values"].astype(np.float64), case.inputs["block"]
+    given, block = np.stack(case.inputs["values"]).astype(np.float64), case.inputs["block"]
     padded = np.pad(given, ((0, 0), (0, -given.shape[1] % block))).reshape(len(given), -1, block)
     with np.errstate(invalid="ignore"):
         total = padded.sum(0)
@@ -118,7 +116,7 @@ def same_bits(key: str) -> Rule:
 def quarter_of_the_bytes(case: Case, seen: Seen) -> Miss | None:
     """An all-to-all and an all-gather of a byte per element of whole blocks, and four per block."""
     ranks, block = case.world_size, case.inputs["block"]
-    parts = -(-case.inputs["values"].shape[1] // (ranks * block))
+    parts = -(-len(case.inputs["values"][0]) // (ranks * block))
     most = ranks * parts * (block + 4)
     for rank in range(ranks):
         made = made_by(seen, rank)
@@ -133,7 +131,7 @@ def quarter_of_the_bytes(case: Case, seen: Seen) -> Miss | None:
 
 INT8 = Task(
     name="less.int8", lesson=LESSON, function="int8_all_reduce", title="A sum in 8 bits", difficulty=4, importance=4,
-    minutes=45, draw=draw_int8, observe=observe_int8, own={"values": along(0)}, essential=("sum", "bytes"),
+    minutes=45, draw=draw_int8, observe=observe_int8, own={"values": entry}, essential=("sum", "bytes"),
     properties={"sum": Property(3, off_by_half_a_scale(FINITE)), "bf16": Property(1, off_by_half_a_scale(HALF)),
                 "not finite": Property(1, broken_blocks), "same bits": Property(1, same_bits("total")),
                 "bytes": Property(2, quarter_of_the_bytes)})
@@ -208,7 +206,9 @@ def approximated(kind: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         right = by_projection(case)[0]
         array(seen, 0, "mean", right.shape)
-        return near(seen, "mean", [right] * case.world_size, 1e-3) if case.inputs["kind"] == kind else None
+        if case.inputs["kind"] != kind:
+            return None
+        return near_by_step(seen, "mean", [right] * case.world_size, tolerance=1e-3)
 
     return rule
 
@@ -221,7 +221,7 @@ def late_not_lost(case: Case, seen: Seen) -> Miss | None:
     where = "applied + mean of left_out"
     with np.errstate(all="ignore"):
         found = np.cumsum(applied[0], axis=0) + np.mean(waits, axis=0)
-    return near([{where: found}], where, [right], 1e-3)
+    return near_by_step([{where: found}], where, [right], tolerance=1e-3)
 
 
 POWERSGD = Task(
