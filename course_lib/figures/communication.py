@@ -35,14 +35,20 @@ def bill(compute: float, waits: Mapping[str, float]) -> Figure:
 def loss_over_seconds(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], title: str) -> Figure:
     """Validation loss over the seconds that a link lets a training take, a panel per link.
 
+    A way whose name begins with an earlier one's has its colour, and a broken line.
+
     Args:
         curves: by link, by way: (seconds, nats per byte) of each evaluation.
         title: the finding.
     """
+    ways = list(next(iter(curves.values())))
+    first = {way: next(other for other in ways if way.startswith(other)) for way in ways}
+    colours = dict(zip(dict.fromkeys(first.values()), SERIES, strict=False))
     with canvas(title, width=9.5, height=3.4, ncols=len(curves), sharey=True) as (figure, panels):
-        for axes, (link, ways) in zip(panels, curves.items(), strict=True):
-            for points, colour in zip(ways.values(), SERIES, strict=False):
-                axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3)
+        for axes, (link, by_way) in zip(panels, curves.items(), strict=True):
+            for way, points in by_way.items():
+                axes.plot(*zip(*points, strict=True), color=colours[first[way]], marker="o", markersize=3,
+                          linestyle="-" if first[way] == way else "--")
             axes.set_title(link, fontsize=10)
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -51,8 +57,8 @@ def loss_over_seconds(curves: Mapping[str, Mapping[str, Sequence[tuple[float, fl
             axes.set_xlabel("seconds, logarithmic")
         panels[0].set_ylabel("validation loss, nats per byte")
         last = {way: points[-1][1] for way, points in next(iter(curves.values())).items()}
-        for (way, place), colour in zip(apart(last, 0.075, panels[-1].get_ylim()).items(), SERIES, strict=False):
-            panels[-1].annotate(way, (1.03, place), xycoords="axes fraction", va="center", color=colour,
+        for way, place in apart(last, 0.075, panels[-1].get_ylim()).items():
+            panels[-1].annotate(way, (1.03, place), xycoords="axes fraction", va="center", color=colours[first[way]],
                                 fontweight="bold", fontsize=9, annotation_clip=False)
     return figure
 

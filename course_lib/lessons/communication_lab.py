@@ -42,10 +42,10 @@ Wrap = Callable[[nn.Module, int], nn.Module]
 """Makes an engine of a model; the number is H."""
 
 
-def _diloco(fragments: int = 1, overlap: int = 0, bits: int = 0) -> Wrap:
+def _diloco(fragments: int = 1, overlap: int = 0, bits: int = 0, lr: float = 0.7, momentum: float = 0.9) -> Wrap:
     def wrap(model: nn.Module, sync_every: int) -> nn.Module:
-        return DiLoCo(model, strided_fragments(model, fragments), sync_every=sync_every, outer_lr=0.7,
-                      outer_momentum=0.9, overlap=min(overlap, sync_every - 1), keep=0.5, group=None,
+        return DiLoCo(model, strided_fragments(model, fragments), sync_every=sync_every, outer_lr=lr,
+                      outer_momentum=momentum, overlap=min(overlap, sync_every - 1), keep=0.5, group=None,
                       sum_over_ranks=QuantizedAllReduce(bits, 256).sum if bits else plain_sum)
     return wrap
 
@@ -65,6 +65,7 @@ METHODS: dict[str, Wrap] = {
     "top-k, 1 %": _hooked(lambda: TopK(0.01, error_feedback=True)),
     "top-k, 1 %, no feedback": _hooked(lambda: TopK(0.01, error_feedback=False)),
     "LocalSGD": lambda model, sync_every: LocalSGD(model, sync_every=sync_every, group=None),
+    "LocalSGD, int4": _diloco(bits=4, lr=1.0, momentum=0.0),
     "DiLoCo": _diloco(),
     "DiLoCo, int4": _diloco(bits=4),
     "streaming DiLoCo": _diloco(fragments=2, overlap=OVERLAP),
@@ -200,7 +201,7 @@ def _trainings(text: dict[str, Tensor], methods: list[str], options: dict[str, A
     return {method: train(text, method, **options) for method in methods}
 
 
-def trainings(methods: list[str], num_processes: int, timeout: float, **options: Any) -> dict[str, TrainingRun]:
+def trainings(methods: list[str], num_processes: int, timeout: float = 600.0, **options: Any) -> dict[str, TrainingRun]:
     """Some ways, one after the other on the same ranks; see :func:`train`."""
     return launch(_trainings, texts(), methods, options, num_processes=num_processes, timeout=timeout,
                   device="cpu")[0]
@@ -229,7 +230,7 @@ def _throttled(rate: float, text: dict[str, Tensor], methods: list[str], num_pro
     return launch(_trainings, text, methods, options, num_processes=num_processes, timeout=timeout, device="cpu")[0]
 
 
-def over_a_slow_network(rate: float, methods: list[str], num_processes: int, timeout: float,
+def over_a_slow_network(rate: float, methods: list[str], num_processes: int, timeout: float = 600.0,
                         **options: Any) -> dict[str, TrainingRun]:
     """As :func:`trainings`, on a loopback interface that lets each rank send so many bytes/s.
 

@@ -30,7 +30,7 @@ def test_with_an_overlap_it_waits_later_and_only_for_what_has_not_arrived():
 @pytest.fixture(scope="module")
 def runs():
     methods = [name for name in lab.METHODS if not name.startswith("hierarchical")]
-    assert len(methods) == 11
+    assert len(methods) == 12
     return lab.trainings(methods, 2, 200, steps=STEPS, sync_every=EVERY, seed=0, width=16, evaluate_every=EVERY)
 
 

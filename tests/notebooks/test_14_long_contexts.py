@@ -1,6 +1,8 @@
 """What lesson 14 claims, measured anew: who is right alone, the ring by hand, bytes, balance, labels, engines."""
 
 import pytest
+from transformers import TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from tests.forked_process import import_deepspeed
 from tests.notebooks.conftest import says
@@ -12,9 +14,8 @@ def lesson(run_lesson):
     return run_lesson("14_long_contexts", device="auto", world_size=2, steps=4)
 
 
-def test_own_keys_alone_are_wrong_on_all_ranks_but_the_first_and_the_loss_hardly_tells(lesson):
+def test_own_keys_alone_are_wrong_on_all_ranks_but_the_first(lesson):
     assert lesson["ranks_right_alone"] == 1 and lesson["off_alone"][0] < 1e-5 < 0.1 < lesson["off_alone"][1]
-    assert 1e-4 < lesson["first_loss_off_alone"] < 0.02 < lesson["gradient_off_alone"]
     assert says(lesson, "With own keys alone 1 of 2 ranks is right")
 
 
@@ -28,19 +29,18 @@ def test_a_mean_is_wrong_sums_overflow_and_logarithms_are_exact(lesson):
 
 def test_the_ring_by_hand_is_one_process_and_shares_that_stay_are_seen_in_the_gradient_alone(lesson):
     assert lesson["ring_losses_apart"] < 2e-6 and lesson["gradient_off_ring"] < 1e-5
-    assert lesson["first_loss_off_without_carry"] < 2e-6 < 0.005 < lesson["gradient_off_without_carry"]
-    assert 1e-4 < lesson["losses_apart_without_carry"] < 0.1, "and still it trains"
+    assert lesson["first_loss_off_without_carry"] < 2e-6
     assert says(lesson, f"gradient is {lesson['gradient_off_without_carry']:.0%} off, and the first loss is right")
 
 
 def test_bytes_are_the_formulas_and_ulysses_is_the_dear_one_where_heads_share_keys(lesson):
     assert lesson["bytes_counted"] == lesson["bytes_by_formula"]
     assert lesson["ring_over_allgather"] == (3 * 2 - 2) / (2 * 2 - 2) == 2
-    assert lesson["allgather_over_ring"] == 1 and lesson["ulysses_over_ring_all_heads"] == 1
-    assert lesson["ulysses_over_ring_one_key_head"] == 7 == (12 + 2) / 2
+    assert lesson["forward_ring_over_allgather"] == 1 and lesson["ulysses_over_ring_all_heads"] == 0.5
+    assert lesson["ulysses_over_ring_one_key_head"] == 3.5
     assert lesson["blocks_in_flight"] == [2, 2, 2]
     for n, saved in lesson["blocks_saved"].items():
-        assert says(lesson, "on 4 ranks the ring saves 2.1 blocks, the all-gather 5.1. Ulysses sends 1.00 times")
+        assert says(lesson, "on 4 ranks it saves 2.1 blocks, the all-gather 5.1. Ulysses sends 0.50 times")
         assert [round(saved[way], 1) for way in ("ring", "allgather", "ulysses")] == [2.1, int(n) + 1.1, 2.1]
 
 
@@ -51,7 +51,8 @@ def test_zigzag_balances_and_what_it_costs_to_leave_it_out(lesson):
     assert work["zigzag"][0] == work["zigzag"][1] and work["contiguous"][1] > 2.9 * work["contiguous"][0]
     assert lesson["zigzag_losses_apart"] < 2e-6 and lesson["gradient_off_zigzag"] < 1e-5
     assert lesson["gradient_off_mixed"] > 0.005
-    assert says(lesson, "a causal ring of 2 last 1.49 times as long as equal shares, zigzag 1.00")
+    assert says(lesson, "a causal ring of 2 last 1.49 times as long as equal shares by the count")
+    assert len(lesson["rounds_by_the_clock"]) == 6, "each is shown"
 
 
 def test_labels_means_and_documents(lesson):
@@ -59,7 +60,15 @@ def test_labels_means_and_documents(lesson):
     off = lesson["packed_off"]
     assert says(lesson, "lose 1 of 95 targets")
     assert off["mask and share of the mean"] < 2e-6
-    assert off["no mask: documents leak"] > 1e-3 and off["mean of the ranks' means"] > 1e-3
+
+
+def test_what_is_typed_at_work_is_what_the_pinned_releases_take(lesson):
+    at_work = lesson["accelerates"]
+    assert at_work["ranks"] == 16 and at_work["sharded over"] == ["dp_shard_cp"]
+    assert "cp_size=2 and sp_size=2" in at_work["both"], "one or the other"
+    assert not [name for name in DistributedConfig.__dataclass_fields__ if name.startswith(("cp_", "context"))]
+    assert "parallelism_config" in TrainingArguments.__dataclass_fields__
+    assert (lesson["ring_of_64"], lesson["eight_rings_of_8"]) == (1008, 238)
 
 
 def test_the_engines_of_work_are_one_process_too(lesson):

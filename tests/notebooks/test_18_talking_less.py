@@ -1,4 +1,4 @@
-"""What lesson 18 claims, measured anew: waits, DiLoCo beside one process, bytes, feedback, links, Muon's designs."""
+"""What lesson 18 claims, measured anew: waits, DiLoCo beside one process, bytes, lumps, links, Muon's designs."""
 
 import pytest
 
@@ -17,10 +17,11 @@ def test_a_step_waits_for_a_slow_link(lesson):
     assert says(lesson, f"and {1000 * wait:.0f} ms at 10 Mbit/s")
 
 
-def test_diloco_at_h_1_is_one_process_and_its_sign_matters(lesson):
-    assert lesson["diloco_at_one_off"] < 1e-5 and lesson["sign_flipped"] == "it rises"
+def test_diloco_at_h_1_is_one_process_its_sign_matters_and_its_first_step_goes_beyond_the_mean(lesson):
+    assert lesson["diloco_at_one_off"] < 1e-5 and lesson["flipped_rises"] > 1
     off = lesson["libraries_off"]
-    assert list(off) == ["library's DiLoCo", "torch's LocalSGD"] and max(off.values()) < 1e-5
+    assert list(off) == ["library's DiLoCo", "torch's LocalSGD"] and max(off.values()) < 1e-4
+    assert lesson["first_outer_step"] == pytest.approx(0.7 * 1.9, rel=1e-3)
     assert says(lesson, "at H = 1 it is one process with Nesterov")
 
 
@@ -32,23 +33,24 @@ def test_bytes_are_the_formula_and_torchs_hook_sends_as_many(lesson):
     assert says(lesson, f"int4 sends {counted['int4'] / counted['all-reduce']:.2f} of an all-reduce's bytes")
 
 
-def test_with_feedback_nothing_is_lost_and_more_of_the_elements_travel(lesson):
+def test_with_feedback_nothing_is_lost_and_adamw_makes_little_of_a_lump(lesson):
     assert lesson["lost"]["top-k"] < 1e-5 < 0.01 < lesson["lost"]["top-k, no feedback"]
-    assert 1 <= lesson["ever_sent"] < lesson["ever_sent_with_feedback"] < 13
-    assert says(lesson, f"{100 - lesson['ever_sent']:.0f} % of the elements were never sent")
+    assert says(lesson, f"AdamW goes {lesson['lumps_go'] / 100:.0%} of the way")
 
 
-def test_over_the_slow_link_another_way_is_first(lesson):
+def test_all_ways_are_timed_over_each_link(lesson):
     seconds = {way: list(map(float, of_links)) for way, of_links in lesson["seconds_to_target"].items()}
-    assert len(seconds) == 6 and len(lesson["last_losses"]) == 6
+    assert len(seconds) == 8 and len(lesson["last_losses"]) == 8
     best = min(seconds, key=lambda way: seconds[way][-1])
     assert best == lesson["first_at_10"] != "all-reduce" and seconds[best][-1] < seconds["all-reduce"][-1] / 2
-    assert says(lesson, f"at 10 Mbit/s {best}, {seconds['all-reduce'][-1] / seconds[best][-1]:.0f} times as fast")
+    times = seconds["all-reduce"][-1] / seconds[best][-1]
+    assert says(lesson, f"At 10 Mbit/s {best} is first at the loss, {times:.0f} times as fast")
+    assert {way: of_seeds[0] for way, of_seeds in lesson["seconds_by_seed"].items()} == {
+        way: min(seconds[way][-1], 1e6) for way in ("LocalSGD", "LocalSGD, int4")}
 
 
 def test_muon_wants_whole_matrices_and_three_designs_send_what_they_should(lesson):
     assert lesson["newton_schulz_off"] < 1e-5
-    assert lesson["halves_largest"] > 1.2 * lesson["whole_largest"] and lesson["whole_largest"] < 1.2
     assert max(lesson["muon_off"].values()) == 0  # between two ranks sums have one order
     assert all(sent == formula for of_rank in lesson["muon_bytes"] for sent, formula in of_rank)
     assert lesson["muon_shares"] == {"replicated": 1, "gathered": 0.75, "by layers": 1}
