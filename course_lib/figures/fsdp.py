@@ -1,6 +1,5 @@
 """Figures of FSDP: when weights are resident, and when a rank waits for them."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -98,12 +97,13 @@ def overlap(measured: Sequence[Overlap]) -> Figure:
             for one in measured:
                 axes.plot([one.rows] * len(one.steps[prefetch]), one.steps[prefetch], "o", color=colour, markersize=5)
             axes.plot(rows, [one.predicted[prefetch] for one in measured], "--", color=colour, linewidth=1.3)
-            axes.annotate(name, (rows[-1], statistics.median(measured[-1].steps[prefetch])), xytext=(9, 0),
+            axes.annotate(name, (rows[-1], measured[-1].medians[prefetch]), xytext=(9, -7 if prefetch else 7),
                           textcoords="offset points", color=colour, va="center", fontweight="bold")
         axes.set_xscale("log", base=2)
         axes.set_xticks(rows, [f"{one.rows}\n{one.forward / one.gather:.2g}" for one in measured])
         axes.set(xlim=(0.8 * rows[0], 3.2 * rows[-1]), ylim=(0, None), ylabel="s of a step",
-                 xlabel="rows per rank; below, a block's forward over its gather\n(dots: every try; broken: on paper)")
+                 xlabel="rows per rank; below, a block's forward over its gather\n(dots: every try; broken: measured "
+                        "without the link, and waits on paper)")
     return figure
 
 

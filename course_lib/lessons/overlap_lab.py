@@ -80,7 +80,8 @@ class Overlap:
         forward: median seconds that a block computes forward, in the same steps.
         gather: seconds of a block's all-gather.
         steps: seconds of each step, by whether it prefetches.
-        predicted: seconds of a step by :func:`course_lib.lessons.slow_link.timeline`, likewise.
+        predicted: seconds of a step over no link, measured, and of its waits by
+            :func:`course_lib.lessons.slow_link.timeline`, likewise.
     """
 
     rows: int
@@ -115,40 +116,42 @@ def overlaps(build: Build, rows: Sequence[int], balanced: int, tries: int = 5) -
     bill, share = sizes(build()), engines[True][1]
     clock = Clock(Accelerator().device)
     stamps = {prefetch: _stamps_of_blocks(engine.module, clock) for prefetch, (engine, _) in engines.items()}
-    steps: dict[int, dict[bool, list[float]]] = {count: {False: [], True: []} for count in rows}
     forwards: dict[int, list[float]] = {count: [] for count in rows}
 
-    def take_turns(link: Link, step: int) -> None:
-        for count in rows:
-            for prefetch, (engine, _) in engines.items():
-                for seen in stamps[prefetch]:
-                    seen.clear()
-                taken = _slow_step(engine, link, 0.0, count, step, reductions=True)
-                steps[count][prefetch].append(averaged(torch.tensor(taken.step, dtype=torch.float64)))
-                forwards[count] += map(between, *stamps[prefetch])
+    def seconds(count: int, prefetch: bool, link: Link, step: int) -> float:
+        for seen in stamps[prefetch]:
+            seen.clear()
+        taken = _slow_step(engines[prefetch][0], link, 0.0, count, step, reductions=True)
+        forwards[count] += map(between, *stamps[prefetch])
+        return averaged(torch.tensor(taken.step, dtype=torch.float64))
 
     def median_forward(count: int) -> float:
         return averaged(torch.tensor(statistics.median(forwards[count]), dtype=torch.float64))
 
-    # --- over no link: the first turn is slow, the second says how long a block takes ---
+    # --- the first turn is slow; the second says how long a block takes, and so what the link is ---
     for step in range(2):
         forwards[balanced].clear()
-        take_turns(Link(0.0), step)
+        for count in rows:
+            for prefetch in engines:
+                seconds(count, prefetch, Link(0.0), step)
     alone = median_forward(balanced)
     link = Link(0.1 * alone, share * bill.block / (0.9 * alone))
     gather, root = (link.seconds(share * size) for size in (bill.block, bill.root))
-    # --- over the link ---
+    # --- in turns: over no link, and over the link in both ways ---
+    steps: dict[int, dict[bool, list[float]]] = {count: {False: [], True: []} for count in rows}
+    unlinked: dict[int, list[float]] = {count: [] for count in rows}
     for count in rows:
         forwards[count].clear()
-        for of_all in steps[count].values():
-            of_all.clear()
     for step in range(tries):
-        take_turns(link, step)
+        for count in rows:
+            unlinked[count].append(seconds(count, True, Link(0.0), step))
+            for prefetch, of_all in steps[count].items():
+                of_all.append(seconds(count, prefetch, link, step))
     measured = []
     for count in rows:
         forward = median_forward(count)
-        predicted = {prefetch: timeline(bill.blocks, forward, gather, gather, prefetch, root).end
-                     for prefetch in engines}
+        predicted = {prefetch: statistics.median(unlinked[count])
+                     + timeline(bill.blocks, forward, gather, gather, prefetch, root).waited for prefetch in engines}
         measured.append(Overlap(count, link, forward, gather, steps[count], predicted))
     return measured
 
