@@ -111,7 +111,7 @@ def compare_seeds(losses: pd.DataFrame, constant: float, name: str) -> Figure:
                           textcoords="offset points", va="center")
         end_label(axes, len(means) - 0.5, constant, "a constant", COLOURS["wrong"])
         axes.set_xticks(range(len(means)), [f"{name} {setting:g}" for setting in losses])
-        axes.set(xlim=(-0.5, len(means) - 0.5), ylabel="test loss (nats)")
+        axes.set(xlim=(-0.5, len(means) - 0.4), ylabel="test loss (nats)")
     return figure
 
 
