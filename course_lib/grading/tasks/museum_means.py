@@ -216,7 +216,7 @@ def by_outer_steps(case: Case) -> dict[str, np.ndarray]:
 
 
 def of_outer_steps(name: str) -> Rule:
-    return result(name, lambda case: [by_outer_steps(case)[name]] * case.world_size)
+    return result(name, lambda case: [by_outer_steps(case)[name]] * case.world_size, first_step=0)
 
 
 OUTER = Task(
