@@ -76,7 +76,7 @@ def test_a_rank_computes_if_a_thread_of_it_runs_but_not_its_watch():
 
 @pytest.fixture
 def looks(monkeypatch):
-    """A function: how many looks an idle watch of twenty took at what is seen in turn, and what interrupted its wait."""
+    """A function: how many looks an idle watch of twenty took at what is seen in turn, and what ended its wait."""
     def count(*seen):
         answers = iter(seen)
         monkeypatch.setattr(time_limits, "LOOK_SECONDS", 0.001)
