@@ -92,9 +92,3 @@ def test_a_process_that_gets_no_core_has_hardly_any_time_of_its_own():
             each.kill()
             each.wait()
     assert clock.seconds < 1.0
-
-
-@pytest.mark.parametrize(("account", "seconds"), [("0 5 1", 10), ("100 0 9", 10), ("100 40 9", 14), ("1 900 9", 20)])
-def test_who_waited_for_cores_waits_longer_for_others_and_no_more_than_twice(monkeypatch, account, seconds):
-    monkeypatch.setattr(own_time.Path, "read_text", lambda self: account)
-    assert own_time.on_the_wall(10) == pytest.approx(seconds)

@@ -1,6 +1,7 @@
 """Helpers of the rules: they read observations, which may be of any form, and compare them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,18 +53,39 @@ def kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-4) -> Miss | None:
-    """Whether each rank's array is its expected one; tolerance relative to the largest, and absolute below 1."""
-    for rank, right in enumerate(expected):
-        right = np.asarray(right, dtype=np.float64)
-        actual = array(seen, rank, key, right.shape)
-        if right.size and not np.allclose(actual, right, rtol=tolerance,
-                                          atol=tolerance * max(1e-3, float(np.abs(right).max()))):
+def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-4, first_step: int | None = None
+         ) -> Miss | None:
+    """Whether each rank's array is its expected one; tolerance relative to the largest, and absolute below 1.
+
+    Args:
+        first_step: number of the first step, where the arrays have an entry for each: the first that is wrong is told.
+    """
+    rights = [np.asarray(right, dtype=np.float64) for right in expected]
+    pairs = [(array(seen, rank, key, right.shape), right, tolerance * max(1e-3, float(np.abs(right).max(initial=0.0))))
+             for rank, right in enumerate(rights)]
+    for step in range(1 if first_step is None else len(rights[0])):
+        for rank, (actual, right, margin) in enumerate(pairs):
+            if first_step is not None:
+                actual, right = actual[step], right[step]
+            if np.allclose(actual, right, rtol=tolerance, atol=margin):
+                continue
             worst = np.unravel_index(int(np.argmax(np.nan_to_num(np.abs(actual - right), nan=np.inf))), right.shape)
             where = f"{key}[{', '.join(map(str, worst))}]" if worst else key
-            return Miss(f"{where} = {right[worst]:.5g}", f"{actual[worst]:.5g}", rank,
-                        ratio(actual, right, len(expected)))
+            note = ratio(actual, right, len(expected))
+            if first_step is None:
+                return Miss(f"{where} = {right[worst]:.5g}", f"{actual[worst]:.5g}", rank, note)
+            number = first_step + step
+            return Miss(f"{where} = {right[worst]:.5g} in step {number}", f"{actual[worst]:.5g}", rank, note, number)
     return None
+
+
+def suspected(miss: Miss | None, seen: Seen, key: str, suspects: Mapping[str, Callable[[], Sequence[Plain]]]
+              ) -> Miss | None:
+    """A miss with the first note whose wrong numbers are the ones that were found."""
+    if miss is None or miss.note:
+        return miss
+    note = next((note for note, wrong in suspects.items() if near(seen, key, wrong(), 1e-5) is None), "")
+    return replace(miss, note=note)
 
 
 def ratio(actual: np.ndarray, right: np.ndarray, ranks: int) -> str:
@@ -73,6 +95,8 @@ def ratio(actual: np.ndarray, right: np.ndarray, ranks: int) -> str:
     if not np.any(actual):
         return "all of it is zero"
     factor = float((actual * right).sum() / (right * right).sum())
+    if np.count_nonzero(right) == 1 and not any(abs(factor - named) < 1e-3 * named for named in (ranks, 1 / ranks)):
+        return ""  # of a single number every other is a multiple
     if not np.allclose(actual, factor * right, rtol=1e-3, atol=1e-5 * float(np.abs(right).max())):
         return ""
     number = _FACTORS.get(round(factor, 4), f"{factor:.4g} times")
@@ -102,9 +126,9 @@ def of_dtype(seen: Seen, key: str, dtype: str) -> Miss | None:
     return None
 
 
-def result(key: str, oracle: Any, tolerance: float = 1e-4) -> Rule:
-    """A rule: each rank's ``key`` is what ``oracle(case)`` says, a list by rank."""
-    return lambda case, seen: near(seen, key, oracle(case), tolerance)
+def result(key: str, oracle: Any, tolerance: float = 1e-4, first_step: int | None = None) -> Rule:
+    """A rule: each rank's ``key`` is what ``oracle(case)`` says, a list by rank; `first_step` as of `near`."""
+    return lambda case, seen: near(seen, key, oracle(case), tolerance, first_step)
 
 
 def same(seen: Seen, key: str, expected: Sequence[Plain]) -> Miss | None:

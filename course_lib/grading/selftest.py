@@ -11,16 +11,16 @@ from typing import Any
 
 from course_lib.errors import DataError
 from course_lib.grading import masters, own_code
-from course_lib.grading.check import SECONDS_PER_CASE, CheckJob, Report, observe
+from course_lib.grading.check import SECONDS_OF_CPU, SECONDS_PER_CASE, CheckJob, Report, observe
 from course_lib.grading.hidden import hidden_cases, load, solutions_folder
 from course_lib.grading.task import Observation, Task
 from course_lib.grading.tasks import TASKS
 from course_lib.launching.launch import RankError, RanksHung
 
 PATIENCE = 1.0
-"""Seconds that a rank of a wrong answer waits for another: most of those that wait do so in vain."""
+"""Seconds without a rank that computes, in a wrong answer: most of those that wait do so in vain."""
 MOST = 10.0
-"""Seconds that a wrong answer may take for a case."""
+"""CPU seconds that a wrong answer may take for a case."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
         jobs = []
         for number, (answer, _, source) in enumerate(answers):
             function = function_of(task, source)
-            limits = (SECONDS_PER_CASE, None) if answer == "solution" else (PATIENCE, MOST)
+            limits = (SECONDS_PER_CASE, SECONDS_OF_CPU) if answer == "solution" else (PATIENCE, MOST)
             jobs.append([CheckJob(task, function, case, number, *limits) for case in cases])
         for (answer, loses, _), observed in zip(answers, observe_all(jobs), strict=True):
             findings = tuple(finding for case, seen in zip(cases, observed, strict=True)

@@ -29,7 +29,6 @@ from typing import Any
 from course_lib.grading import own_code, trusted_peer
 from course_lib.grading.serialize import NotPlain, pack, unpack
 from course_lib.grading.task import Case, Task
-from course_lib.launching.own_time import on_the_wall
 
 STARTED = b"started\n"
 RECORD = struct.Struct("<IiQ")  # case, rank, length
@@ -202,6 +201,7 @@ def _be_rank(task: Task, job: dict[str, Any], join: Callable[[], None], world_si
         _quieten()
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         function = _function(job["source"], task.function)
+        own_code.give_salt(function, rank)
         if task.needs_ranks:
             join()
         if announces is not None:
@@ -244,7 +244,7 @@ def _join(job: dict[str, Any], number: int, rank: int, world_size: int) -> None:
 
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{os.getcwd()}/ranks-{number}", rank=rank, world_size=world_size,
-        timeout=timedelta(seconds=on_the_wall(job["limits"]["seconds"])))
+        timeout=timedelta(hours=1))  # the whole of it is ended long before
 
 
 def _function(source: str, name: str) -> Callable[..., Any]:

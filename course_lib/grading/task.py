@@ -7,6 +7,7 @@ plain data, and hold the oracle. So nothing that a learner's code can reach deci
 import random
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from pprint import pformat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ Plain: TypeAlias = Any
 
 
 MAX_DESCRIBED = 220
-"""Characters of a case in words."""
+"""Characters of a case in a line."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ class Miss:
         found: likewise.
         rank: the first rank that shows it; None where it is no rank's own.
         note: what helps to understand it: a ratio, a drawing; may have several lines.
+        step: the first of several steps that shows it; None where a case has one, or it is no step's own.
     """
 
     expected: str
     found: str
     rank: int | None = None
     note: str = ""
+    step: int | None = None
 
 
 class Malformed(Exception):
@@ -69,6 +72,7 @@ class Finding:
         found: likewise.
         note: as of a `Miss`.
         case: the case in words, such as `described` gives; empty where it holds or nobody is to know.
+        step: as of a `Miss`.
     """
 
     property: str
@@ -78,6 +82,7 @@ class Finding:
     found: str
     note: str = ""
     case: str = ""
+    step: int | None = None
 
 
 Observation: TypeAlias = Mapping[str, Plain]
@@ -133,6 +138,7 @@ class Task:
         own: inputs of which each rank has its own part, each with what a rank is given of it in the sandbox: what the
             others hold can only reach it from them.
         met: for a mean by all-reduces; None: each rank is the learner's.
+        shown: a case's inputs in words, where `described` would not say enough of them to make the case by hand.
         essential: properties that are the point of the exercise: without one of them an answer earns at most a third
             of the points (`most`). None of them: its parts are exercises of their own.
     """
@@ -150,6 +156,7 @@ class Task:
     needs_ranks: bool = True
     own: Mapping[str, Part] = field(default_factory=dict)
     met: Met | None = None
+    shown: Callable[[dict[str, Plain]], str] | None = None
     essential: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -200,17 +207,28 @@ class Task:
             miss = malformed.miss
         if miss is None:
             return Finding(name, True, None, "", "")
-        return Finding(name, False, miss.rank, miss.expected, miss.found, miss.note, self._described(case))
+        return Finding(name, False, miss.rank, miss.expected, miss.found, miss.note, self._described(case), miss.step)
 
     def _described(self, case: Case) -> str:
-        return described(case, self.needs_ranks)
+        return self.shown(case.inputs) if self.shown else described(case, self.needs_ranks)
 
 
 def described(case: Case, on_ranks: bool = True) -> str:
-    """A case in words: its ranks, and of its inputs the numbers and the shapes."""
+    """A case in words: its ranks, and of its inputs the numbers and the shapes; long ones without arrays as Python."""
     ranks = [f"{case.world_size} ranks" if case.world_size > 1 else "1 rank"] * on_ranks
     text = ", ".join([*ranks, *(f"{name} {_form(value)}" for name, value in case.inputs.items() if value is not None)])
-    return text if len(text) <= MAX_DESCRIBED else text[: MAX_DESCRIBED - 3] + "..."
+    if len(text) <= MAX_DESCRIBED:
+        return text
+    if any(map(_has_array, case.inputs.values())):
+        return text[: MAX_DESCRIBED - 3] + "..."
+    return "\n".join([*ranks, *(f"{name} = {pformat(value, width=100, compact=True, sort_dicts=False)}"
+                                for name, value in case.inputs.items())])
+
+
+def _has_array(value: Plain) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(_has_array, value)))
 
 
 def _form(value: Plain) -> str:

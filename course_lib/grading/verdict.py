@@ -81,7 +81,7 @@ def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] |
         if missed:
             where = f" on rank {missed.rank}" if missed.rank is not None else ""
             note = f" ({missed.note})" if missed.note and "\n" not in missed.note else ""
-            case = f"; {missed.case}" if missed.case else ""
+            case = f"; {' '.join(missed.case.split())}" if missed.case else ""
             said = printable(f"expected {missed.expected}, found {missed.found}{where}{note}{case}")
         elif error is not None:
             said = error

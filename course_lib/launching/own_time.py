@@ -55,12 +55,3 @@ def queued_and_used(pid: int) -> tuple[float, float] | None:
     except (OSError, IndexError):  # it has ended, or the system keeps no such account
         return None
     return queued, used
-
-
-def on_the_wall(seconds: float) -> float:
-    """How long to wait on the wall for others: up to twice as long where this process has had to wait for cores."""
-    try:
-        ran, queued, _ = map(int, Path("/proc/self/schedstat").read_text().split())
-    except OSError:
-        return seconds
-    return seconds * min(2.0, 1 + queued / ran) if ran else seconds

@@ -54,6 +54,92 @@ def one_f_one_b(rank, ranks, microbatches):
 BACKWARD_FIRST = GPIPE.replace('"FB"', '"BF"')
 
 
+ADAMW = """
+def adamw_step(weight, gradient, state, step, lr, betas, eps, weight_decay):
+    m = state.setdefault("m", 0 * weight)
+    v = state.setdefault("v", 0 * weight)
+    m.mul_(betas[0]).add_((1 - betas[0]) * gradient)
+    v.mul_(betas[1]).add_((1 - betas[1]) * gradient**2)
+    weight.mul_(1 - lr * weight_decay)
+    weight.sub_(lr * (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + eps))
+"""
+L2 = ADAMW.replace("    m = state",
+                   "    gradient = gradient + weight_decay * weight\n    weight_decay = 0\n    m = state")
+UNCORRECTED = ADAMW.replace("/ (1 - betas[0] ** step)", "").replace("/ (1 - betas[1] ** step)", "")
+NOT_IN_PLACE = ADAMW.replace("weight.mul_(", "weight = weight * (")
+SHARDED_SUM = """
+import torch
+import torch.distributed as dist
+from torch import nn
+class ShardedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.shape, ranks = weight.shape, dist.get_world_size()
+        self.shard = nn.Parameter(padded(weight).chunk(ranks)[dist.get_rank()].clone())
+    def forward(self, x):
+        return Sharded.apply(x, self.shard, self.shape)
+def padded(weight):
+    return nn.functional.pad(weight.flatten(), (0, -weight.numel() % dist.get_world_size()))
+def gather(shard, shape):
+    whole = torch.empty(dist.get_world_size() * shard.numel())
+    dist.all_gather_single(whole, shard.detach())
+    return whole[: shape[0] * shape[1]].view(shape)
+class Sharded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard, shape):
+        ctx.save_for_backward(x, shard)
+        ctx.shape = shape
+        return x @ gather(shard, shape).T
+    @staticmethod
+    def backward(ctx, gradient):
+        x, shard = ctx.saved_tensors
+        of_shard = None
+        of_x = gradient @ gather(shard, ctx.shape)
+        if ctx.needs_input_grad[1]:
+            of_shard = torch.empty_like(shard)
+            dist.reduce_scatter_single(of_shard, padded(gradient.T @ x))
+        return of_x, of_shard, None
+"""
+CRASH = """
+import torch
+import torch.distributed as dist
+def ring_all_reduce(tensor):
+    works = [dist.all_reduce(torch.zeros(1 + 7 * (dist.get_rank() == i)), async_op=True) for i in range(3)]
+    for work in works:
+        work.wait()
+"""
+WRONG_UNPACKING = """
+class Planner:
+    def __init__(self, layers, gpus, micro_batches, bandwidth, capacity):
+        pass
+    def memory(self, data, zero, cut):
+        return [1]
+    def seconds(self, data, zero, cut):
+        return 1.0
+    def best(self):
+        a, b = [1]
+"""
+RESUME = """
+import copy, random
+import numpy as np
+import torch
+def checkpoint(run, state=None):
+    if state is not None:
+        run.model.load_state_dict(state["model"])
+        run.optimizer.load_state_dict(state["optimizer"])
+        run.schedule.load_state_dict(state["schedule"])
+        run.shuffle.set_state(state["shuffle"])
+        run.order, run.place, run.step = list(state["order"]), state["place"], state["step"]
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        return
+    return copy.deepcopy({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(),
+        "schedule": run.schedule.state_dict(), "shuffle": run.shuffle.get_state(), "order": run.order,
+        "place": run.place, "step": run.step, "torch": torch.get_rng_state(), "python": random.getstate()})
+"""
+ALWAYS_RANK_0 = "def culprit(ranks):\n    return 0, 'dead', 1\n"
+
+
 def read(name, source, capsys, monkeypatch):
     """The lines that `check` prints of an answer; its ranks wait for two seconds."""
     monkeypatch.setattr(checking, "SECONDS_PER_CASE", 2.0)
@@ -65,7 +151,7 @@ def read(name, source, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("name", "source", "said"), [
     ("ddp.average", SUM, ["each number is twice the expected one, on 2 ranks: a sum over them, not a mean?",
-                          "case 1 of 4: 2 ranks, weights [", "at most 1 points"]),
+                          "case 1 of 4: 2 ranks, weights [", "at most 1 point\n"]),
     ("ddp.average", NO_GRADIENT, ["TypeError: ", "(in line 5 of yours, `dist.all_reduce(p.grad)`)",
                                   "case 2 of 4: 1 rank, ", "frozen ", "tied [1, ", "unused 3"]),
     ("accelerate.main_first", RANK_0_ALONE, [
@@ -77,12 +163,25 @@ def read(name, source, capsys, monkeypatch):
                                    "where rank 1 all_gather #1 of float32 (0, 2)"]),
     ("pipeline.1f1b", GPIPE, ["your table, · is waiting:", "rank 4 |········0 ", "|\n       ranks 5, microbatches 8"
                               .replace("ranks 5", "case 1 of 4: ranks 5")]),
-    ("pipeline.1f1b", BACKWARD_FIRST, ["has 0B0 before 0F0", "rank 4  4B0 4B1 "])])
+    ("pipeline.1f1b", BACKWARD_FIRST, ["has 0B0 before 0F0", "rank 4  4B0 4B1 "]),
+    ("loop.adamw", L2, [" in step 1; found: ", "these are Adam's weights: the decay is in the gradient"]),
+    ("loop.adamw", UNCORRECTED, [" in step 1; found: ", "these are the weights without bias correction"]),
+    ("loop.adamw", NOT_IN_PLACE, ["the weights are as they were: change `weight` itself, in place"]),
+    ("fsdp.module", SHARDED_SUM, ["no   output (2)\n       from step 1 on; `gradients` is wrong in step 0 already",
+                                  "each number is twice the expected one, on 2 ranks: a sum over them, not a mean?"]),
+    ("ddp.ring", CRASH, ["ddp.ring: 0 of 8 points"]),
+    ("plan.planner", WRONG_UNPACKING, ["found: ValueError: not enough values to unpack", "(in line 10 of yours",
+                                       "layers = [{'parameters': ", "'seconds': ", "gpus = ", "capacity = "]),
+    ("faults.resume", RESUME, ["not as it was at the checkpoint: the state of `np.random`\n"]),
+    ("faults.resume", RESUME.replace('        random.setstate(state["python"])\n', ""),
+     ["not as it was at the checkpoint: the state of `random`, the state of `np.random`\n"]),
+    ("faults.hang", ALWAYS_RANK_0, ["found: (0, 'dead', 1)", "sequence, collective, elements; ... for one that",
+                                    "rank 2, alive:  "])])
 def test_what_check_says(name, source, said, capsys, monkeypatch):
     out = read(name, source, capsys, monkeypatch)
     for part in said:
         assert part in out
-    assert "unbound_buffer" not in out and "/pytorch/" not in out and "gloo" not in out
+    assert not any(native in out for native in ("unbound_buffer", "/pytorch/", "gloo", "terminate called", "frame #"))
 
 
 def test_ratios():
@@ -93,6 +192,8 @@ def test_ratios():
                                 (np.nan, 2, "not finite")):
         assert said in ratio(factor * right, right, ranks)
     assert ratio(right + 1, right, 2) == "" == ratio(right, np.zeros(4), 2)
+    one = np.array([2.0])
+    assert ratio(3.895 * one, one, 2) == "" == ratio(-0.083 * one, one, 3) and "a sum over" in ratio(2 * one, one, 2)
     miss = near([{"loss": 2 * right}, {"loss": right}], "loss", [right, right])
     assert miss.rank == 0 and "a sum over them" in miss.note
 
@@ -102,7 +203,10 @@ def test_a_case_in_words():
                     "tied": [1, 2], "frozen": None, "at": {"a": np.zeros((1, 1))}})
     assert described(case) == "3 ranks, weights [2x3, 4], rows 3 of 2 of 2, lr 0.5, tied [1, 2], at {a 1x1}"
     assert described(case, on_ranks=False).startswith("weights")
-    assert len(described(Case(1, {"text": "x" * 5000}))) == 220
+    assert len(described(Case(1, {"a": [np.zeros(size) for size in range(99)]}))) == 220
+    whole = {"layers": [{"parameters": 10**9 + i} for i in range(20)], "gpus": 4}
+    told_of = dict(line.split(" = ") for line in described(Case(1, whole), False).replace("\n ", " ").splitlines())
+    assert {name: eval(text) for name, text in told_of.items()} == whole, "long ones without arrays are Python"
 
 
 def test_an_exception_tells_the_last_line_of_the_learners_own_code():

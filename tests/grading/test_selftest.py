@@ -149,12 +149,10 @@ def raises_on_rank_1(tensor):
 
 def test_ranks_that_hang_die_or_raise_are_named(monkeypatch):
     monkeypatch.setattr(checking, "SECONDS_PER_CASE", 3.0)
-    monkeypatch.setattr(checking, "_seconds", lambda jobs: 8.0)
     report = check("ddp.ring", hangs_on_rank_1)
-    assert report.points == 0 and {finding.rank for finding in report.findings} == {1}
     line = hangs_on_rank_1.__code__.co_firstlineno + 2
-    assert {finding.found for finding in report.findings} == {
-        f"still in line {line} of yours, `time.sleep(1000)` when the time was over"}
+    said = f"rank 1 is not in a collective (in line {line} of yours, `time.sleep(1000)`); rank 0 waits for it"
+    assert report.points == 0 and any(said in each.found for each in report.findings)
     report = check("ddp.ring", dies_on_rank_1)
     assert report.points == 0 and "rank 1 exited with code 3" in report.findings[0].found
     report = check("ddp.ring", raises_on_rank_1)

@@ -18,7 +18,9 @@ from course_lib.grading.hidden import hidden_cases
 from course_lib.grading.selftest import function_of, planted
 from course_lib.grading.serialize import pack, unpack
 from course_lib.grading.task import Case, Finding, earned, plain
-from course_lib.grading.tasks import TASKS, block
+from course_lib.grading.tasks import TASKS, block, planning
+from course_lib.planning import memory, models
+from course_lib.planning.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
@@ -205,6 +207,18 @@ def test_learners_do_not_carry_hidden_cases(tmp_path):
     for name in ("solutions", "DRAW", "Planted"):
         assert not re.search(rf"\b{name}\b", text)
     assert json.loads((EXERCISES / "01_basic_loop.ipynb").read_text())["nbformat"] == 4
+
+
+def test_the_memory_that_is_asked_for_is_what_the_planner_counts():
+    llama = models.load("llama-8b")
+    sizes = {"layers": llama.layers, "width": llama.hidden, "intermediate": llama.ffn, "vocabulary": llama.vocab,
+             "heads": llama.heads, "kv_heads": llama.kv_heads}
+    asked = planning.memory(Case(1, {"sizes": sizes, "gpus": 64, "stage": 3, "micro_batch": 1, "sequence": 2048,
+                                     "checkpointing": False}))
+    counted = memory.estimate(llama, Plan(2048, engine="fsdp", stage=3, data=64))
+    assert asked["count"] == llama.parameters
+    assert asked["activations"] == pytest.approx(counted.activations, rel=1e-12)
+    assert asked["logits"] == pytest.approx(counted.logits, rel=1e-12)
 
 
 def test_rounding_shows_in_no_draw_of_a_block():

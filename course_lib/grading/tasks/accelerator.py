@@ -242,9 +242,9 @@ ACCELERATOR = Task(
     difficulty=5, importance=5, minutes=60, draw=draw_accelerators, observe=observe_accelerator,
     own={"weights": entry}, essential=("weights", "collectives", "resumed"),
     properties={"same start": Property(1, start_is), "batches": Property(2, batches_are),
-                "weights": Property(3, result("weights", on_all("weights"))),
+                "weights": Property(3, result("weights", on_all("weights"), first_step=0)),
                 "collectives": Property(2, only_where_synced),
-                "norms": Property(1, result("norms", on_all("norms"))),
+                "norms": Property(1, result("norms", on_all("norms"), first_step=0)),
                 "resumed": Property(3, result("resumed", on_all("weights", True))),
                 "all is there": Property(1, all_is_there)})
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import NAMES, Seen, events, result, short
+from course_lib.grading.rules import NAMES, Seen, events, near, result, short
 from course_lib.grading.task import Case, Miss, Property, Task, plain
 from course_lib.grading.tasks.drawing import WORLDS, along, numbers
 
@@ -116,11 +116,11 @@ def on_all(key: str) -> Callable[[Case], list[np.ndarray]]:
 def gradients_are(names: Sequence[str]) -> Callable[[Case, Seen], Miss | None]:
     def rule(case: Case, seen: Seen) -> Miss | None:
         right, world = by_one(case), case.world_size
+        misses = []
         for name in names:
             pieces = [np.stack([piece(name, step, rank, world) for step in right[name]]) for rank in range(world)]
-            if (miss := result(f"of {name}", lambda case, pieces=pieces: pieces)(case, seen)) is not None:
-                return miss
-        return None
+            misses.append(near(seen, f"of {name}", pieces, first_step=0))
+        return min((miss for miss in misses if miss), key=lambda miss: miss.step, default=None)
 
     return rule
 
@@ -140,8 +140,8 @@ BLOCK = Task(
     difficulty=5, importance=5, minutes=60, draw=draw_blocks, observe=observe_block,
     own={**{name: along(0) for name in BY_ROWS}, **{name: along(1) for name in BY_COLUMNS}},
     essential=("output", "gradients of the pieces"),
-    properties={"output": Property(2, result("output", on_all("all of it"))),
-                "gradient of x": Property(2, result("x", on_all("x"))),
+    properties={"output": Property(2, result("output", on_all("all of it"), first_step=0)),
+                "gradient of x": Property(2, result("x", on_all("x"), first_step=0)),
                 "gradients of the pieces": Property(2, gradients_are((*BY_ROWS, *BY_COLUMNS))),
                 "gradients of the norms": Property(2, gradients_are(WHOLE)),
                 "two all-reduces each way": Property(3, two_each_way)})

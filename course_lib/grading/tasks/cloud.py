@@ -9,7 +9,7 @@ from typing import Any
 from course_lib.grading.rules import Seen, kind, number, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import in_turn
-from course_lib.grading.tasks.planning import exactly
+from course_lib.grading.tasks.planning import exactly, refused
 
 LESSON = "12_sagemaker"
 
@@ -130,7 +130,7 @@ def observe_cost(function: Callable[..., Any], case: Case, rank: int) -> dict:
     try:
         expected, most = function(**case.inputs)
     except ValueError as refusal:
-        return {"expected": None, "at most": None, "refusal": str(refusal)[:200]}
+        return {"expected": None, "at most": None, **refused(refusal, function)}
     return {"expected": plain(expected), "at most": plain(most), "refusal": ""}
 
 
@@ -153,6 +153,8 @@ def cost_is(key: str, *, spot: bool) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         if is_both(case):
             return None
+        if said := seen[0].get("raised"):
+            raise Malformed(Miss("a cost", short(said)))
         amount, right = number(seen, 0, key), cost(case.inputs)[key]
         if bool(case.inputs["discount"]) is spot and not exactly(amount, right):
             return Miss(f"{key} {right:.6g}", f"{amount:.6g} for {case.inputs}")

@@ -186,7 +186,7 @@ MODULE = Task(
     difficulty=5, importance=5, minutes=60, draw=draw_modules, observe=observe_module,
     own={"rows": entry}, essential=("mean gradient", "leaves early", "waits in finish"),
     properties={"same start": Property(1, lambda case, seen: near(seen, "start", start_of(case), 0)),
-                "mean gradient": Property(4, result("gradient", gradients_of_one)),
+                "mean gradient": Property(4, result("gradient", gradients_of_one, first_step=0)),
                 "buckets": Property(2, in_buckets), "leaves early": Property(3, leaves_early),
                 "waits in finish": Property(2, waits_late)})
 

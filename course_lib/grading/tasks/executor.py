@@ -181,7 +181,7 @@ RUN = Task(
     name="pipeline.run", lesson=LESSON, function="run_row", title="Build it: run a row, with sends and receives",
     difficulty=5, importance=5, minutes=60, draw=draw_runs, observe=observe_run,
     own={"weights": entry}, essential=("gradients", "follows its row"),
-    properties={"gradients": Property(4, result("gradients", lambda case: whole(case)[0])),
+    properties={"gradients": Property(4, result("gradients", lambda case: whole(case)[0], first_step=0)),
                 "losses": Property(1, losses_are), "follows its row": Property(3, follows_its_row),
                 "messages": Property(2, as_many_messages), "lets go": Property(2, lets_go)})
 

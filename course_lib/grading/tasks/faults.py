@@ -62,12 +62,23 @@ def observe_hang(function: Callable[..., Any], case: Case, rank: int) -> dict:
     return {"verdict": [-1, "nobody", -1] if culprit is None else plain(list(culprit))}
 
 
+def in_lines(inputs: dict) -> str:
+    """The notes of each rank in a line; what has not ended has dots."""
+    lines = [f"rank {rank}, {'alive' if noted['alive'] else 'dead'}:  " + "  ".join(
+        f"{call['sequence']} {call['collective']} {call['elements']}{'' if call['ended'] else ' ...'}"
+        for call in noted["calls"]) for rank, noted in enumerate(inputs["ranks"])]
+    return "\n".join(["sequence, collective, elements; ... for one that has not ended", *lines])
+
+
 def verdict_has(place: int, what: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         actual, right = items(seen, 0, "verdict"), verdict(case.inputs["ranks"])
         if [type(part) for part in actual] != [int, str, int]:
             raise Malformed(Miss("a rank, a word and a sequence number, or None", short(actual)))
-        return None if actual[place] == right[place] else Miss(f"{what} {right[place]}, of {right}", short(actual))
+        if actual[place] == right[place]:
+            return None
+        due, told = (str(tuple(one)) if one[0] >= 0 else "None" for one in (right, actual))
+        return Miss(f"{what} {right[place]} in {due}" if right[0] >= 0 else "None: nobody is to blame", told)
 
     return rule
 
@@ -75,7 +86,7 @@ def verdict_has(place: int, what: str) -> Rule:
 HANG = Task(
     name="faults.hang", lesson=LESSON, function="culprit", title="Whom does everybody wait for?", difficulty=3,
     importance=5, minutes=30, draw=in_turn(hang_case, len(KINDS)), observe=observe_hang, needs_ranks=False,
-    essential=("who",),
+    shown=in_lines, essential=("who",),
     properties={"who": Property(2, verdict_has(0, "rank")), "what": Property(2, verdict_has(1, "what")),
                 "where": Property(1, verdict_has(2, "sequence"))})
 

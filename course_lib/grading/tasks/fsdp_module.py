@@ -163,9 +163,10 @@ MODULE = Task(
     name="fsdp.module", lesson=LESSON, function="ShardedLinear", title="Build it: a sharded layer with its backward",
     difficulty=5, importance=5, minutes=60, draw=draw_sharded, observe=observe_sharded,
     own={"rows": entry}, essential=("gradients", "freed"),
-    properties={"output": Property(2, result("output", lambda case: by_whole_weights(case)["output"])),
-                "gradient of x": Property(2, result("x", lambda case: by_whole_weights(case)["x"])),
-                "gradients": Property(3, result("gradients", lambda case: by_whole_weights(case)["gradients"])),
+    properties={"output": Property(2, result("output", lambda case: by_whole_weights(case)["output"], first_step=0)),
+                "gradient of x": Property(2, result("x", lambda case: by_whole_weights(case)["x"], first_step=0)),
+                "gradients": Property(3, result("gradients", lambda case: by_whole_weights(case)["gradients"],
+                                                first_step=0)),
                 "collectives": Property(2, as_due), "freed": Property(3, let_go)})
 
 ALL = (MODULE,)

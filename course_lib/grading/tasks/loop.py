@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.grading.rules import Seen, events, items, near, result, short
+from course_lib.grading.rules import Seen, events, items, near, result, short, suspected
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import alone, in_turn, numbers, whole
+from course_lib.grading.tasks.models import flat
 
 LESSON = "01_basic_loop"
 
@@ -184,23 +185,49 @@ def observe_adamw(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
     weights = [torch.from_numpy(w.copy()) for w in given["weights"]]
     states: list[dict] = [{} for _ in weights]
+    after = []
     for step, gradients in enumerate(given["gradients"], 1):
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
             function(weight, torch.from_numpy(gradient.copy()), state, step, given["lr"], tuple(given["betas"]),
                      given["eps"], given["weight_decay"])
+        after.append(torch.cat([w.reshape(-1) for w in weights]))
     sizes = [sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) for state in states]
-    return {"weights": plain(torch.cat([w.reshape(-1) for w in weights])), "state elements": sizes}
+    return {"weights": plain(torch.stack(after)), "state elements": sizes}
 
 
-def by_torch(case: Case) -> list[np.ndarray]:
-    given = case.inputs
+def by_torch(case: Case, kind: type[torch.optim.Adam] = torch.optim.AdamW, **changed: float) -> list[np.ndarray]:
+    """The weights after each step."""
+    given, after = {**case.inputs, **changed}, []
     weights = [nn.Parameter(torch.from_numpy(w.copy())) for w in given["weights"]]
-    optimizer = torch.optim.AdamW(weights, given["lr"], tuple(given["betas"]), given["eps"], given["weight_decay"])
+    optimizer = kind(weights, given["lr"], tuple(given["betas"]), given["eps"], given["weight_decay"])
     for gradients in given["gradients"]:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
-    return [torch.cat([w.detach().reshape(-1) for w in weights]).numpy()]
+        after.append(torch.cat([w.detach().reshape(-1) for w in weights]))
+    return [torch.stack(after).numpy()]
+
+
+def uncorrected(case: Case) -> list[np.ndarray]:
+    """The same without bias correction."""
+    given, after = case.inputs, []
+    weights, m, v = flat(given["weights"]), 0.0, 0.0
+    (beta1, beta2), lr = given["betas"], given["lr"]
+    for gradient in map(flat, given["gradients"]):
+        m, v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient**2
+        weights = (1 - lr * given["weight_decay"]) * weights - lr * m / (np.sqrt(v) + given["eps"])
+        after.append(weights)
+    return [np.stack(after)]
+
+
+def weights_are(case: Case, seen: Seen) -> Miss | None:
+    unchanged, steps = flat(case.inputs["weights"]), len(case.inputs["gradients"])
+    return suspected(near(seen, "weights", by_torch(case), 1e-5, first_step=1), seen, "weights", {
+        "the weights are as they were: change `weight` itself, in place": lambda: [np.stack([unchanged] * steps)],
+        "these are Adam's weights: the decay is in the gradient, and not taken from the weight":
+            lambda: by_torch(case, torch.optim.Adam),
+        "these are the weights without weight decay": lambda: by_torch(case, weight_decay=0.0),
+        "these are the weights without bias correction": lambda: uncorrected(case)})
 
 
 def two_states(case: Case, seen: Seen) -> Miss | None:
@@ -213,7 +240,7 @@ ADAMW = Task(
     name="loop.adamw", lesson=LESSON, function="adamw_step", title="AdamW, and what it remembers", difficulty=3,
     importance=3, minutes=25, draw=alone(adamw_case), observe=observe_adamw, needs_ranks=False,
     essential=("weights",),
-    properties={"weights": Property(3, lambda case, seen: near(seen, "weights", by_torch(case), 1e-5)),
+    properties={"weights": Property(3, weights_are),
                 "two states per weight": Property(1, two_states)})
 
 ALL = (WARMUP, LENGTH_GROUPS, TOKEN_WEIGHTED, ADAMW)

@@ -1,4 +1,4 @@
-"""Lesson 16's museum: layers that ranks share, in forms that were released wrong."""
+"""Lesson 16's museum: layers that ranks share, in forms that were written wrong."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Lesson 16's museum: losses and micro-batches, in forms that were released wrong."""
+"""Lesson 16's museum: losses and micro-batches, in forms that were written wrong."""
 
 import random
 from collections.abc import Callable, Sequence

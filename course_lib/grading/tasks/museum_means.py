@@ -1,4 +1,4 @@
-"""Lesson 16's museum: gradients that are brought together over ranks, in forms that were released wrong."""
+"""Lesson 16's museum: gradients that are brought together over ranks, in forms that were written wrong."""
 
 import random
 from collections.abc import Callable
@@ -216,7 +216,7 @@ def by_outer_steps(case: Case) -> dict[str, np.ndarray]:
 
 
 def of_outer_steps(name: str) -> Rule:
-    return result(name, lambda case: [by_outer_steps(case)[name]] * case.world_size)
+    return result(name, lambda case: [by_outer_steps(case)[name]] * case.world_size, first_step=0)
 
 
 OUTER = Task(

@@ -5,13 +5,19 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from course_lib.grading import own_code
 from course_lib.grading.rules import Seen, items, number, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import in_turn
 
 LESSON = "09_plan_and_simulate"
-SEVEN_BILLION = {"layers": 32, "width": 4096, "intermediate": 11008, "vocabulary": 32000}
+SEVEN_BILLION = {"layers": 32, "width": 4096, "intermediate": 11008, "vocabulary": 32000, "heads": 32, "kv_heads": 32}
 """LLaMA-7B's, arXiv 2302.13971 table 2 and its config.json."""
+
+
+def refused(refusal: ValueError, function: Callable[..., Any]) -> dict[str, str]:
+    """What an observer notes of a ValueError: what it says, and the line that raised it, which may be no refusal."""
+    return {"refusal": str(refusal)[:200], "raised": own_code.told(refusal, own_code.file_of(function))}
 
 
 def exactly(actual: float, right: float) -> bool:
@@ -22,8 +28,10 @@ def exactly(actual: float, right: float) -> bool:
 # --- plan.memory ---
 
 def memory_case(rng: random.Random, place: int) -> dict:
-    drawn = {"layers": rng.randrange(4, 60), "width": 64 * rng.randrange(8, 100),
-             "intermediate": 64 * rng.randrange(16, 300), "vocabulary": 1000 * rng.randrange(8, 200)}
+    groups, shared = rng.randrange(2, 12), rng.choice((1, 2, 4, 8))
+    drawn = {"layers": rng.randrange(4, 60), "width": 128 * groups * shared,
+             "intermediate": 64 * rng.randrange(16, 300), "vocabulary": 1000 * rng.randrange(8, 200),
+             "heads": groups * shared, "kv_heads": groups}
     return {"sizes": drawn if place else SEVEN_BILLION, "gpus": 2 ** rng.randrange(1, 8), "stage": 3 - place % 4,
             "micro_batch": rng.randrange(1, 9), "sequence": 512 * rng.randrange(1, 17),
             "checkpointing": place % 4 in (1, 2)}
@@ -31,19 +39,23 @@ def memory_case(rng: random.Random, place: int) -> dict:
 
 def observe_memory(function: Callable[..., Any], case: Case, rank: int) -> dict:
     held = function(**{**case.inputs, "sizes": dict(case.inputs["sizes"])})
-    return {key: plain(held[key]) for key in ("count", "parameters", "gradients", "optimizer", "activations")}
+    return {key: plain(held[key]) for key in ("count", "parameters", "gradients", "optimizer", "activations", "logits")}
 
 
 def memory(case: Case) -> dict[str, float]:
     given, sizes = case.inputs, case.inputs["sizes"]
     width, layers, words = sizes["width"], sizes["layers"], sizes["vocabulary"]
-    count = layers * (4 * width**2 + 3 * width * sizes["intermediate"] + 2 * width) + (2 * words + 1) * width
+    inside, heads, shared_width = sizes["intermediate"], sizes["heads"], width * sizes["kv_heads"] // sizes["heads"]
+    block = 2 * width**2 + 2 * width * shared_width + 3 * width * inside + 2 * width
+    count = layers * block + (2 * words + 1) * width
     shared = [given["gpus"] if given["stage"] >= stage else 1 for stage in (3, 2, 1)]
     states = {key: count * size / by for key, size, by in zip(("parameters", "gradients", "optimizer"), (2, 2, 12),
                                                               shared, strict=True)}
     tokens = given["micro_batch"] * given["sequence"]
-    blocks = 2 * layers + 34 if given["checkpointing"] else 34 * layers
-    return {"count": count, **states, "activations": tokens * (blocks * width + 4 * words)}
+    # two norms, inputs of attention and MLP, queries, attention's result with a sum per head, keys and values, the MLP
+    kept = (12 + 4 + 2 + 2) * width + 4 * heads + 4 * shared_width + 8 * inside
+    blocks = 2 * layers * width + kept if given["checkpointing"] else layers * kept
+    return {"count": count, **states, "activations": tokens * (blocks + 4 * width), "logits": tokens * 12 * words}
 
 
 def memory_is(*keys: str) -> Rule:
@@ -62,7 +74,7 @@ MEMORY = Task(
     minutes=25, draw=in_turn(memory_case), observe=observe_memory, needs_ranks=False,
     properties={"count": Property(1, memory_is("count")),
                 "model states": Property(2, memory_is("parameters", "gradients", "optimizer")),
-                "activations": Property(2, memory_is("activations"))})
+                "activations": Property(2, memory_is("activations", "logits"))})
 
 
 # --- plan.all_reduce ---
@@ -172,7 +184,7 @@ def observe_search(function: Callable[..., Any], case: Case, rank: int) -> dict:
         choice = function(given["gpus"], given["gpus_per_machine"], given["layers"], given["heads"],
                           lambda layout: look_up("memory_GiB", layout), seconds, given["capacity_GiB"])
     except ValueError as refusal:
-        return {"layout": [], "refusal": str(refusal)[:200], "asked": asked}
+        return {"layout": [], **refused(refusal, function), "asked": asked}
     return {"layout": plain(choice), "refusal": "", "asked": asked}
 
 
@@ -193,7 +205,7 @@ def one_that_fits(case: Case, seen: Seen) -> Layout | None:
         return None
     layout = tuple(items(seen, 0, "layout", int))
     if layout not in able:
-        why = short(seen[0].get("refusal")) if not layout else f"{layout} on {case.inputs['gpus']} GPUs"
+        why = short(seen[0].get("raised")) if not layout else f"{layout} on {case.inputs['gpus']} GPUs"
         raise Malformed(Miss("a layout (data, tensors, stages) that is allowed and fits", why))
     return layout  # type: ignore[return-value]  # it is one of able
 
@@ -226,7 +238,7 @@ def refuses(case: Case, seen: Seen) -> Miss | None:
     least = min(case.inputs["memory_GiB"][name_of(layout)] for layout in legal(case.inputs))
     said = str(seen[0].get("refusal") or "")
     return None if re.search(rf"\b{least}\b", said) else Miss(f"a ValueError that says {least} GiB",
-                                                             short(said) or f"{seen[0].get('layout')}")
+                                                             short(seen[0].get("raised") or seen[0].get("layout")))
 
 
 def asks_only_what_fits(case: Case, seen: Seen) -> Miss | None:

@@ -136,19 +136,36 @@ def stopped(case: Case) -> Run:
     return run
 
 
+def parts_of(run: Run) -> dict[str, bytes]:
+    """What a checkpoint has to bring back, by its name for a learner, as bytes."""
+    tensors = {"the model": [*run.model.state_dict().values()], "the optimizer's momentum": run.optimizer.velocity,
+               "the state of torch's generator": [torch.get_rng_state()],
+               "the state of `run.shuffle`": [run.shuffle.get_state()]}
+    numbers_ = {"the learning rate": run.optimizer.rate, "the schedule's steps": run.schedule.steps,
+                "the order of the epoch": run.order, "the place in it": run.place, "the step": run.step,
+                "the state of `random`": random.getstate()}
+    _, words, *rest = np.random.get_state()
+    return {**{name: b"".join(tensor.detach().numpy().tobytes() for tensor in held) for name, held in tensors.items()},
+            **{name: repr(value).encode() for name, value in numbers_.items()},
+            "the state of `np.random`": words.tobytes() + repr(rest).encode()}
+
+
 def observe_resume(function: Callable[..., Any], case: Case, rank: int) -> dict:
     """The same run went on, and another one went on from its checkpoint, which by then lay on a disk for a while."""
     given, file = case.inputs, io.BytesIO()
     with one_thread_and_own_random_numbers():
         run = stopped(case)
         state = function(run)
+        right = parts_of(run)
         run.train(given["after"])
         torch.save(state, file)
         file.seek(0)
         other = Run(given["rows"], given["seed"] + 1)
         function(other, torch.load(file, weights_only=False))
+        put_back = parts_of(other)
         other.train(given["after"])
-    return {"went on": plain(run.seen[given["before"]:]), "resumed": plain(other.seen), "step": other.step}
+    return {"other than it was": [part for part, mine in right.items() if put_back[part] != mine],
+            "went on": plain(run.seen[given["before"]:]), "resumed": plain(other.seen), "step": other.step}
 
 
 def rows_due(case: Case) -> list[float]:
@@ -195,10 +212,17 @@ def goes_on(column: int, what: str, due: Callable[[Case], list[float]]) -> Rule:
         apart = np.flatnonzero(straight != resumed)
         if len(apart):
             at = int(apart[0])
-            return Miss(f"{what} {straight[at]:.9g} in step {at + 1} after the checkpoint", f"{resumed[at]:.9g}")
+            return Miss(f"{what} {straight[at]:.9g} in step {at + 1} after the checkpoint", f"{resumed[at]:.9g}",
+                        note=not_put_back(seen))
         return near([{what: straight}], what, [due(case)])
 
     return rule
+
+
+def not_put_back(seen: Seen) -> str:
+    """What of the run was not as it was at the checkpoint, once it had been put back."""
+    odd = [part for part in items(seen, 0, "other than it was", str) if len(part) < 40]
+    return f"not as it was at the checkpoint: {', '.join(odd)}" if odd else ""
 
 
 def counts_on(case: Case, seen: Seen) -> Miss | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from course_lib.grading import own_code
 from course_lib.grading.rules import Seen, items, kind, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
 from course_lib.grading.tasks.cloud import LESSON
@@ -105,7 +106,7 @@ def observe_job(function: Callable[..., Any], case: Case, rank: int) -> dict:
         try:
             function({**config, "essay": given["too_long"]}).hyperparameters()
         except ValueError as refusal:
-            seen["refused"] = str(refusal)[:200]
+            seen["refused"] = own_code.told(refusal, own_code.file_of(function))
     container = {"SM_HOSTS": str(given["hosts"]).replace("'", '"'), "SM_NUM_GPUS": str(given["gpus"])}
     seen["environment"] = [plain(function(config).environment({**container, "SM_CURRENT_HOST": host}))
                            for host in given["hosts"]]

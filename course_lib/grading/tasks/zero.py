@@ -151,8 +151,9 @@ STAGE1 = Task(
     minutes=30, draw=each_world(step_case), observe=observe_step,
     own={"gradients": entry, "momentum": along(0)}, essential=("weights", "collectives"),
     properties={
-        "weights": Property(3, result("weights", lambda case: [after_steps(case)[0]] * case.world_size)),
-        "own state": Property(1, result("momentum", lambda case: np.split(after_steps(case)[1], case.world_size, 1))),
+        "weights": Property(3, result("weights", lambda case: [after_steps(case)[0]] * case.world_size, first_step=0)),
+        "own state": Property(1, result("momentum", lambda case: np.split(after_steps(case)[1], case.world_size, 1),
+                                        first_step=0)),
         "collectives": Property(2, zero_traffic)})
 
 
@@ -218,7 +219,7 @@ STAGE2 = Task(
     name="zero.stage2", lesson=LESSON, function="attach_zero2", title="ZeRO-2: reduce, scatter and let go",
     difficulty=4, importance=4, minutes=35, draw=each_world(stage2_case), observe=observe_stage2,
     own={"rows": entry}, essential=("shards", "freed", "while backward runs"),
-    properties={"shards": Property(3, result("shards", shards_of_mean)),
+    properties={"shards": Property(3, result("shards", shards_of_mean, first_step=0)),
                 "freed": Property(2, freed), "while backward runs": Property(2, scattered_early)})
 
 ALL = (BYTES, PARTITION, STAGE1, STAGE2)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, made_by, number, result, short
+from course_lib.grading.rules import Seen, made_by, near, number, short, suspected
 from course_lib.grading.task import Case, Miss, Property, Task, plain
 from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
 from course_lib.grading.tasks.models import BareOptimizer, backwards, chain, odd_case
@@ -82,8 +82,8 @@ def observe_optimizer(function: Callable[..., Any], case: Case, rank: int) -> di
     return {"weights": plain(torch.stack(weights)), "states": states, "stale": stale, "events": record.events}
 
 
-def weights_of_one(case: Case) -> list[np.ndarray]:
-    """The weights after each step, by one process with the mean gradient."""
+def weights_of_one(case: Case, as_sum: bool = False) -> list[np.ndarray]:
+    """The weights after each step, by one process with the mean gradient, or the sum."""
     models = [chain(case.inputs) for _ in range(case.world_size)]
     optimizers = [Optimizer(case.inputs["optimizer"], model.parameters()) for model in models]
     steps = []
@@ -92,12 +92,19 @@ def weights_of_one(case: Case) -> list[np.ndarray]:
         for copies in zip(*(model.parameters() for model in models), strict=True):
             if copies[0].grad is not None:
                 mean = torch.stack([copy.grad for copy in copies if copy.grad is not None]).mean(0)
+                mean *= case.world_size if as_sum else 1
                 for copy in copies:
                     copy.grad = mean.clone()
         for optimizer in optimizers:
             optimizer.step()
         steps.append(all_weights(models[0]).clone())
     return [torch.stack(steps).numpy()] * case.world_size
+
+
+def weights_are(case: Case, seen: Seen) -> Miss | None:
+    summed = "these are the weights of a step on the sum of the ranks' gradients, not on their mean"
+    return suspected(near(seen, "weights", weights_of_one(case), first_step=0), seen, "weights",
+                     {summed: lambda: weights_of_one(case, as_sum=True)})
 
 
 def share(case: Case) -> int:
@@ -137,7 +144,7 @@ OPTIMIZER = Task(
     name="zero.optimizer", lesson=LESSON, function="ShardedOptimizer", title="Build it: an optimizer in shards",
     difficulty=5, importance=5, minutes=60, draw=draw_optimizers, observe=observe_optimizer,
     own={"rows": entry}, essential=("weights", "states in shards"),
-    properties={"weights": Property(4, result("weights", weights_of_one)),
+    properties={"weights": Property(4, weights_are),
                 "states in shards": Property(3, states_are_split), "collectives": Property(3, zero_traffic),
                 "zero_grad": Property(1, zeroed)})
 
