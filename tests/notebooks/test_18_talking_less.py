@@ -20,7 +20,7 @@ def test_a_step_waits_for_a_slow_link(lesson):
 def test_diloco_at_h_1_is_one_process_its_sign_matters_and_its_first_step_goes_beyond_the_mean(lesson):
     assert lesson["diloco_at_one_off"] < 1e-5 and lesson["flipped_rises"] > 1
     off = lesson["libraries_off"]
-    assert list(off) == ["library's DiLoCo", "torch's LocalSGD"] and max(off.values()) < 1e-4
+    assert list(off) == ["library's DiLoCo", "torch's LocalSGD"] and max(off.values()) < 1e-4, "by a few roundings"
     assert lesson["first_outer_step"] == pytest.approx(0.7 * 1.9, rel=1e-3)
     assert says(lesson, "at H = 1 it is one process with Nesterov")
 
