@@ -36,8 +36,9 @@ def megabytes():
 
 
 def test_the_pages_own_fsdp_trains_as_one_process(lesson):
-    assert lesson["outputs_by_hand"] == ["NaN", "right", "NaN"]
-    assert lesson["tiny_differs_by"] < 5e-6
+    assert lesson["outputs_by_hand"] == ["NaN", "right", "NaN"] and lesson["right_differs_by"] < 5e-6
+    assert lesson["first_step_that_differs"] == 2
+    assert says(lesson, f"the loss still fell by {lesson['broken_loss_fell_by']:.2f} nats in 6 steps")
 
 
 def test_what_is_there_and_when(lesson, megabytes):
@@ -46,7 +47,7 @@ def test_what_is_there_and_when(lesson, megabytes):
     assert lesson["at_rest"] == pytest.approx(half, rel=1e-3)
     peaks = [lesson[f"peak_{way}"] for way in ("no_prefetch", "prefetch", "no_reshard")]
     assert peaks == pytest.approx([half + root + blocks * block for blocks in (1, 2, LAYERS)], rel=1e-3)
-    assert lesson["prefetch_costs_blocks"] == 1 and lesson["same_losses_three_ways"]
+    assert lesson["peak_torch"] == pytest.approx(lesson["peak_no_prefetch"], rel=1e-3)
 
 
 def test_it_says_how_many_gathers_were_waited_for(lesson):
@@ -58,60 +59,28 @@ def test_it_says_how_many_gathers_were_waited_for(lesson):
 
 
 def test_when_a_gather_hides(lesson):
-    """The condition by hand; the link of stated latency and rate on paper. What was measured is said, not demanded."""
+    """Both conditions by hand; the stated link on paper. What was measured is said, not demanded."""
     gpu, alpha = hardware.accelerator("H100"), 63 * hardware.NETWORK_LATENCY
-    flops = gpu.matmul_rate("bf16")
-    tokens = {width: flops / 50e9 + alpha * flops / (24 * width**2) for width in (4096, 8192)}
-    for width, needed in tokens.items():
-        found = lesson["tokens_that_hide"][str(width)]
-        assert found["between machines"] == pytest.approx(needed) and found["inside one"] < needed / 4
-        block = 12 * width**2
-        assert alpha + 2 * block / 50e9 == pytest.approx(2 * block * needed / flops), "gather and forward as long"
-    assert lesson["tokens_when_twice_as_wide"] == pytest.approx(tokens[8192] / tokens[4096]) and (
-        0.75 < lesson["tokens_when_twice_as_wide"] < 1)
-    assert says(lesson, f"needs about C/W tokens per GPU: {tokens[8192]:,.0f} on that cluster")
+    flops, weights = gpu.matmul_rate("bf16"), 12 * 8192**2
+    forward, backward = (lesson["tokens_that_hide"]["width 8192"][phase]
+                         for phase in ("forward", "backward, gradients in float32"))
+    assert alpha + 2 * weights / 50e9 == pytest.approx(2 * weights * forward / flops), "as long as the forward"
+    assert 2 * alpha + (2 + 4) * weights / 50e9 == pytest.approx(4 * weights * backward / flops), "as the backward"
+    assert lesson["tokens_that_hide"]["width 8192, inside one"]["forward"] < forward / 4
+    assert says(lesson, f"on that cluster {forward:,.0f} and {backward:,.0f}")
     on_paper = {int(rows): gain for rows, gain in lesson["prefetch_gains_on_paper"].items()}
     assert sorted(on_paper) == [LINK_ROWS // 4, LINK_ROWS, 4 * LINK_ROWS] and min(on_paper.values()) > 1
     gains = {int(rows): gain for rows, gain in lesson["prefetch_gains"].items()}
     assert lesson["rows_where_prefetch_gains_most"] == max(gains, key=gains.get)
 
 
-def test_a_trace_is_read(lesson):
-    """On CPUs fully_shard asks early in the backward alone, for all blocks but the first that it comes to."""
-    assert lesson["early_gathers"] == LAYERS - 1
+def test_two_dtypes(lesson):
+    in_flight = lesson["peak_prefetch"] - lesson["at_rest"]
+    assert lesson["peak_in_bf16"] == pytest.approx(lesson["at_rest"] + in_flight / 2, rel=1e-3)
     assert lesson["events_of_the_trace"] == 2 * LAYERS + (2 * LAYERS + 1) + (LAYERS + 1)
 
 
-def test_what_moves(lesson):
-    assert lesson["sent_prefetch"] / lesson["sent_ddp"] == pytest.approx(1.5, rel=0.05)
-    assert lesson["sent_prefetch"] < 1.5 * lesson["sent_ddp"], "the root is gathered once"
-    assert lesson["sent_fsdp_and_root"] == pytest.approx(1, rel=1e-3)
-    assert lesson["sent_no_reshard"] == pytest.approx(lesson["sent_ddp"], rel=1e-3)
-    assert (lesson["gathers_fsdp"], lesson["reduce_scatters_fsdp"]) == (2 * LAYERS + 1, LAYERS + 1)
-
-
-def test_the_broken_engines(lesson):
-    assert lesson["first_step_that_differs"] == 2
-    assert lesson["right_differs_by"] < 5e-6 < 1e-2 < lesson["broken_differs_by"]
-    assert lesson["broken_loss_fell_by"] > 0.1, "it looks as if it trained"
-    assert lesson["losses_when_freed_too_early"] == ["nan", "nan"]
-    assert says(lesson, f"the loss still fell by {lesson['broken_loss_fell_by']:.2f} nats in 6 steps")
-
-
-def test_two_dtypes_and_two_bills(lesson, megabytes):
-    assert lesson["gathered_in_bf16"] == lesson["reduced_with_bf16_sums"] == 0.5
-    assert lesson["reduced_with_fp32_sums"] == 1
-    in_flight = lesson["peak_prefetch"] - lesson["at_rest"]
-    assert lesson["peak_in_bf16"] == pytest.approx(lesson["at_rest"] + in_flight / 2, rel=1e-3)
-    assert 2**-11 < lesson["rounding_error"] < 2**-8
-    assert lesson["rounding_error_summed"] > 1.2 * lesson["rounding_error"]
-    assert lesson["activations_checkpointed"] < lesson["activations_plain"] / 4
-    assert lesson["parameters_checkpointed"] == lesson["peak_prefetch"]
-    assert lesson["checkpointing_changes_losses_by"] < 1e-6
-
-
 def test_what_one_types_at_work_trains_as_one_process(lesson):
-    assert lesson["at_work_differs_by"] < 5e-6 and lesson["at_work_differs_by_in_bf16"] < 5e-6
     whole, nothing = lesson["tensors_on_each_rank"]
     assert whole > 12 * LAYERS and nothing == 0
     cells = nbformat.read(NOTEBOOKS / "06_fsdp.ipynb", as_version=4).cells
@@ -125,16 +94,13 @@ def test_what_is_asked_and_how_it_is_broken():
     cells = nbformat.read(NOTEBOOKS / "06_fsdp.ipynb", as_version=4).cells
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     assert code.count("ask=") >= 6 and "mock" not in code
-    assert code.count('how="computed"') == 1
+    assert code.count('how="computed"') == 2
 
 
 def test_the_engines_agree(lesson):
-    assert lesson["engines_differ_by"] < 5e-6 and lesson["same_collectives"]
-    assert lesson["peak_torch"] == pytest.approx(lesson["peak_no_prefetch"], rel=1e-3)
     assert lesson["buffers_torch_more_by"] == pytest.approx(1, abs=0.05)
     assert lesson["parameters_missing_on_a_rank_when_flat"] == 11
     assert lesson["at_rest_hsdp_2x2"] == pytest.approx(2 * lesson["at_rest_fsdp_on_4"], rel=1e-3)
-    assert lesson["hsdp_differs_by"] < 5e-6
 
 
 def test_the_checkpoints(lesson, megabytes):
@@ -144,16 +110,11 @@ def test_the_checkpoints(lesson, megabytes):
     assert stated < lesson["file_of_a_rank"] < 1.5 * stated, "with names and shapes around each tensor"
     assert lesson["boxes_of_a_matrix"] == ["(0, 0)", f"({WIDTH // 2}, 0)"]
     assert lesson["names_of_the_embedding"] == ["model.lm_head.weight", "model.transformer.wte.weight"]
-    assert lesson["resumed_differs_by"] < 5e-5
     shares = lesson["shares_read"]
     assert shares["whole, on 1"] == [1] and len(shares["rows, on 3"]) == 3
     assert shares["rows, on 3"][1] == lesson["share_read"] == pytest.approx(1, abs=0.01)
     assert shares["rows, on 3"][0] == pytest.approx(0.5, abs=0.03) == shares["rows, on 3"][2]
     assert len(shares["columns, 2 copies on 4"]) == 4 and min(shares["columns, 2 copies on 4"]) > 0.9
-    assert lesson["boxes_read_64_to_48"] == 2
-    assert lesson["share_read_of_ours"] == pytest.approx(1 / 3, abs=0.01)
-    assert lesson["loss_before_reading"] - lesson["loss_after_reading"] > 0.1
-    assert lesson["loss_after_reading"] == pytest.approx(lesson["loss_saved"], abs=5e-6)
     assert lesson["names_in_the_one_file"] == ["model", "optimizer"]
     assert says(lesson, "Rank 1 of 3 read 100% of it to keep a third, and 33% of ours")
 
