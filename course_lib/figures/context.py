@@ -46,7 +46,7 @@ def balance(work: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
     """
     lasts = {layout: sum(map(max, steps)) for layout, steps in work.items()}
     first, second = work
-    with canvas(f"With {first} parts the ring lasts {lasts[first] / lasts[second]:.2f} times as long as with {second}",
+    with canvas(f"By the count a {first} ring lasts {lasts[first] / lasts[second]:.2f} times as long as in {second}",
                 ncols=2, height=2.9, sharey=True) as (figure, both):
         for axes, (layout, steps) in zip(both, work.items(), strict=True):
             ranks = len(steps[0])
