@@ -9,7 +9,8 @@ from course_lib.planning import hardware
 
 NOT_SENT = ("num_processes", "overwrite_output_dir", "resume_from_checkpoint", "progress_bar", "env_file")
 """Fields of the config that the launcher decides, or that make no sense on another machine."""
-PRICES = "AWS SageMaker training list prices, us-east-1, written down 2025-06: check before you rent"
+PRICES = "AWS SageMaker training list prices, us-east-1, written down 2025-06 from memory: check before you rent"
+"""As in ``planning/catalogue/hardware.yaml``, where they are renewed."""
 
 
 @dataclass(frozen=True)

@@ -83,18 +83,22 @@ class Tracked:
         seed: of the run.
         samples: rows that it trained on.
         loss: on the held-out rows at the end, in nats.
+        loss_high: upper end of the 95 % interval of that, over rows.
         samples_per_second: of all ranks, over the steps that nothing metered.
         states: bytes on rank 0 when backward had ended.
         sent: bytes that rank 0 sent in an optimizer step.
+        macro_f1_low: lower end of the 95 % interval of macro-F1; None for language modelling.
     """
 
     arm: str
     seed: int
     samples: int
     loss: float
+    loss_high: float
     samples_per_second: float
     states: float
     sent: float
+    macro_f1_low: float | None = None
 
 
 def read_back(folder: Path) -> tuple[list[Tracked], list[str]]:
@@ -110,10 +114,13 @@ def _tracked(run: collect.TrackedRun) -> Tracked:
     seconds = curves["train/seconds"]
     samples = {step: rate * seconds[step] for step, rate in curves["train/samples_per_second"].items()}
     first, last = METERED + 1, max(samples)
-    loss = curves.get("test/loss") or curves["validation/loss"]
-    return Tracked(run.name.split("-")[0], run.config["seed"], round(samples[last]), loss[max(loss)],
+    split = "test" if "test/loss" in curves else "validation"
+    scores = {metric: values[max(values)] for metric, values in curves.items() if metric.startswith(f"{split}/")}
+    return Tracked(run.name.split("-")[0], run.config["seed"], round(samples[last]), scores[f"{split}/loss"],
+                   scores[f"{split}/loss_high"],
                    (samples[last] - samples[first]) / (seconds[last] - seconds[first]),
-                   next(iter(curves["capstone/states"].values())), next(iter(curves["capstone/sent"].values())))
+                   next(iter(curves["capstone/states"].values())), next(iter(curves["capstone/sent"].values())),
+                   scores.get(f"{split}/macro_f1_low"))
 
 
 def table(runs: Sequence[Tracked]) -> pd.DataFrame:

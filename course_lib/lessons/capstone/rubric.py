@@ -17,6 +17,7 @@ ROUNDING = 1e-4
 """Nats by which losses of the same updates may differ, made in other orders: the sums round differently."""
 AT_RISK = 0.1
 """Share of the budget that one interruption may cost."""
+LEARNED = "Every run of your choice learned something"
 REPORT, EVIDENCE = "report.md", "evidence.json"
 GIB, MIB, MB = 2**30, 2**20, 1e6
 
@@ -119,15 +120,26 @@ def _predicted(asked: str, measured: float, planned: float, unit: float, name: s
 
 
 def learned(project: Project, evidence: Evidence) -> Criterion:
-    """Every chosen run's loss lies below that of a constant which knows how frequent the classes are."""
-    losses = [run.loss for run in chosen(evidence)]
-    worst = max(losses)
-    constant = evidence.here.constant
-    return Criterion("Every run of your choice learned something", worst < constant,
-                     f"test loss {worst:.3f} nats at most, {constant:.3f} for a constant",
-                     "better than knowing only how frequent the answers are" if worst < constant else
-                     "no better than a constant that knows how frequent the answers are: train for more steps, or "
-                     "change the learning rate or the model")
+    """Every chosen run beats what knows only how frequent the classes are, in loss and macro-F1, by their intervals."""
+    runs, here = chosen(evidence), evidence.here
+    worst = max(runs, key=lambda run: run.loss_high)
+    scores = [run.macro_f1_low for run in runs if run.macro_f1_low is not None]
+    if worst.loss >= here.constant:
+        why = "no better than a constant that knows how frequent the answers are"
+    elif worst.loss_high >= here.constant:
+        why = "not told apart from a constant: the 95 % interval over the scored rows reaches it"
+    elif here.majority_macro_f1 is not None and min(scores) <= here.majority_macro_f1:
+        why = (f"macro-F1 may be as low as {min(scores):.2f}, and always answering the commonest class has "
+               f"{here.majority_macro_f1:.2f}")
+    else:
+        return Criterion(LEARNED, True, _worst(worst, here),
+                         "better than knowing only how frequent the answers are, by more than the rows' chance")
+    return Criterion(LEARNED, False, _worst(worst, here), f"{why}: train for more steps, or change the learning rate "
+                     "or the model")
+
+
+def _worst(run: Tracked, here: Here) -> str:
+    return f"test loss {run.loss:.3f} nats, {run.loss_high:.3f} at most, {here.constant:.3f} for a constant"
 
 
 def survived(project: Project, evidence: Evidence) -> Criterion:
