@@ -5,7 +5,7 @@ The functions run on ranks (:func:`course_lib.launching.launch.launch`) and retu
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,19 +23,15 @@ from course_lib.parallel.clock import Clock, Stamp
 from course_lib.parallel.tp_collectives import gathered
 
 
-def block_seconds(build: Build, rows: int, of_all: Callable[[Iterable[float]], float] = min) -> float:
-    """Seconds that a block's forward takes, in two steps with so many rows per rank.
-
-    Args:
-        of_all: picks from all blocks of both steps, and then from the ranks.
-    """
+def block_seconds(build: Build, rows: int) -> float:
+    """Seconds of a block's forward: the least of all blocks and ranks in two steps with so many rows per rank."""
     engine, clock = engine_of("scratch", build), Clock(Accelerator().device)
     begun, ended = _stamps_of_blocks(engine.module, clock)
     for step in range(2):
         batch_loss(engine, step, rows * dist.get_world_size()).backward()
     clock.settle()
-    own = torch.tensor(of_all(map(between, begun, ended)), device=clock.device)
-    return of_all(gathered(own[None], None, 0).tolist())
+    own = torch.tensor(min(map(between, begun, ended)), device=clock.device)
+    return min(gathered(own[None], None, 0).tolist())
 
 
 def _stamps_of_blocks(module: nn.Module, clock: Clock) -> tuple[list[Stamp], list[Stamp]]:

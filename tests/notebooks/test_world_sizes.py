@@ -21,7 +21,7 @@ REFUSED = {
 
 EXACT = 1e-4
 """Difference from a prediction, as a share of it or in its unit, up to which it came out exactly."""
-BY_SIZE: dict[str, set[str]] = {}
+BY_SIZE: dict[str, set[str]] = {"06_fsdp": {"rows_where_prefetch_gains_most"}}
 """By lesson, what is predicted exactly for two ranks alone, and says so, or was measured in seconds."""
 
 
