@@ -95,7 +95,7 @@ def test_a_question_can_be_answered_before_its_result_is_seen(lesson):
         asked |= {entry["name"]: position for entry in entries(cell, QUESTION)}
         measured |= {entry["name"]: position for entry in entries(cell, MIME)}
     source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    assert len(asked) >= 3 and len(asked) >= source.count("ask="), "each `ask=` left its name on the stored page"
+    assert len(asked) >= max(3, len(re.findall(r"\bask=", source))), "each `ask=` left its name on the stored page"
     assert {name: (asked[name], measured.get(name)) for name in asked if measured.get(name, -1) <= asked[name]} == {}
 
 
