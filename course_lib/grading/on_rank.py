@@ -123,7 +123,8 @@ def _observe_case(job: CheckJob, number: int, meeting: Meeting, stop: Callable[[
                             world_size=meeting.world_size,
                             timeout=LAST_RESORT if CAN_TELL else datetime.timedelta(seconds=job.seconds))
     watch.start()
-    ranks = [tuple(map(int, said.split())) for said in meeting.meet("connected", f"{os.getpid()} {watch.native_id}")]
+    said = meeting.meet("connected", f"{os.getpid()} {watch.native_id}")
+    ranks = [(int(process), int(thread)) for process, thread in map(str.split, said)]
     try:
         with watch.watching(ranks if CAN_TELL else ()):
             seen = _observe_function(job, meeting.rank, page)

@@ -38,7 +38,8 @@ def link_case(rng: random.Random, place: int) -> dict:
     every = rng.randrange(5, 9)
     steps = 60 + rng.randrange(40)
     sent = 2 * (ranks - 1) * size // ranks
-    ways = {"all-reduce": {"messages": 1, "bytes": sent, "every": 1, "steps": steps},
+    ways: dict[str, dict[str, Any]] = {
+            "all-reduce": {"messages": 1, "bytes": sent, "every": 1, "steps": steps},
             "int4": {"messages": 2, "bytes": sent // 8, "every": 1, "steps": steps + rng.randrange(1, 9)},
             "LocalSGD": {"messages": 1, "bytes": sent, "every": every,
                          "steps": every * rng.randrange(14, 20) + rng.randrange(1, every)},
@@ -110,6 +111,8 @@ LINK = Task(
 
 class Averaged(Gated):
     """A model that only some rows pass whole, with a running mean of its inputs."""
+
+    seen: Tensor
 
     def __init__(self, inputs: dict):
         super().__init__(inputs)

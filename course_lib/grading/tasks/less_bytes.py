@@ -199,7 +199,7 @@ def by_projection(case: Case) -> tuple[np.ndarray, float]:
 def well_posed(case: Case) -> bool:
     """Whether P's columns are far from dependent, so that rounding does not turn them, and none is nearly zero."""
     gradients = np.mean(np.stack(case.inputs["gradients"]).astype(np.float64), axis=0)
-    return by_projection(case)[1] < 30 and np.linalg.norm(gradients[0] @ case.inputs["q"]) > 0.1
+    return by_projection(case)[1] < 30 and float(np.linalg.norm(gradients[0] @ case.inputs["q"])) > 0.1
 
 
 def approximated(kind: str) -> Rule:

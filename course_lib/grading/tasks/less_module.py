@@ -26,15 +26,11 @@ SETTINGS = ("every", "density", "outer_lr", "outer_momentum")
 class Inner(Optimizer):
     """The inner optimizer: as it is, or one whose changes are all of one size, so that all of them tie."""
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Change each parameter that has a gradient."""
-        if self.kind != SIGN:
-            super().step()
-            return
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.sub_(0.125 * parameter.grad.sign())
+    def _change(self, parameter: Tensor, gradient: Tensor, kind: str, steps: int) -> None:
+        if kind == SIGN:
+            parameter.sub_(0.125 * gradient.sign())
+        else:
+            super()._change(parameter, gradient, kind, steps)
 
 
 def topk_case(rng: random.Random, world: int, kind: str, every: int, density: float) -> dict:

@@ -144,7 +144,8 @@ def parts_of(run: Run) -> dict[str, bytes]:
     numbers_ = {"the learning rate": run.optimizer.rate, "the schedule's steps": run.schedule.steps,
                 "the order of the epoch": run.order, "the place in it": run.place, "the step": run.step,
                 "the state of `random`": random.getstate()}
-    _, words, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    _, words, *rest = state
     return {**{name: b"".join(tensor.detach().numpy().tobytes() for tensor in held) for name, held in tensors.items()},
             **{name: repr(value).encode() for name, value in numbers_.items()},
             "the state of `np.random`": words.tobytes() + repr(rest).encode()}
