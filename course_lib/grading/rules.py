@@ -27,6 +27,12 @@ def array(seen: Seen, rank: int, key: str, shape: tuple[int, ...] | None = None)
     return value.astype(np.float64)
 
 
+def raised(seen: Seen) -> str:
+    """The error that rank 0's answer raised, as it is told to the learner; empty where it raised none."""
+    said = seen[0].get("raised")
+    return said if isinstance(said, str) else ""
+
+
 def number(seen: Seen, rank: int, key: str) -> float:
     """A rank's number."""
     return float(array(seen, rank, key, ()))

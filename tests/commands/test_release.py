@@ -106,7 +106,7 @@ def test_check_of_a_notebook_and_of_a_file(course, tmp_path):
     wrong = "import math\n\ndef perplexity(loss_sum, tokens):\n    return math.exp(loss_sum / tokens)\n"
     answer.write_text(answers(SOLUTIONS / "09_plan_and_simulate.ipynb")["plan.all_reduce"] + "\n" + wrong)
     code, out, _ = course("check", answer)
-    assert code == 1 and "no   perplexity (3)\n       expected on rank 0" in out
+    assert code == 1 and "no   perplexity (3)\n       expected on rank " in out
     assert "plan.all_reduce: 4 of 4 points" in out, "of two answers one is right"
     code, out, _ = course("check", answer, "--tasks", "ddp.ring")
     assert code == 1 and "has no answer to it" in out

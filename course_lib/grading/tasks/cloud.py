@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from course_lib.grading.rules import Seen, kind, number, short
+from course_lib.grading.rules import Seen, kind, number, raised, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import in_turn
 from course_lib.grading.tasks.planning import exactly, refused
@@ -153,7 +153,7 @@ def cost_is(key: str, *, spot: bool) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         if is_both(case):
             return None
-        if said := seen[0].get("raised"):
+        if said := raised(seen):
             raise Malformed(Miss("a cost", short(said)))
         amount, right = number(seen, 0, key), cost(case.inputs)[key]
         if bool(case.inputs["discount"]) is spot and not exactly(amount, right):

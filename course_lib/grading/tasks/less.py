@@ -145,7 +145,7 @@ def draw_averages(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Ca
 
 def states_of(model: nn.Module, optimizer: Optimizer) -> Tensor:
     """What is a rank's own: the states of its optimizer, in the order of the parameters, and its buffers."""
-    states = [state for parameter in model.parameters() for state in optimizer.state.get(parameter, [])]
+    states = [state for parameter in model.parameters() for state in optimizer.state.get(parameter, {}).values()]
     return torch.cat([value.detach().reshape(-1) for value in [*states, *model.buffers()]])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
-from course_lib.grading.rules import Seen, items, kind, short
+from course_lib.grading.rules import Seen, items, kind, raised, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
 from course_lib.grading.tasks.drawing import in_turn
 from course_lib.grading.tasks.planning import LESSON, exactly, refused
@@ -158,7 +158,7 @@ def chosen(case: Case, seen: Seen) -> Plan | None:
     if best(case.inputs) is None:
         return None
     made = seen[0].get("best")
-    if said := seen[0].get("raised"):
+    if said := raised(seen):
         raise Malformed(Miss("a plan, as one fits", short(said)))
     if not isinstance(made, dict) or not isinstance(made.get("cut"), list):
         raise Malformed(Miss("a plan, a dict with a list as cut", kind(made)))
@@ -206,7 +206,7 @@ def refuses(case: Case, seen: Seen) -> Miss | None:
     least = min(max(memory(case.inputs, plan)) for plan in plans(case.inputs))
     said = str(seen[0].get("refusal") or "")
     return None if re.search(rf"\b{least}\b", said) else Miss(f"a ValueError that says {least} bytes",
-                                                             short(seen[0].get("raised") or "a plan"))
+                                                             short(raised(seen) or "a plan"))
 
 
 PLANNER = Task(

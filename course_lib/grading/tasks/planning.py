@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from course_lib.grading import own_code
-from course_lib.grading.rules import Seen, items, number, short
+from course_lib.grading.rules import Seen, items, number, raised, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import in_turn
 
@@ -205,7 +205,7 @@ def one_that_fits(case: Case, seen: Seen) -> Layout | None:
         return None
     layout = tuple(items(seen, 0, "layout", int))
     if layout not in able:
-        why = short(seen[0].get("raised")) if not layout else f"{layout} on {case.inputs['gpus']} GPUs"
+        why = short(raised(seen)) if not layout else f"{layout} on {case.inputs['gpus']} GPUs"
         raise Malformed(Miss("a layout (data, tensors, stages) that is allowed and fits", why))
     return layout  # type: ignore[return-value]  # it is one of able
 
@@ -238,7 +238,7 @@ def refuses(case: Case, seen: Seen) -> Miss | None:
     least = min(case.inputs["memory_GiB"][name_of(layout)] for layout in legal(case.inputs))
     said = str(seen[0].get("refusal") or "")
     return None if re.search(rf"\b{least}\b", said) else Miss(f"a ValueError that says {least} GiB",
-                                                             short(seen[0].get("raised") or seen[0].get("layout")))
+                                                             short(raised(seen) or seen[0].get("layout")))
 
 
 def asks_only_what_fits(case: Case, seen: Seen) -> Miss | None:

@@ -22,7 +22,7 @@ def rows_case(rng: random.Random, place: int) -> dict:
     """In turn: several rounds, less than half of one, a single row, several rounds that are all full."""
     ranks, size = rng.randrange(1 if place % 4 == 0 else 2, 5), rng.randrange(2, 5)
     full = ranks * size
-    totals = rng.randrange(2 * full, 5 * full), rng.randrange(1, -(-full // 2)), 1, rng.randrange(1, 4) * full
+    totals = rng.randrange(2 * full, 5 * full), rng.randrange(1, max(2, -(-full // 2))), 1, rng.randrange(1, 4) * full
     return {"total": totals[place % 4], "batch_size": size, "ranks": ranks}
 
 
