@@ -2,7 +2,7 @@
 
 import os
 import time
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class Recorder(CollectiveLog):
             os.write(self.announces, f"{transfer.name} {transfer.bytes} {transfer.dtype}\n".encode())
         return transfer
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> Self:
         self.start()
         return self
 

@@ -120,7 +120,7 @@ def gradients_are(names: Sequence[str]) -> Callable[[Case, Seen], Miss | None]:
         for name in names:
             pieces = [np.stack([piece(name, step, rank, world) for step in right[name]]) for rank in range(world)]
             misses.append(near(seen, f"of {name}", pieces, first_step=0))
-        return min((miss for miss in misses if miss), key=lambda miss: miss.step, default=None)
+        return min((miss for miss in misses if miss), key=lambda miss: miss.step or 0, default=None)
 
     return rule
 
