@@ -116,17 +116,15 @@ def _observe_case(job: CheckJob, number: int, meeting: Meeting, stop: Callable[[
     at once, so that nobody waits for it; one that waited in vain says `stop`.
     """
     page = PAGES[meeting.rank] if meeting.rank < len(PAGES) else RankState()
-    watch = IdleWatch(job.seconds, sockets())
-    # A connection of the group's own, which can be closed while the ranks still meet.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=LAST_RESORT)
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"group {number}", store), rank=meeting.rank,
+    connection = _connection()
+    watch = IdleWatch(job.seconds, sockets() - connection.sockets)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"group {number}", connection.store), rank=meeting.rank,
                             world_size=meeting.world_size,
                             timeout=LAST_RESORT if CAN_TELL else datetime.timedelta(seconds=job.seconds))
     watch.start()
     said = meeting.meet("connected", f"{os.getpid()} {watch.native_id}")
-    ranks = [(int(process), int(thread)) for process, thread in map(str.split, said)]
     try:
-        with watch.watching(ranks if CAN_TELL else ()):
+        with watch.watching([(int(pid), int(thread)) for pid, thread in map(str.split, said)] if CAN_TELL else ()):
             seen = _observe_function(job, meeting.rank, page)
         if "error" in seen and hang_report.WAITED.search(seen["error"]):
             stop()
@@ -137,7 +135,22 @@ def _observe_case(job: CheckJob, number: int, meeting: Meeting, stop: Callable[[
     finally:
         with contextlib.suppress(RuntimeError):  # a peer that failed has closed the group's connections
             dist.destroy_process_group()
+        if watch.has_ended_waits:
+            _connection.cache_clear()
     return seen
+
+
+class _Connection:
+    """A rank's connection to the store for its process groups, which can be closed while the ranks still meet."""
+
+    def __init__(self) -> None:
+        before = sockets()
+        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=LAST_RESORT)
+        self.sockets = sockets() - before
+
+
+_connection = functools.cache(_Connection)
+"""Made once: each may take seconds where a name server does not answer."""
 
 
 def _observe_alone(job: CheckJob) -> Observation:

@@ -79,6 +79,9 @@ class IdleWatch(threading.Thread):
     Args:
         seconds: without a rank that computes.
         theirs: descriptors of sockets that stay open.
+
+    Attributes:
+        has_ended_waits: whether it has; then all other sockets are closed.
     """
 
     def __init__(self, seconds: float, theirs: set[int]):
@@ -86,6 +89,7 @@ class IdleWatch(threading.Thread):
         self.most, self.theirs = max(1, round(seconds / LOOK_SECONDS)), theirs
         self.ranks: Sequence[tuple[int, int]] = ()
         self.over, self.deciding = threading.Event(), threading.Lock()
+        self.has_ended_waits = False
 
     def run(self) -> None:
         found: deque[bool] = deque(maxlen=self.most)
@@ -100,6 +104,7 @@ class IdleWatch(threading.Thread):
         with self.deciding:
             if self.over.is_set():
                 return
+            self.has_ended_waits = True
             for descriptor in sockets() - self.theirs:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:
                     ours.getpeername()  # not one that listens, whose end would end the process
