@@ -13,16 +13,19 @@ from typing import Any
 from course_lib import learner_files
 from course_lib.errors import ConfigError, DataError, nearest
 from course_lib.grading import hang_report, own_code
-from course_lib.grading.on_rank import NOT_RUN, PAGES, CheckJob, observe_on_rank, share_pages
+from course_lib.grading.on_rank import (
+    NOT_RUN,
+    PAGES,
+    SECONDS_OF_CPU,
+    SECONDS_PER_CASE,
+    CheckJob,
+    observe_on_rank,
+    share_pages,
+)
 from course_lib.grading.task import Case, Finding, Observation, Task, earned
 from course_lib.grading.tasks import TASKS
 from course_lib.grading.time_limits import LOOPS
 from course_lib.launching.launch import RankError, RanksHung, launch
-
-SECONDS_PER_CASE = 10.0
-"""Without a rank of a case that computes, until their waits are ended: each waits for another."""
-SECONDS_OF_CPU = 30.0
-"""That a rank computes in a case, until it is interrupted."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ from course_lib.grading.task import Case, Observation, Task
 from course_lib.grading.time_limits import CAN_TELL, LOOPS, WAITS, IdleWatch, computing, sockets
 from course_lib.hangs.rank_state import RankState
 
+SECONDS_PER_CASE = 10.0
+"""Without a rank of a case that computes, until their waits are ended: each waits for another."""
+SECONDS_OF_CPU = 30.0
+"""That a rank computes in a case, until it is interrupted."""
 NOT_RUN = "not run, after a case in which ranks waited in vain"
 LAST_RESORT = datetime.timedelta(hours=1)
 """Of a wait that nothing else has ended."""
@@ -40,8 +44,8 @@ class CheckJob:
     function: Callable[..., Any]
     case: Case
     answer: int = 0
-    seconds: float = 10.0
-    most: float = 30.0
+    seconds: float = SECONDS_PER_CASE
+    most: float = SECONDS_OF_CPU
 
 
 def share_pages(ranks: int) -> None:

@@ -5,14 +5,16 @@ The functions run on ranks (:func:`course_lib.launching.launch.launch`) and retu
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 from course_lib.lessons.data_parallel_lab import gpt2, share, tokens
 from course_lib.lessons.slow_link import Lane, Link
+from course_lib.parallel.clock import Clock
 from course_lib.parallel.ddp import Bucket, DataParallel, ReductionHandle, sum_gradients
 from course_lib.parallel.tp_collectives import gathered
 
@@ -135,3 +137,20 @@ class _Handle:
     def wait(self) -> None:
         self.work.wait()
         self.lane.wait(self.until)
+
+
+def all_reduce_seconds(sizes: Sequence[int], tries: int) -> dict[int, list[float]]:
+    """On one rank: seconds of torch's all-reduce of fp32 tensors of so many bytes, every try; the sizes take turns."""
+    device = Accelerator().device
+    tensors, clock = {size: torch.zeros(size // 4, device=device) for size in sizes}, Clock(device)
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for attempt in range(tries + 1):
+        for size, tensor in tensors.items():
+            dist.barrier()
+            clock.settle()
+            begin = time.perf_counter()
+            dist.all_reduce(tensor)
+            clock.settle()
+            if attempt:  # the first warms up
+                seconds[size].append(time.perf_counter() - begin)
+    return seconds

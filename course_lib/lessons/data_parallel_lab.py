@@ -102,23 +102,6 @@ def all_reduce_bytes(ranks: Sequence[int], numel: int) -> dict[str, dict[int, Mo
     return least
 
 
-def all_reduce_seconds(sizes: Sequence[int], tries: int) -> dict[int, list[float]]:
-    """On one rank: seconds of torch's all-reduce of fp32 tensors of so many bytes, every try; the sizes take turns."""
-    device = Accelerator().device
-    tensors, clock = {size: torch.zeros(size // 4, device=device) for size in sizes}, Clock(device)
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    for attempt in range(tries + 1):
-        for size, tensor in tensors.items():
-            dist.barrier()
-            clock.settle()
-            begin = time.perf_counter()
-            dist.all_reduce(tensor)
-            clock.settle()
-            if attempt:  # the first warms up
-                seconds[size].append(time.perf_counter() - begin)
-    return seconds
-
-
 def gpt2(layers: int, width: int) -> GPT2LMHeadModel:
     """A small GPT-2 without dropout on this rank's device, the same on every rank."""
     return lab_gpt2.gpt2(layers, width, LENGTH, VOCABULARY).to(Accelerator().device)

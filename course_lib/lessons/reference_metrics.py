@@ -1,4 +1,4 @@
-"""Accuracy and macro-F1 by ``evaluate`` and scikit-learn, which the trainers' own counts are held against."""
+"""Accuracy and macro-F1 by ``evaluate`` and scikit-learn, beside those that lesson 04 and the trainers count."""
 
 from typing import Any
 
@@ -31,12 +31,6 @@ class ClassificationMetrics(evaluate.Metric):
             "accuracy": float(accuracy_score(references, predictions)),
             "macro_f1": float(f1_score(references, predictions, average="macro", zero_division=0)),
         }
-
-
-def repeated_rows(num_rows: int, batch_size: int, num_processes: int) -> int:
-    """How many rows are repeated to give every rank as many full batches."""
-    in_one_round = batch_size * num_processes
-    return -num_rows % in_one_round if num_processes > 1 else 0
 
 
 def scores(predictions: np.ndarray, references: np.ndarray, num_labels: int) -> dict[str, float]:

@@ -111,7 +111,7 @@ class Disagreement:
     Attributes:
         place: model, GPUs, and the search's choice.
         rule: what the rule recommends.
-        fits: the fastest layout of the rule's family; None where none fits.
+        fits: the fastest layout of the rule's family, or for offload the search's own; None where none fits.
         because: why the search does not take it.
     """
 
@@ -129,12 +129,13 @@ def disagreements(places: Sequence[Sequence[Place]], gpu: str, *, sequence_lengt
         rule = rule_of_thumb(place.model.parameters, place.gpus)
         if follows(place, rule):
             continue
-        if place.best is None or rule == "offload":
-            because = f"{place.families[0]} fits without offload" if place.best else "nothing fits"
-            cases.append(Disagreement(place, rule, place.best, because))
-            continue
-        own = _place(place.model, gpu, place.gpus, sequence_length, batch_per_gpu, (rule,)).best
-        if own is None:
+        own = place.best if rule == "offload" else _place(place.model, gpu, place.gpus, sequence_length, batch_per_gpu,
+                                                          (rule,)).best
+        if place.best is None:
+            because = "nothing fits"
+        elif rule == "offload":
+            because = f"{place.families[0]} fits without offload"
+        elif own is None:
             because = f"{rule} does not fit"
         elif own.plan.offload != "none" and _named(own) in place.families:
             because = f"{rule} does not fit without offload"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, events, near, result, short
+from course_lib.grading.rules import Seen, array, events, result, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
 from course_lib.grading.tasks.ddp_module import Gated
 from course_lib.grading.tasks.drawing import WORLDS, entry, in_turn, numbers
@@ -39,11 +39,11 @@ def link_case(rng: random.Random, place: int) -> dict:
     steps = 60 + rng.randrange(40)
     sent = 2 * (ranks - 1) * size // ranks
     ways: dict[str, dict[str, Any]] = {
-            "all-reduce": {"messages": 1, "bytes": sent, "every": 1, "steps": steps},
-            "int4": {"messages": 2, "bytes": sent // 8, "every": 1, "steps": steps + rng.randrange(1, 9)},
-            "LocalSGD": {"messages": 1, "bytes": sent, "every": every,
-                         "steps": every * rng.randrange(14, 20) + rng.randrange(1, every)},
-            "top-k": {"messages": 1, "bytes": sent // 64, "every": 1, "steps": None}}
+        "all-reduce": {"messages": 1, "bytes": sent, "every": 1, "steps": steps},
+        "int4": {"messages": 2, "bytes": sent // 8, "every": 1, "steps": steps + rng.randrange(1, 9)},
+        "LocalSGD": {"messages": 1, "bytes": sent, "every": every,
+                     "steps": every * rng.randrange(14, 20) + rng.randrange(1, every)},
+        "top-k": {"messages": 1, "bytes": sent // 64, "every": 1, "steps": None}}
     if kind == TIED:
         ways = {"top-k": ways["top-k"], "PowerSGD": dict(ways["LocalSGD"]), "LocalSGD": ways["LocalSGD"],
                 "all-reduce": ways["all-reduce"]}
@@ -205,17 +205,6 @@ def by_step(seen: Seen, rank: int, steps: int) -> list[list[str]]:
     return parts[1:]
 
 
-def near_by_step(seen: Seen, key: str, right: Sequence[np.ndarray], begun: int = 0,
-                 tolerance: float = 1e-4) -> Miss | None:
-    """As `near`, of arrays with an entry for each step: the first step in which a rank is off is told by its number."""
-    found = [array(seen, rank, key, each.shape) for rank, each in enumerate(right)]
-    for step in range(len(right[0])):
-        name = f"{key} after step {begun + step + 1}"
-        if miss := near([{name: each[step]} for each in found], name, [each[step] for each in right], tolerance):
-            return miss
-    return None
-
-
 def once_per_period(case: Case, seen: Seen) -> Miss | None:
     """One all-reduce of all trained weights in every H-th step, nothing in the others."""
     size = sum(parameter.nbytes for parameter in Averaged(case.inputs).parameters() if parameter.requires_grad)
@@ -232,7 +221,7 @@ AVERAGE = Task(
     name="less.average", lesson=LESSON, function="local_sgd", title="Agree now and then", difficulty=2, importance=5,
     minutes=20, draw=draw_averages, observe=observe_average, own={"rows": entry},
     essential=("weights", "once per period"),
-    properties={"weights": Property(3, lambda case, seen: near_by_step(seen, "weights", averaged(case)[0])),
+    properties={"weights": Property(3, result("weights", lambda case: averaged(case)[0], first_step=1)),
                 "each rank's own": Property(1, result("own", lambda case: averaged(case)[1])),
                 "once per period": Property(2, once_per_period)})
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, made_by, only, short
+from course_lib.grading.rules import Seen, array, made_by, near, only, short
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
-from course_lib.grading.tasks.less import LESSON, near_by_step
+from course_lib.grading.tasks.less import LESSON
 
 # --- less.int8 ---
 
@@ -208,7 +208,7 @@ def approximated(kind: str) -> Rule:
         array(seen, 0, "mean", right.shape)
         if case.inputs["kind"] != kind:
             return None
-        return near_by_step(seen, "mean", [right] * case.world_size, tolerance=1e-3)
+        return near(seen, "mean", [right] * case.world_size, 1e-3, first_step=1)
 
     return rule
 
@@ -221,7 +221,7 @@ def late_not_lost(case: Case, seen: Seen) -> Miss | None:
     where = "applied + mean of left_out"
     with np.errstate(all="ignore"):
         found = np.cumsum(applied[0], axis=0) + np.mean(waits, axis=0)
-    return near_by_step([{where: found}], where, [right], tolerance=1e-3)
+    return near([{where: found}], where, [right], 1e-3, first_step=1)
 
 
 POWERSGD = Task(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, short
+from course_lib.grading.rules import Seen, array, near, short
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.ddp_module import Gated, learning
 from course_lib.grading.tasks.drawing import WORLDS, entry
-from course_lib.grading.tasks.less import LESSON, by_step, gated_case, local_steps, near_by_step
+from course_lib.grading.tasks.less import LESSON, by_step, gated_case, local_steps
 from course_lib.grading.tasks.less_bytes import same_bits
 from course_lib.grading.tasks.zero_optimizer import Optimizer, all_weights
 
@@ -120,7 +120,7 @@ def as_one_process(key: str, ties: bool) -> Rule:
         begun = case.inputs["saved"] if key == "resumed" else 0
         right = [weights[begun:] for weights in trained(case)[0]]
         array(seen, 0, key, right[0].shape)
-        return near_by_step(seen, key, right, begun) if ties == (case.inputs["optimizer"] == SIGN) else None
+        return near(seen, key, right, first_step=begun + 1) if ties == (case.inputs["optimizer"] == SIGN) else None
 
     return rule
 
