@@ -14,7 +14,7 @@ GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 TIE = 0.03
-"""A layout that is slower than the fastest by no more than this share ties with it: the planner cannot tell them apart."""
+"""A layout that is slower than the fastest by at most this share ties with it: the planner cannot tell them apart."""
 SIMPLEST_FIRST = ("DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "3-D")
 """Families in the order in which equals are taken."""
 OFFLOAD = " + offload"
