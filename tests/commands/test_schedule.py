@@ -84,7 +84,7 @@ def test_figures_are_written_and_svgs_repeat(course, tmp_path):
     assert course(line)[0] == 0
     first = (tmp_path / "a.svg").read_text()
     assert "zbv, 3 ranks, 6 micro-batches: 5.3% idle, 3 held at most" in first and "backward-weight" in first
-    assert imread(tmp_path / "a.png").shape[1] == 880
+    assert imread(tmp_path / "a.png").shape[1] == 792
     assert course(line)[0] == 0 and (tmp_path / "a.svg").read_text() == first
     assert course(f"--compare --ranks 3 --microbatches 6 --memory-limit 2 --svg {tmp_path}/b.svg")[0] == 0
     best = search(3, [6], Costs(), 2)[0]
