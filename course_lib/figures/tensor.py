@@ -1,6 +1,6 @@
 """Figures of tensor parallelism: what it sends and holds, what each axis of the grid sends, what their order costs."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,6 +16,8 @@ PARTS = {"compute": COLOURS["forward"], **AXIS_COLOURS, "idle": COLOURS["idle"]}
 OUTLINE = {**PREDICTED, "hatch": None, "edgecolor": "black", "linestyle": "--"}
 """A prediction over a solid bar: hatching on a colour is hard to look at."""
 KB, MB = 1e3, 1e6
+VISIBLE = 0.015
+"""Share of the longest bar from which on a part of one can be seen."""
 
 
 def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: Mapping[str, float]) -> Figure:
@@ -113,7 +115,7 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
     rows = {**dict(sorted(steps.items(), key=lambda item: sum(item[1].values()))), **half}
     totals = [sum(parts.values()) for parts in rows.values()]
     best, *_, worst, with_half = totals
-    finding = "slower" if worst > with_half else "no slower"
+    finding = "slower" if worst > with_half else "quicker"
     with canvas(f"The worst order takes {worst / best:.1f} times the best, and is {finding} than "
                 "half the GPUs", height=3.9) as (figure, axes):
         for row, parts in enumerate(rows.values()):
@@ -122,7 +124,7 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
                 axes.barh(row, parts[part], left=left, height=0.66, facecolor=colour, edgecolor="white", linewidth=0.5)
                 left += parts[part]
             axes.annotate(f"{left:.1f} s", (left, row), xytext=(5, 0), textcoords="offset points", va="center")
-        _name_parts(axes)
+        _name_parts(axes, rows.values())
         axes.axhline(len(steps) - 0.5, color="black", linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
         axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="computed seconds of a step, nothing hidden behind computation")
@@ -132,8 +134,14 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
     return figure
 
 
-def _name_parts(axes: Axes) -> None:
-    """A square of its colour and a name for each part, in one line above the bars."""
-    handles = [Patch(facecolor=colour, edgecolor=COLOURS["neutral"], linewidth=0.5) for colour in PARTS.values()]
-    axes.legend(handles, list(PARTS), ncols=len(PARTS), loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2,
+def _name_parts(axes: Axes, rows: Collection[Mapping[str, float]]) -> None:
+    """A square of its colour and a name above the bars for each part; parts too short to be seen share a line."""
+    longest = max(sum(parts.values()) for parts in rows)
+    seen = [part for part in PARTS if max(parts[part] for parts in rows) > VISIBLE * longest]
+    names, hidden = list(seen), [part for part in PARTS if part not in seen]
+    handles = [Patch(facecolor=PARTS[part], edgecolor=COLOURS["neutral"], linewidth=0.5) for part in seen]
+    if hidden:
+        handles.append(Patch(alpha=0))
+        names.append(f"{', '.join(hidden)}: too short to be seen")
+    axes.legend(handles, names, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2,
                 handlelength=1.0, columnspacing=1.4, fontsize=9)

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from course_lib.parallel.topology import AXES, RankGrid
+from course_lib.planning.hardware import accelerator
+
+H100 = accelerator("H100")
 
 
 @dataclass(frozen=True)
 class Machines:
-    """A cluster, in the few numbers that decide here.
+    """A cluster, in the few numbers that decide here: H100s, each with a card of 400 Gbit/s, as in lesson 06.
 
     Attributes:
         gpus: in one machine.
@@ -20,10 +23,10 @@ class Machines:
     """
 
     gpus: int = 8
-    inside: float = 450e9
+    inside: float = H100.bus
     across: float = 50e9
-    flops: float = 400e12
-    memory: float = 80e9
+    flops: float = H100.matmul_rate("bf16")
+    memory: float = H100.memory
 
     def speed(self, size: int, stride: int) -> float:
         """Bytes/s of a ring of ``size`` ranks that lie ``stride`` apart.

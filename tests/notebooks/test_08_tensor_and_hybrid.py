@@ -5,10 +5,11 @@ import functools
 import nbformat
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
-from course_lib.lessons import grid_times, hybrid_lab, tensor_lab
+from course_lib.lessons import grid_times, tensor_lab
 from course_lib.lessons.tensor_lab import Shape, distance
 from course_lib.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from course_lib.parallel.tensor_plans import TensorParallel
@@ -82,20 +83,41 @@ def test_the_engines_agree(lesson):
     assert lesson["same_collectives"]
 
 
-def test_the_grid_equals_one_process(lesson):
+def test_attention_is_cut_by_its_heads(lesson):
+    assert lesson["heads_apart"] < 1e-5 and lesson["packed_apart"] > 0.1
+    assert lesson["packed_comes_out"] == "another output"
+
+
+def test_the_switch_sends_more_than_megatron(lesson):
+    assert lesson["all_reduces_of_the_switch"] == 7 * LAYERS + 2 and lesson["switch_loss_apart"] < 1e-5
+
+
+def test_three_axes_by_hand_and_on_torchs_mesh_train_as_one_process(lesson):
+    assert lesson["by_hand_apart"] < 5e-6 < 1e-3 < lesson["apart_without_average"]
+    assert lesson["first_wrong_step"] == 2 and lesson["torch_apart"] < 5e-6 and lesson["same_places"]
+
+
+def test_the_librarys_grid_equals_one_process(lesson):
     assert lesson["grid_loss_apart"] < 1e-5 and lesson["grid_norm_apart"] < 1e-5
-    assert lesson["grid_gradients_apart"] < 1e-5 < 0.1 < lesson["gradients_apart_without_dp"]
+    assert lesson["grid_gradients_apart"] < 1e-5
 
 
 def test_bytes_by_axis(lesson):
-    grid, work = RankGrid(2, 2, 2), hybrid_lab.Work(layers=LAYERS, width=WIDTH)
-    hidden = work.hidden_bytes(grid)
-    assert lesson["tp_kB"] == work.microbatches * LAYERS // 2 * 4 * hidden / 1e3
-    assert lesson["dp_kB"] == lesson["parameters_on_rank_0"] == work.first_rank_bytes(grid) / 1e3
-    told = lesson["pp_kB"] - work.microbatches * hidden / 1e3
-    assert 0 < told < 0.5, "the shapes are told once"
-    assert lesson["pp_bytes_beyond"] == pytest.approx(1e3 * told)
-    assert lesson["tp_kB"] > lesson["pp_kB"]
+    hidden, microbatches = 4 * 2 * 32 * WIDTH, 4
+    assert lesson["tp_kB"] == microbatches * LAYERS // 2 * 4 * hidden / 1e3
+    assert lesson["pp_kB"] == microbatches * hidden / 1e3
+    matrices = sum(layer.numel() for layer in whole_layer().parameters() if layer.dim() == 2)
+    others = sum(layer.numel() for layer in whole_layer().parameters()) - matrices - 6 * WIDTH
+    assert lesson["dp_kB"] == 4 * LAYERS // 2 * ((matrices + others) / 2 + 6 * WIDTH) / 1e3
+    assert lesson["tp_kB_of_torch"] == 1.5 * lesson["tp_kB"] and lesson["dp_kB_of_torch"] == 3 * lesson["dp_kB"]
+    assert {axis: lesson[f"{axis}_kB"] for axis in ("dp", "pp", "tp")} == lesson["better_kB"]
+
+
+def whole_layer():
+    """A layer of the page's transformer: four matrices of attention, two of the MLP, two norms."""
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    return nn.ModuleList([*linears, nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH),
+                          nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
 
 
 def test_the_order_of_the_axes_is_worth_more_than_the_gpus(lesson):

@@ -19,9 +19,10 @@ REFUSED = {
 """Where the ranks cannot share what the lesson shares."""
 
 
-EXACT = 1e-4
-"""Difference from a prediction, as a share of it or in its unit, up to which it came out exactly."""
-BY_SIZE: dict[str, set[str]] = {"06_fsdp": {"rows_where_prefetch_gains_most"}}
+EXACT = 5e-4
+"""Difference from a prediction, as a share of it or in its unit, up to which it came out exactly: parameters are padded
+to a multiple of the ranks, so more ranks hold a few bytes more."""
+BY_SIZE: dict[str, set[str]] = {"06_fsdp": {"rows_where_prefetch_gains_most"}, "12_sagemaker": {"losses_differ_by"}}
 """By lesson, what is predicted exactly for two ranks alone, and says so, or was measured in seconds."""
 
 

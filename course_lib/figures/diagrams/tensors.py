@@ -5,15 +5,15 @@ import itertools
 from course_lib.errors import ConfigError
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT, check_ranks
-from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
-from course_lib.figures.style import COLOURS
+from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, TITLE, WIDTH, tint
+from course_lib.figures.style import COLOURS, SERIES
 from course_lib.parallel.topology import RankGrid
 
 PALE = "#BBBBBB"
 
 
 def columns_then_rows(ranks: int = 2) -> Diagram:
-    """An MLP's two matrices over the ranks, with f and g, Megatron-LM's conjugate operators.
+    """An MLP's two matrices cut over the ranks, in a colour for each, with f and g, Megatron-LM's conjugate operators.
 
     Args:
         ranks: 2 to 4.
@@ -23,31 +23,47 @@ def columns_then_rows(ranks: int = 2) -> Diagram:
     """
     check_ranks(ranks, most=4)
     diagram = Diagram(
-        "Columns, then rows: one all-reduce in the forward (g), one in the backward (f)",
-        f"From left to right: X, whole on every rank; f; on each of {ranks} ranks a block of A's columns, then a block "
-        "of B's rows; g; and Z, whole on every rank. f does nothing forward and all-reduces backward; g all-reduces "
-        "forward and does nothing backward.")
-    top = diagram.head + 14
-    height = ranks * 56.0
-    middle = top + height / 2 - 8
-    whole = tint(COLOURS["activations"], 0.5)
-    x = diagram.box(14, middle - 26, 60, 52, "X", fill=whole)
-    f = diagram.box(120, middle - 17, 34, 34, "f", fill=SENT, bold=True, radius=17)
-    g = diagram.box(560, middle - 17, 34, 34, "g", fill=SENT, bold=True, radius=17)
-    z = diagram.box(646, middle - 26, 60, 52, "Z", fill=whole)
-    diagram.arrow(x.edge("right"), f.edge("left"))
-    diagram.arrow(g.edge("right"), z.edge("left"))
-    for rank in range(ranks):
-        y = top + rank * 56
-        a = diagram.box(230, y, 110, 40, f"columns A{rank}", fill=COLOURS["parameters"], means=("A", rank))
-        b = diagram.box(390, y, 110, 40, f"rows B{rank}", fill=COLOURS["parameters"], means=("B", rank))
-        diagram.arrow(f.edge("right"), a.edge("left"))
-        diagram.arrow(a.edge("right"), b.edge("left"))
-        diagram.arrow(b.edge("right"), g.edge("left"))
-    bottom = top + height + 20
-    diagram.text(140, bottom, "f forward: nothing\nbackward: all-reduce", SMALL, colour=SENT)
-    diagram.text(365, bottom, "each row of boxes is one rank;\nnothing is sent between A and B", SMALL, colour=GREY)
-    diagram.text(590, bottom, "g forward: all-reduce\nbackward: nothing", SMALL, colour=SENT)
+        "Columns, then rows: parts meet, and only the sum at the end needs other ranks",
+        f"From left to right: X, rows of width h, whole on every rank; f; A, h by 4h, in {ranks} blocks of columns, a "
+        "colour for each rank; phi, which works on each number alone; Y, whose columns have the colours of A's; B, 4h "
+        "by h, in as many blocks of rows; a partial sum of the size of Z on each rank; g, which adds them up; and Z, "
+        "whole on every rank. f does nothing forward and all-reduces backward; g all-reduces forward and does nothing "
+        "backward.")
+    wide, narrow, high = 112.0, 46.0, 40.0
+    middle = diagram.head + 34 + max(wide, ranks * 50) / 2
+    colours = [tint(colour, 0.6) for colour in SERIES[:ranks]]
+    x = diagram.box(MARGIN, middle - high / 2, narrow, high, "X", fill=COLOURS["idle"], bold=True)
+    f = diagram.box(84, middle - 15, 30, 30, "f", fill=SENT, bold=True, radius=15)
+    g = diagram.box(606, middle - 15, 30, 30, "g", fill=SENT, bold=True, radius=15)
+    z = diagram.box(WIDTH - MARGIN - narrow, middle - high / 2, narrow, high, "Z", fill=COLOURS["idle"], bold=True)
+    for start, end in ((x, f), (g, z)):
+        diagram.arrow(start.edge("right"), end.edge("left"))
+    piece = wide / ranks
+    for rank, colour in enumerate(colours):
+        a = diagram.box(140 + rank * piece, middle - narrow / 2, piece, narrow, f"A{rank}", fill=colour,
+                        means=("A", rank))
+        diagram.box(306 + rank * piece, middle - high / 2, piece, high, f"Y{rank}", fill=colour, means=("Y", rank))
+        b = diagram.box(444, middle - wide / 2 + rank * piece, narrow, piece, f"B{rank}", fill=colour,
+                        means=("B", rank))
+        summand = diagram.box(534, middle + (rank - ranks / 2) * 50 + 5, narrow, high, f"Z{rank}", fill=colour,
+                              means=("Z", rank))
+        diagram.arrow(b.edge("right"), summand.edge("left"), colour=GREY)
+        diagram.arrow(summand.edge("right"), g.edge("left"))
+        if rank == 0:
+            diagram.arrow(f.edge("right"), a.edge("left"))
+    diagram.arrow((140 + wide, middle), (306, middle))
+    diagram.arrow((306 + wide, middle), (444, middle))
+    diagram.text(279, middle - 16, "φ", TITLE, bold=True)
+    diagram.text(279, middle + 24, "each\nnumber\nby itself", SMALL, colour=GREY)
+    top, sizes = diagram.head + 12, {35: "rows × h", 140 + wide / 2: "h × 4h", 306 + wide / 2: "rows × 4h",
+                                     444 + narrow / 2: "4h × h", 534 + narrow / 2: "rows × h", z.centre[0]: "rows × h"}
+    for place, size in sizes.items():
+        diagram.text(place, top, size, SMALL, colour=GREY)
+    bottom = middle + max(wide, ranks * 50) / 2 + 28
+    diagram.text(MARGIN, bottom, "f forward: nothing\nbackward: all-reduce", SMALL, "start", colour=SENT)
+    diagram.text(306 + wide / 2, bottom, "a colour is a rank: the columns of Yᵣ meet\nthe rows of Bᵣ, and nothing "
+                 "is sent between", SMALL, colour=GREY)
+    diagram.text(WIDTH - MARGIN, bottom, "g forward: all-reduce\nbackward: nothing", SMALL, "end", colour=SENT)
     return diagram
 
 
