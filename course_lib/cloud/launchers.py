@@ -70,7 +70,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
     {patience}--rdzv_backend c10d --rdzv_endpoint "$head:{PORT}" --rdzv_id "$SLURM_JOB_ID" \\
     {TRAIN} {options(job)} {RESUME}
 code=$?
-# torchrun ends with 1 whatever its ranks end with; this is the trainer's word for "asked to stop, and saved".
+# torchrun ends with 1 whatever its ranks end with; the trainer leaves this file where it was asked to stop and saved.
 if [ $code -ne 0 ] && [ -e {note} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """

@@ -82,7 +82,7 @@ class Account:
                 raise CloudError(f"SageMaker takes no environment variable {name} of {len(value)} characters",
                                  "use letters, digits and _ in its name, and up to 512 characters")
             if is_secret(name):
-                raise CloudError(f"environment variable {name} would be readable to whoever may describe the job",
+                raise CloudError(f"environment variable {name} would be readable to anyone who may describe the job",
                                  "keep keys in AWS Secrets Manager, and let the role read them")
 
 

@@ -20,7 +20,7 @@ def recovery(undisturbed: Mapping[int, float], broken: Broken, resumed: Resumed)
         resumed: the whole record after the second; only steps after the checkpoint are drawn.
     """
     start = broken.step - broken.lost
-    title = (f"Killed at step {broken.step}, gone on from step {start}: {resumed.differing:,} of {resumed.bytes:,} "
+    title = (f"Killed at step {broken.step}, resumed from step {start}: {resumed.differing:,} of {resumed.bytes:,} "
              "bytes differ at the end" if not resumed.problem else f"Killed at step {broken.step}, and not resumed")
     with canvas(title) as (figure, axes):
         axes.plot(list(undisturbed), list(undisturbed.values()), color=COLOURS["idle"], linewidth=9,

@@ -23,7 +23,7 @@ def life(description: Mapping[str, Any], lines: Sequence[str], elsewhere: Mappin
         elsewhere: loss by step of the same run, uninterrupted, on this machine.
     """
     attempts = losses_by_attempt(lines)
-    title = (f"Interrupted after step {max(attempts[0])}, gone on from step {min(attempts[1])}"
+    title = (f"Interrupted after step {max(attempts[0])}, resumed at step {min(attempts[1])}"
              if len(attempts) > 1 else f"{len(attempts[0])} steps without an interruption")
     with canvas(title, height=4.2, nrows=2, height_ratios=(1, 2)) as (figure, (top, bottom)):
         _phases(top, description)
@@ -60,7 +60,7 @@ def _phases(axes: Any, description: Mapping[str, Any]) -> None:
     interruption = [(start - starts[0]).total_seconds() for phase, start in zip(phases, starts, strict=True)
                     if phase["Status"] == "Interrupted"]
     axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)
-    axes.set(yticks=[], xlabel="seconds since the job was taken")
+    axes.set(yticks=[], xlabel="seconds since the job started")
     axes.grid(False)
     seen = {phase["Status"] for phase in phases}
     known = {name: colour for name, colour in PHASES.items() if name in seen}

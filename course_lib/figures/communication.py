@@ -58,7 +58,8 @@ def loss_over_seconds(curves: Mapping[str, Mapping[str, Sequence[tuple[float, fl
         panels[0].set_ylabel("validation loss, nats per byte")
         last = {way: points[-1][1] for way, points in next(iter(curves.values())).items()}
         for way, place in apart(last, 0.075, panels[-1].get_ylim()).items():
-            panels[-1].annotate(way, (1.03, place), xycoords="axes fraction", va="center", color=colours[first[way]],
+            name = way if first[way] == way else f"{way} (dashed)"
+            panels[-1].annotate(name, (1.03, place), xycoords="axes fraction", va="center", color=colours[first[way]],
                                 fontweight="bold", fontsize=9, annotation_clip=False)
     return figure
 

@@ -90,10 +90,10 @@ def over_link(ways: Mapping[str, OverLink]) -> Figure:
     Args:
         ways: by name.
     """
-    best, worst = (choose(ways, key=lambda name: ways[name].seconds) for choose in (min, max))
+    best, *others = sorted(ways, key=lambda name: ways[name].seconds)
     tries = len(ways[best].steps)
-    title = (f"Over a slow link, {best}: {ways[worst].seconds / ways[best].seconds:.2f} times as fast as {worst}\n"
-             f"(medians of {tries} tries)")
+    slower = " and ".join(f"{name} takes {ways[name].seconds / ways[best].seconds:.2f} times" for name in others)
+    title = f"Over a slow link {slower} as long\nas {best} (medians of {tries} tries)"
     with canvas(title, height=2.9) as (figure, axes):
         for row, way in enumerate(ways.values()):
             axes.barh(row, 1e3 * way.backward, height=0.36, color=COLOURS["backward"])
@@ -126,8 +126,9 @@ def seconds_against_bytes(seconds: Mapping[int, Sequence[float]], small: int, la
         rate: of the link, in bytes/s.
     """
     medians = {size: 1e3 * statistics.median(tries) for size, tries in seconds.items()}
-    title = (f"{large // small:,} times the bytes, {large // 2**10:,} KiB for {small // 2**10}, take "
-             f"{medians[large] / medians[small]:.0f} times as long")
+    longer = medians[large] / medians[small]
+    title = (f"{large / 2**20:g} MiB take {longer:.0f} times as long as {small / 2**10:g} KiB, "
+             f"{large // small:,} times the bytes")
     with canvas(title, width=6.6, height=3.0) as (figure, axes):
         for size, tries in seconds.items():
             axes.plot([size] * len(tries), [1e3 * one for one in tries], "o", markersize=2.5, alpha=0.3,
@@ -152,7 +153,7 @@ def _one_backward(axes: Axes, way: Sending) -> None:
     axes.text(way.end, 0, f" waits {way.end - way.backward:.0f} ms", va="center", color=COLOURS["neutral"], fontsize=9)
     for row, (begin, end) in enumerate(way.sent):
         axes.barh(1.5 + 0.6 * row, end - begin, left=begin, height=0.5, color=COLOURS["communication"])
-        axes.text(end, 1.5 + 0.6 * row, f" {row + 1}", va="center", color=COLOURS["neutral"], fontsize=7)
+        axes.text(end, 1.5 + 0.6 * row, f" {row}", va="center", color=COLOURS["neutral"], fontsize=7)
     axes.axvline(way.backward, color="black", linewidth=0.9, linestyle=":")
     # To the left of the last bar, where the others have not begun either.
     axes.text(0.005 * way.end, 1.5 + 0.6 * (len(way.sent) - 1), "all-reduces, by bucket", va="center",

@@ -19,7 +19,7 @@ def worked(copies: Mapping[str, Sequence[int]]) -> Figure:
     """
     idle = {name: 1 - sum(of) / (len(of) * max(of)) for name, of in copies.items()}
     worst = max(idle, key=lambda name: idle[name])
-    with canvas(f"In the {worst} {idle[worst]:.0%} of the ranks' time with experts is waiting", height=2.9,
+    with canvas(f"In the {worst} the ranks wait for {idle[worst]:.0%} of the layer, counted in copies", height=2.9,
                 ncols=len(copies), sharex=True) as (figure, axes):
         for side, (name, of) in zip(axes, copies.items(), strict=True):
             for rank, number in enumerate(of):
@@ -50,7 +50,7 @@ def imbalance(curves: Mapping[str, Sequence[float]]) -> Figure:
             axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6)
             end_label(axes, len(curve), at, name, colour)
         axes.axhline(1, color=COLOURS["neutral"], linewidth=1, linestyle="--")
-        axes.set(xlabel="step", ylabel="busiest expert, by the mean\n(broken line: even)")
+        axes.set(xlabel="step", ylabel="busiest expert, over a fair share\n(dashed line: even)")
         axes.set_ylim(bottom=0)
     return figure
 

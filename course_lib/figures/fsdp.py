@@ -101,9 +101,9 @@ def overlap(measured: Sequence[Overlap]) -> Figure:
                           textcoords="offset points", color=colour, va="center", fontweight="bold")
         axes.set_xscale("log", base=2)
         axes.set_xticks(rows, [f"{one.rows}\n{one.forward / one.gather:.2g}" for one in measured])
-        axes.set(xlim=(0.8 * rows[0], 3.2 * rows[-1]), ylim=(0, None), ylabel="s of a step",
-                 xlabel="rows per rank; below, a block's forward over its gather\n(dots: every try; broken: measured "
-                        "without the link, and waits on paper)")
+        axes.set(xlim=(0.8 * rows[0], 3.2 * rows[-1]), ylim=(0, None), ylabel="seconds per step",
+                 xlabel="rows per rank; below, a block's forward over its gather\n(dots: every try; dashed: the step "
+                        "without the link plus the waits on paper)")
     return figure
 
 

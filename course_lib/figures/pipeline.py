@@ -149,7 +149,7 @@ def _key(panels: Sequence[_Panel]) -> list[Patch]:
         handles.append(Patch(facecolor="white", edgecolor="black", linewidth=0.6, label="pale: predicted"))
     handles.append(Patch(facecolor=COLOURS["idle"], label="idle"))
     if any(panel.schedule.stages > panel.schedule.ranks for panel in panels):
-        handles.append(Patch(facecolor="black", label="foot: the rank's next stage"))
+        handles.append(Patch(facecolor="black", label="foot: the rank's second stage"))
     return handles
 
 
@@ -252,7 +252,7 @@ def step_times(candidates: Sequence[ScheduleCandidate]) -> Figure:
     title = f"The step is shortest with {counts[best]} micro-batches; the bubble goes on shrinking"
     with canvas(title, height=3.0) as (figure, axes):
         lost = [step * share for step, share in zip(steps, idle, strict=True)]
-        for values, name, colour in ((steps, "step", SERIES[0]), (lost, "of it idle", COLOURS["neutral"])):
+        for values, name, colour in ((steps, "step", SERIES[0]), (lost, "idle part of it", COLOURS["neutral"])):
             axes.plot(counts, values, "o--", color=colour, markerfacecolor="white")
             end_label(axes, counts[-1], values[-1], name, colour)
         axes.annotate("shortest", (counts[best], steps[best]), xytext=(0, -16), textcoords="offset points", ha="center",

@@ -44,7 +44,7 @@ def number(value: Any) -> str:
 def with_unit(value: Any, unit: str) -> str:
     """A number and its unit, which is given in the plural: 2 ranks, 1 rank, 3 bytes per rank."""
     shown, (first, *rest) = number(value), unit.split(" ")
-    if shown == "1" and re.fullmatch(r"[a-z-]{3,}[^s]s", first):
+    if shown == "1" and first != "times" and re.fullmatch(r"[a-z-]{3,}[^s]s", first):
         unit = " ".join([first[:-1], *rest])
     return f"{shown} {unit}".rstrip()
 
@@ -91,5 +91,5 @@ def is_close(answer: Any, value: Any, choices: Sequence[Any] = ()) -> bool:
     if isinstance(value, (str, bool)) or isinstance(answer, (str, bool)):
         return answer == value
     if choices:
-        return abs(answer - value) <= min(abs(choice - value) for choice in choices)
+        return abs(answer - value) <= min(abs(choice - value) for choice in choices if not isinstance(choice, str))
     return abs(answer - value) <= max(0.1 * abs(value), 1e-6) * (1 + 1e-9)  # 1.1 is 10 % from 1, and rounds above it

@@ -70,12 +70,8 @@ class Hybrid:
         mine, theirs = (rows.chunk(self.grid.dp)[self.place.dp] for rows in (tokens, targets))
         done = self.executor.step(input_ids=mine, targets=theirs)
         sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
-        self.join_copies()
-        return done.losses
-
-    def join_copies(self) -> None:
-        """Average the copies' gradients, each parameter's over its dp group."""
         average_gradients(self.parameters.values(), self.groups.dp)
+        return done.losses
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole model's tensors, on every rank's CPU, from those of its parameters by name; a collective call."""
@@ -151,8 +147,6 @@ class Step:
         loss: of the global batch.
         norm: of the whole gradient.
         apart: the largest distance of a gradient from one process's, as a share of the largest gradient.
-        sent: bytes that this rank sent along each axis, under the ring model.
-        held: bytes of this rank's parameters.
         whole_loss: of one process.
         whole_norm: of one process.
     """
@@ -160,8 +154,6 @@ class Step:
     loss: float
     norm: float
     apart: float
-    sent: dict[str, int]
-    held: int
     whole_loss: float
     whole_norm: float
 
@@ -184,24 +176,13 @@ class Work:
     tied: bool = False
     split_vocabulary: bool = False
 
-    def hidden_bytes(self, grid: RankGrid) -> int:
-        """Of one micro-batch's hidden state in float32, on each rank."""
-        return 4 * self.rows // grid.dp // self.microbatches * self.tokens * self.width
 
-    def first_rank_bytes(self, grid: RankGrid) -> float:
-        """Of the parameters of a rank that has whole embeddings, in float32: matrices are split, norms are not."""
-        block = (12 * self.width**2 + 7 * self.width) / grid.tp + 6 * self.width
-        return 4 * (self.layers / grid.pp * block + (VOCABULARY + self.tokens) * self.width)
-
-
-def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.device | str = "cpu",
-            kind: type[Hybrid] = Hybrid) -> Step:
+def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.device | str = "cpu") -> Step:
     """One forward and backward of a global batch; embedding and head on the first and the last stage.
 
     Args:
         schedule: of each pipeline, by its name.
         device: of this rank's share; one process's gradients, to compare with, are always computed on the CPU.
-        kind: the engine, or one that is broken on purpose.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -215,14 +196,12 @@ def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.de
     whole_loss.backward()
     wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     table = make(schedule, grid.pp, work.microbatches)
-    hybrid = kind(build().to(device), grid, table, next_token_loss, work.split_vocabulary)
-    with Meter() as meter:
-        losses = hybrid.step(tokens.to(device), targets.to(device))
+    hybrid = Hybrid(build().to(device), grid, table, next_token_loss, work.split_vocabulary)
+    losses = hybrid.step(tokens.to(device), targets.to(device))
     loss = torch.stack(losses).mean() / grid.dp if losses else torch.zeros((), device=device)
     for group in (hybrid.groups.dp, hybrid.groups.pp):
         dist.all_reduce(loss, group=group)
     gradients = hybrid.gradients()
     apart = max((gradients[name] - gradient).abs().max().item() for name, gradient in wanted.items())
     return Step(loss.item(), hybrid.gradient_norm().item(), apart / max(g.abs().max().item() for g in wanted.values()),
-                sent_by_axis(grid, meter), sum(p.nbytes for p in hybrid.parameters.values()), whole_loss.item(),
-                nn.utils.get_total_norm(wanted.values()).item())
+                whole_loss.item(), nn.utils.get_total_norm(wanted.values()).item())

@@ -217,7 +217,7 @@ def test_cost_is_bounded_by_price_machines_and_hours():
     (lambda: accelerators("H100"), "`H100` is no SageMaker instance"),
     (lambda: Account("admin"), "role `admin` is no ARN of a role"),
     (lambda: Account(ROLE, environment={"WANDB_API_KEY": "x"}),
-     "environment variable WANDB_API_KEY would be readable to whoever may describe the job"),
+     "environment variable WANDB_API_KEY would be readable to anyone who may describe the job"),
     (lambda: sagemaker.hyperparameters(job(config=build({"run_name": "it's"}))), "run_name it's cannot travel"),
     (lambda: sagemaker.request(job(config=build({"resume_from_checkpoint": "latest"})), Account(ROLE)),
      "resume_from_checkpoint latest is on this machine"),

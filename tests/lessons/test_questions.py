@@ -153,7 +153,8 @@ def test_what_is_no_number(text):
 @pytest.mark.parametrize(("answer", "value", "choices", "close"), [
     (1.1, 1.0, (), True), (1.11, 1.0, (), False), (-1.0, 1.0, (), False), (0.0, 1e-8, (), True), (0.0, 0.01, (), False),
     (2.0, 2.6, (1.0, 2.0, 4.0), True), (4.0, 2.6, (1.0, 2.0, 4.0), False), (True, True, (True, False), True),
-    (True, False, (True, False), False), ("rank 1", "rank 1", ("rank 0", "rank 1"), True)])
+    (True, False, (True, False), False), ("rank 1", "rank 1", ("rank 0", "rank 1"), True),
+    (2.0, 2.2, (1.0, 2.0, "none of them"), True), ("none of them", 2.0, (1.0, 2.0, "none of them"), False)])
 def test_what_is_close(answer, value, choices, close):
     assert boxes.is_close(answer, value, choices) is close
 

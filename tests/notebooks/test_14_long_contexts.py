@@ -40,7 +40,7 @@ def test_bytes_are_the_formulas_and_ulysses_is_the_dear_one_where_heads_share_ke
     assert lesson["ulysses_over_ring_one_key_head"] == 3.5
     assert lesson["blocks_in_flight"] == [2, 2, 2]
     for n, saved in lesson["blocks_saved"].items():
-        assert says(lesson, "on 4 ranks it saves 2.1 blocks, the all-gather 5.1. Ulysses sends 0.50 times")
+        assert says(lesson, "on 4 ranks it keeps 2.1 blocks, the all-gather 5.1. Ulysses sends 0.50 times")
         assert [round(saved[way], 1) for way in ("ring", "allgather", "ulysses")] == [2.1, int(n) + 1.1, 2.1]
 
 

@@ -24,6 +24,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from course_lib.lessons import notebook
+from course_lib.lessons.notebook import QUESTION
 from tests import waiting
 from tests.notebooks.test_lab import LINK, ROOT, TOKEN, commands_of_make
 
@@ -170,6 +171,48 @@ def test_a_lesson_opens_with_its_drawings_and_every_link_opens_its_file(lesson, 
     assert wrong == []
 
 
+def answer(browser, cell):
+    """Answer each question of a cell by the mouse, whatever its field is; returns how many there are."""
+    buttons = [each for each in cell.find_elements(By.TAG_NAME, "button") if each.text == "Keep my answer"]
+    for number, button in enumerate(buttons, start=1):
+        line = button.find_element(By.XPATH, "..")
+        if radios := line.find_elements(By.CSS_SELECTOR, "input[type='radio']"):
+            radios[0].click()
+        elif lists := line.find_elements(By.TAG_NAME, "select"):
+            lists[0].find_elements(By.TAG_NAME, "option")[-1].click()
+        else:
+            line.find_element(By.CSS_SELECTOR, "input[placeholder='a number']").send_keys("1", Keys.TAB)
+        button.click()
+        until(lambda number=number: sum(each.text.startswith("kept: ") for each in cell.find_elements(
+            By.CSS_SELECTOR, "[role='status']")) == number, "the answer is kept")
+    return len(buttons)
+
+
+def has_run(browser):
+    return kernel_is(browser, "Idle") and not any(
+        "[*]" in each.text for each in select(browser, f"{ACTIVE}.jp-InputPrompt"))
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_every_question_of_a_lesson_is_answered_before_its_result_is_shown(lesson, lab, browser):
+    cells = opened(browser, lab, lesson)
+    keys = ActionChains(browser)
+    browser.find_element(By.CSS_SELECTOR, f"{ACTIVE}.jp-Notebook").send_keys(Keys.ESCAPE)
+    for number, cell in enumerate(cells):
+        run_cells(browser, keys, 1)
+        if asked := sum(QUESTION in output.get("data", {}) for output in cell.get("outputs", ())):
+            until(lambda: has_run(browser), "the cells so far have run")
+            on_page = select(browser, f"{ACTIVE}.jp-Notebook .jp-Cell")[number]
+            assert answer(browser, on_page) == asked
+            keys.send_keys(Keys.ESCAPE, Keys.ARROW_DOWN).perform()
+            until(lambda number=number: browser.execute_script(POSITION) == number + 1, "the next cell is active")
+    until(lambda: has_run(browser), "all cells have run")
+    assert [each.text for each in select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type="
+                                                  "'application/vnd.jupyter.error']")] == []
+    answered = sum(QUESTION in output.get("data", {}) for cell in cells for output in cell.get("outputs", ()))
+    assert sum("you:" in each.text for each in select(browser, f"{ACTIVE}.jp-RenderedHTMLCommon")) >= answered
+
+
 def test_a_learner_goes_through_a_lesson_by_keyboard_and_predicts(lab, browser):
     cells = opened(browser, lab, BY_KEYBOARD)
     asks = next(number for number, cell in enumerate(cells) if "ask=" in cell.source and "choices" not in cell.source)
@@ -177,7 +220,7 @@ def test_a_learner_goes_through_a_lesson_by_keyboard_and_predicts(lab, browser):
     browser.find_element(By.CSS_SELECTOR, f"{ACTIVE}.jp-Notebook").send_keys(Keys.ESCAPE)
     run_cells(browser, keys, asks + 1)
     field = until(lambda: select(browser, f"{ACTIVE}.jp-Cell .jupyter-widgets input[placeholder='a number']"),
-                  "the question has its field", 120)[0]
+                  "the question has its field")[0]
     until(lambda: kernel_is(browser, "Idle"), "the cell has ended")
     for _ in range(10):  # Shift and Enter have gone on to the next cell: back to the output above it
         keys.key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
@@ -191,8 +234,7 @@ def test_a_learner_goes_through_a_lesson_by_keyboard_and_predicts(lab, browser):
     keys.send_keys(Keys.ESCAPE).perform()
     run_cells(browser, keys, len(cells) - asks - 1)
     until(lambda: kernel_is(browser, "Busy"), "cells run")
-    until(lambda: kernel_is(browser, "Idle") and not any(
-        "[*]" in each.text for each in select(browser, f"{ACTIVE}.jp-InputPrompt")), "all cells have run", 600)
+    until(lambda: has_run(browser), "all cells have run")
     mime = f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
     assert [each.text for each in select(browser, mime)] == []
     assert any("you: 0.25" in each.text for each in select(browser, f"{ACTIVE}.jp-RenderedHTMLCommon"))

@@ -91,7 +91,7 @@ def who_needs_what() -> Diagram:
     Source: Qi et al., *Zero Bubble Pipeline Parallelism* (arXiv 2401.10241), section 2.
     """
     diagram = Diagram(
-        "The stage before waits for I alone; nobody waits for W, so that it can fill a bubble",
+        "The stage before waits for I alone; no rank waits for W, so it can fill a bubble",
         "Three boxes for one stage: F, the forward, I, the gradient of the input, and W, the gradient of the weights. "
         "F gives activations to the next stage, I takes the gradient from the next stage and gives one to the stage "
         "before. W takes what F and I leave, and gives its result only to the optimizer.")

@@ -139,7 +139,8 @@ def learned(project: Project, evidence: Evidence) -> Criterion:
 
 
 def _worst(run: Tracked, here: Here) -> str:
-    return f"test loss {run.loss:.3f} nats, {run.loss_high:.3f} at most, {here.constant:.3f} for a constant"
+    return (f"test loss {run.loss:.3f} nats, {run.loss_high:.3f} at the upper end of its interval, "
+            f"{here.constant:.3f} for a constant")
 
 
 def survived(project: Project, evidence: Evidence) -> Criterion:
