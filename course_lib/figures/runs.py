@@ -109,7 +109,7 @@ def compare_seeds(losses: pd.DataFrame, constant: float, name: str) -> Figure:
             axes.plot([place - 0.18, place + 0.18], [means[setting]] * 2, color=colour)
             axes.annotate(f"mean {means[setting]:.3f}", (place + 0.18, means[setting]), xytext=(5, 0),
                           textcoords="offset points", va="center")
-        end_label(axes, len(means) - 0.5, constant, "a constant", COLOURS["wrong"])
+        end_label(axes, len(means) - 0.4, constant, "a constant", COLOURS["wrong"])
         axes.set_xticks(range(len(means)), [f"{name} {setting:g}" for setting in losses])
         axes.set(xlim=(-0.5, len(means) - 0.4), ylabel="test loss (nats)")
     return figure

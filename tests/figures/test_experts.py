@@ -7,7 +7,7 @@ def test_grey_is_what_each_rank_lacks_to_the_busiest_one():
     figure = experts.worked({"first step": [30, 10], "last step": [22, 18]})
     bars = [(bar.get_x(), bar.get_width()) for axes in figure.axes for bar in axes.patches]
     assert bars == [(0, 30), (30, 0), (0, 10), (10, 20), (0, 22), (22, 0), (0, 18), (18, 4)]
-    assert figure.get_suptitle() == "In the first step 33% of the ranks' time with experts is waiting"
+    assert figure.get_suptitle() == "In the first step the ranks wait for 33% of the layer, counted in copies"
 
 
 def test_names_of_curves_that_end_at_the_same_height_do_not_lie_on_each_other():

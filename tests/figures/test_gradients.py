@@ -5,7 +5,7 @@ from course_lib.figures import gradients
 
 def test_the_title_says_how_far_losses_and_norms_are_apart():
     figure = gradients.curves({"mean": [2.0, 1.0], "sum": [2.0, 1.001]}, {"mean": [1.0, 2.0], "sum": [3.0, 6.0]})
-    assert figure.get_suptitle() == "The losses are 1e-03 nats apart, the gradients 3.00 times"
+    assert figure.get_suptitle() == "The losses are 1e-03 nats apart, the gradients differ by a factor of 3.00"
     losses, norms = figure.axes
     assert [list(line.get_ydata()) for line in norms.lines] == [[1, 2], [3, 6]] and len(losses.lines) == 2
     assert {text.get_text() for text in norms.texts} == {"mean", "sum"}

@@ -38,7 +38,7 @@ def test_a_gantt_has_a_block_for_each_action_at_its_time():
     feet = [patch for patch in figure.axes[1].patches if to_hex(patch.get_facecolor()) == "#000000"]
     assert len(feet) == 4 * 8 * 3  # one for each F, I and W of the four ranks' second stages
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "forward", "backward, whole or of the input", "backward-weight", "idle", "foot: the rank's next stage"]
+        "forward", "backward, whole or of the input", "backward-weight", "idle", "foot: the rank's second stage"]
     drawn = {to_hex(block.get_facecolor()) for axes in figure.axes for block in blocks(axes)}
     key = {to_hex(patch.get_facecolor()) for patch in figure.legends[0].get_patches()}
     assert drawn <= key <= drawn | {COLOURS["idle"].lower(), "#000000"}, "the key has the colours of the drawing"

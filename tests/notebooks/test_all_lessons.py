@@ -29,7 +29,7 @@ SUBJECTS = {
     "06_fsdp": ("class Unit:", "class TinyFSDP:", "def at_work(dtype, steps, folder):"),
     "07_pipeline_schedules": ("class TinyStage:", "class TinyOneFOneB(TinyStage):", "class TinyZBH1(TinyOneFOneB):"),
     "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",
-                             "def hybrid_step(stage, x, here, groups):"),
+                             "def hybrid_step(stage, x, here, groups):", "def on_three_axes(plan, **how):"),
     "09_plan_and_simulate": ("def seconds_of_a_step(m, plan, cluster):",),
     "10_faults_and_hangs": ("class Recorder:",),
     "11_wandb": ("def tracked_run(rate, seed, group=None, save=False):",),

@@ -1,4 +1,4 @@
-"""Lessons in JupyterLab, in a real browser: drawings show, links open, a learner predicts, all by keyboard.
+"""Lessons in JupyterLab, in a real browser: drawings show, links open, every question is answered, one by keyboard.
 
 `make browser` runs this file and fails where Chromium and its driver are missing. Debian and Ubuntu have both as
 packages: chromium and chromium-driver.
