@@ -44,7 +44,7 @@ def number(value: Any) -> str:
 def with_unit(value: Any, unit: str) -> str:
     """A number and its unit, which is given in the plural: 2 ranks, 1 rank, 3 bytes per rank."""
     shown, (first, *rest) = number(value), unit.split(" ")
-    if shown == "1" and first != "times" and re.fullmatch(r"[a-z-]{3,}[^s]s", first):
+    if shown == "1" and first != "times" and re.fullmatch(r"[a-z-]{2,}[^s]s", first):
         unit = " ".join([first[:-1], *rest])
     return f"{shown} {unit}".rstrip()
 
