@@ -51,7 +51,7 @@ def test_ranks_meet_in_a_store_and_wait_for_a_key(lesson):
 def test_torchrun_names_the_rank_that_left_an_error_file(lesson):
     assert lesson["root_cause"] == 1 and lesson["error_files"] == [1] and lesson["code_of_torchrun"] == 1
     assert lesson["error_file_says"] == "ValueError: no batch for step 3"
-    assert says(lesson, "torchrun named rank 1, which did it")
+    assert says(lesson, "torchrun named rank 1, the culprit")
 
 
 def test_what_is_gloos_alone_is_said_to_be():
