@@ -222,7 +222,7 @@ def test_a_learner_goes_through_a_lesson_by_keyboard_and_predicts(lab, browser):
     field = until(lambda: select(browser, f"{ACTIVE}.jp-Cell .jupyter-widgets input[placeholder='a number']"),
                   "the question has its field")[0]
     until(lambda: kernel_is(browser, "Idle"), "the cell has ended")
-    for _ in range(10):  # Shift and Enter have gone on to the next cell: back to the output above it
+    for _ in range(40):  # Shift and Enter have gone on to the next cell: back to the output above it
         keys.key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
         if browser.switch_to.active_element == field:
             break
