@@ -116,7 +116,7 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
     totals = [sum(parts.values()) for parts in rows.values()]
     best, *_, worst, with_half = totals
     finding = "slower" if worst > with_half else "quicker"
-    with canvas(f"The worst order takes {worst / best:.1f} times the best, and is {finding} than "
+    with canvas(f"The worst order takes {worst / best:.1f} times as long as the best, and is {finding} than "
                 "half the GPUs", height=3.9) as (figure, axes):
         for row, parts in enumerate(rows.values()):
             left = 0.0
