@@ -3,8 +3,11 @@
 import contextlib
 import os
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 
 from course_lib.config import Config
@@ -52,6 +55,26 @@ def pick_precision(name: str, device: torch.device) -> str:
     if name == "fp16" and device.type != "cuda":
         raise ConfigError(f"mixed_precision fp16 needs a GPU, and the device is {device.type}", "use bf16 or no")
     return name
+
+
+def make_accelerator(precision: str, **options: Any) -> Accelerator:
+    """Accelerate, which holds one precision for a process: that of the training before it is let go.
+
+    Args:
+        precision: ``no``, ``fp16`` or ``bf16``.
+        options: of :class:`accelerate.Accelerator`.
+    Raises:
+        ConfigError: the process has an ``Accelerator`` of another precision that this course did not make.
+    """
+    held = AcceleratorState._shared_state
+    if held.get("_mixed_precision", precision) != precision:
+        if not held.get("made_by_course"):
+            raise ConfigError(f"this process has an Accelerator with mixed_precision {held['_mixed_precision']}, and "
+                              f"this training has {precision}", "give both the same one, or train in another process")
+        AcceleratorState._reset_state()  # the process group stays
+    accelerator = Accelerator(mixed_precision=precision, **options)
+    AcceleratorState._shared_state["made_by_course"] = True
+    return accelerator
 
 
 def hint(config: Config, device: torch.device) -> str | None:

@@ -9,6 +9,8 @@ import datasets
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import CONFIG_MAPPING
 from transformers import Trainer as HuggingFaceTrainer
 
@@ -173,6 +175,18 @@ def test_every_switch_trains(trainer_of, options):
 
 def data_workers():
     return [each for each in psutil.Process().children() if each.name() == "pt_data_worker"]
+
+
+def test_trainings_of_one_process_have_each_its_own_precision(trainer_of, own_accelerator):
+    """As in a notebook, whose kernel stays."""
+    for precision in ("bf16", "no", "bf16"):
+        trainer = trainer_of(training_type="accelerated", mixed_precision=precision, device="cpu")
+        trainer.train()
+        assert trainer.engine.accelerator.mixed_precision == precision
+    AcceleratorState._reset_state()
+    Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="has an Accelerator with mixed_precision no, and this training has bf16"):
+        trainer_of(training_type="accelerated", mixed_precision="bf16", device="cpu")
 
 
 @pytest.mark.parametrize("training_type", ["basic", "accelerated"])

@@ -21,7 +21,7 @@ from course_lib.parallel.sharding import Shard
 from course_lib.parallel.topology import AxisGroups, Coordinates, RankGrid
 from course_lib.training.engines import process_group
 from course_lib.training.loss import loss_of_rows
-from course_lib.training.precision import autocast, pick_device, pick_precision
+from course_lib.training.precision import autocast, make_accelerator, pick_device, pick_precision
 from course_lib.training.unused_parameters import may_leave_out
 from course_lib.training.votes import Votes
 
@@ -111,8 +111,8 @@ class Engine:
             options = {"cpu": device.type == "cpu"} | self.plugins(device, self.precision)
             options["kwargs_handlers"] = [process_group.process_group(device, self.config.guard.watchdog),
                                           *options.get("kwargs_handlers", ())]
-            self.accelerator = Accelerator(mixed_precision=self.precision, **options,
-                                           dataloader_config=DataLoaderConfiguration(non_blocking=True))
+            self.accelerator = make_accelerator(self.precision, **options,
+                                                dataloader_config=DataLoaderConfiguration(non_blocking=True))
         self.device, self.rank = self.accelerator.device, self.accelerator.process_index
         self.num_processes, self.is_main = self.accelerator.num_processes, self.accelerator.is_main_process
         here = launch_environment.discover()
