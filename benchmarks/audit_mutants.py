@@ -54,7 +54,7 @@ MUTANTS = [Mutant(*line) for line in LINES]
 @functools.cache
 def small_qwen(tied: bool) -> ModelOnEngine:
     """For the tensor ranks; written to a folder before there are any."""
-    return ModelOnEngine("qwen3", "ours", tie_word_embeddings=tied)
+    return ModelOnEngine("qwen3", "scratch", tie_word_embeddings=tied)
 
 
 def gradients_kept(layout: Layout) -> tuple:

@@ -1,17 +1,24 @@
 """What is wrong with a gradient: the kind, the factor, the axis; in one sentence for whoever maintains the engine."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from course_lib.audit.layouts import Layout
 
-Kind = Literal["equal", "missing", "factor", "sign", "not summed", "not averaged", "shard", "rank", "another's",
-               "unrelated"]
+Kind = Literal["equal", "missing", "factor", "sign", "not summed", "not averaged", "weighed alike", "batch left out",
+               "shard", "rank", "another's", "another rank's", "transposed", "not finite", "unrelated"]
+
+
+LAST = ("factor", "rank", "unrelated")
+"""Kinds that say little: a factor that is the size of no axis, and what nothing explains."""
+NAMED = 3
+"""Parameters that a sentence names; of the others it says how many."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,36 @@ class Finding:
     axes: tuple[str, ...] = ()
     sentence: str = ""
     apart: float = 0.0
+
+    @property
+    def weight(self) -> int:
+        """The less, the more the finding explains."""
+        if self.kind in ("rank", "unrelated"):
+            return LAST.index(self.kind)
+        return -1 if self.axes or self.kind != "factor" else 0
+
+    @property
+    def cause(self) -> tuple:
+        """Alike for findings that one sentence tells."""
+        return (self.kind,) if self.kind == "unrelated" else (self.kind, self.axes, self.sentence.partition(": ")[2])
+
+
+def sentence_of(findings: Sequence[Finding], follows: bool) -> str:
+    """One sentence on all parameters that have one cause.
+
+    Args:
+        findings: with the same :attr:`Finding.cause`.
+        follows: another cause is told before it.
+    """
+    names = ", ".join(f"`{finding.name}`" for finding in findings[:NAMED])
+    more = f" and {len(findings) - NAMED} more" if len(findings) > NAMED else ""
+    why = findings[0].sentence.partition(": ")[2]
+    if findings[0].kind == "unrelated" and len(findings) > 1:
+        least, most = (pick(finding.apart for finding in findings) for pick in (min, max))
+        why = f"{least:.2g} to {most:.2g} of the norm away from the reference, and no factor, sum or shard explains it"
+    if findings[0].kind == "unrelated" and follows:
+        why += "; what a wrong gradient flows into is wrong too"
+    return f"{names}{more}: {why}"
 
 
 def explain(name: str, tensors: Mapping[int, Tensor], wanted: Tensor, gradients: Mapping[str, Tensor | None],
@@ -60,20 +97,22 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
     factors = {rank: float((tensor * right).sum() / right.square().sum()) for rank, tensor in tensors.items()}
     one = next(iter(factors.values()))
     if all(alike(tensor, one * right) for tensor in tensors.values()) and abs(one) > close:
-        axes = _axes_of_size(one, layout, max(close, 1e-3))
         kind: Kind = "sign" if abs(one + 1) <= close else "factor"
+        axes: tuple[str, ...] = ()
+        told, near = one, max(close, 1e-3)
         if kind == "sign":
-            why = "the sign is wrong"
-        elif axes and one < 1:
-            why = f"the size of {_join(axes)}: divided by it once too often, or a sum over it that is missing"
-        elif axes:
-            why = f"the size of {_join(axes)}: summed over it once too often, or not divided by it"
-        elif roots := _axes_of_size(one * one, layout, max(close, 1e-3)):  # what is clipped by a norm
-            axes = roots
-            why = f"the root of the size of {_join(axes)}: a norm whose squares are summed over it once too often"
+            told, why = -1.0, "the sign is wrong"
+        elif size := _size_of(one, layout, near):
+            told, axes = size.factor, size.axes
+            why = f"the size of {size.words}: " + ("divided by it once too often, or a sum over it that is missing"
+                                                   if abs(one) < 1 else
+                                                   "summed over it once too often, or not divided by it")
+        elif size := _size_of(one * one, layout, near):  # what is clipped by a norm
+            axes = size.axes
+            why = f"the root of the size of {size.words}: a norm whose squares are summed over it once too often"
         else:
             why = "the size of no axis"
-        yield Finding(name, kind, one, axes, f"`{name}`: {one:.4g} times the reference, {why}", apart)
+        yield Finding(name, kind, one, axes, f"`{name}`: {told:.4g} times the reference, {why}", apart)
 
     for axes in _subsets(layout):  # what the ranks have adds up to the reference
         groups = [[rank for rank in group if rank in tensors] for group in layout.together(axes)]
@@ -83,8 +122,8 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
                             ("not averaged", [s / len(g) for s, g in zip(sums, groups, strict=True)])):
             if all(alike(part) for part in parts) and any(len(group) > 1 for group in groups):
                 verb = kind.removeprefix("not ")
-                yield Finding(name, kind, None, axes, f"`{name}`: each rank of {_join(axes)} has its own part; {verb} "
-                              f"over {_join(axes)} they are the reference: that reduction is missing", apart)
+                yield Finding(name, kind, None, axes, f"`{name}`: each rank of {_and(axes)} has its own part; {verb} "
+                              f"over {_and(axes)} they are the reference: that reduction is missing", apart)
 
     wrong = [rank for rank, tensor in tensors.items() if not alike(tensor)]
     if len(wrong) < len(tensors):
@@ -95,7 +134,10 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
         if other != name and gradient is not None and gradient.shape == right.shape and all(
                 alike(tensor, gradient.double()) for tensor in tensors.values()):
             yield Finding(name, "another's", None, (), f"`{name}`: has the gradient of `{other}`", apart)
+    if right.dim() == 2 and all(alike(tensor, right.T.reshape(right.shape)) for tensor in tensors.values()):
+        yield Finding(name, "transposed", None, (), f"`{name}`: is transposed", apart)
     yield from _shards(name, tensors, right, layout, close, apart)
+    yield from _exchanged(name, tensors, right, layout, close, apart)
     yield Finding(name, "unrelated", None, (), f"`{name}`: {apart:.2g} of its norm away from the reference, and no "
                   "factor, sum or shard explains it", apart)
 
@@ -103,7 +145,7 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
 def _shards(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
             ) -> Iterator[Finding]:
     """Where all ranks are right but for one chunk of a dimension."""
-    for axis, size in layout.used.items():
+    for axes, size in _cuts(layout):
         for dim in range(right.dim()):
             if right.shape[dim] % size:
                 continue
@@ -113,20 +155,52 @@ def _shards(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Lay
                 bad |= {place for place, (mine, other) in enumerate(parts)
                         if (mine - other).norm() > close * right.norm()}
             if 0 < len(bad) < size:
-                yield Finding(name, "shard", None, (axis,), f"`{name}`: right but for part {min(bad)} of {size} along "
-                              f"its dimension {dim}, as {axis} cuts it", apart)
+                yield Finding(name, "shard", None, axes, f"`{name}`: right but for part {min(bad)} of {size} along "
+                              f"its dimension {dim}, as {_and(axes)} cuts it", apart)
 
 
-def _axes_of_size(factor: float, layout: Layout, close: float) -> tuple[str, ...]:
-    """The fewest axes whose product, or its inverse, a factor is; those first that no other axes share."""
+def _exchanged(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
+               ) -> Iterator[Finding]:
+    """Where all ranks have the right chunks of a dimension, or of the flat gradient, in each other's places."""
+    for axes, size in _cuts(layout):
+        for dim, whole in [*((dim, right) for dim in range(right.dim())), (0, right.flatten())]:
+            if whole.shape[dim] % size:
+                continue
+            parts, orders = whole.chunk(size, dim), set()
+            for tensor in tensors.values():
+                held = tensor.reshape(whole.shape).chunk(size, dim)
+                orders.add(tuple(next((place for place, part in enumerate(parts)
+                                       if (mine - part).norm() <= close * part.norm()), -1) for mine in held))
+            (order, *others) = orders
+            if not others and sorted(order) == list(range(size)) and order != tuple(range(size)):
+                where = f"along its dimension {dim}" if whole.shape == right.shape else "of it, flattened,"
+                yield Finding(name, "another rank's", None, axes, f"`{name}`: the parts {where} stand in the order "
+                              f"{', '.join(map(str, order))}, as {_and(axes)} cuts it: ranks have each other's", apart)
+
+
+def _cuts(layout: Layout) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Axes, and into how many parts they cut a tensor together."""
     for axes in _subsets(layout):
-        size = 1.0
-        for axis in axes:
-            size *= layout.used[axis]
-        if min(abs(abs(factor) - size) / size, abs(abs(factor) * size - 1)) < close:
-            same = [axis for axis in layout.used if layout.used[axis] == size] if len(axes) == 1 else list(axes)
-            return tuple(same)
-    return ()
+        yield axes, math.prod(layout.used[axis] for axis in axes)
+
+
+class _Size(NamedTuple):
+    """A factor as the size of axes: it or its inverse, the axes, and their names in words."""
+
+    factor: float
+    axes: tuple[str, ...]
+    words: str
+
+
+def _size_of(factor: float, layout: Layout, close: float) -> _Size | None:
+    """The fewest axes whose product, or its inverse, a factor is; of axes of one size all are named."""
+    for axes, size in _cuts(layout):
+        for value in (size, 1 / size):
+            if abs(abs(factor) - value) < close * value:
+                same = tuple(axis for axis in layout.used if layout.used[axis] == size) if len(axes) == 1 else axes
+                words = " or ".join(same) if len(axes) == 1 else _and(axes) + " together"
+                return _Size(math.copysign(value, factor), same, words)
+    return None
 
 
 def _subsets(layout: Layout) -> Iterator[tuple[str, ...]]:
@@ -134,8 +208,8 @@ def _subsets(layout: Layout) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(layout.used, count)
 
 
-def _join(axes: Sequence[str]) -> str:
-    return " or ".join(axes) if len(axes) > 1 else axes[0]
+def _and(axes: Sequence[str]) -> str:
+    return " and ".join(axes)
 
 
 def ranks_are(ranks: Sequence[int], one: str, more: str) -> str:

@@ -1,13 +1,15 @@
 """Runs a model on one process and on every layout, and compares."""
 
-import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from course_lib.audit.attribution import attributed, distinct
 from course_lib.audit.layouts import Layout
-from course_lib.audit.subject import Make, Record, observe
+from course_lib.audit.subject import Make, Record, observe, observe_parts
 from course_lib.audit.verdict import Verdict, judge
 from course_lib.errors import CourseError
 from course_lib.launching.launch import RankError, RanksHung, launch
@@ -24,16 +26,20 @@ class Audited:
         reference: of one process.
         verdicts: of the layouts that ran.
         refused: why a layout did not, in the words of ``make``.
+        notes: what was changed for the comparison.
+        failed: what was raised in a layout; a finding too, where others ran.
     """
 
     reference: Record
     verdicts: list[Verdict]
     refused: dict[Layout, str]
+    notes: list[str] = field(default_factory=list)
+    failed: dict[Layout, str] = field(default_factory=dict)
 
     @property
     def clean(self) -> bool:
         """At least one layout ran, and in none anything differs."""
-        return bool(self.verdicts) and all(verdict.clean for verdict in self.verdicts)
+        return bool(self.verdicts) and not self.failed and all(verdict.clean for verdict in self.verdicts)
 
 
 def audit(make: Make, layouts: Iterable[Layout], *, timeout: float = 120.0) -> Audited:
@@ -45,34 +51,82 @@ def audit(make: Make, layouts: Iterable[Layout], *, timeout: float = 120.0) -> A
         layouts: to be compared with one process.
         timeout: seconds for each.
     Raises:
-        CourseError: ``make`` or a step raised, or did not end; two runs of one process differ, or the ranks do not
-            begin with the weights of one process: the verdict would be of that.
+        CourseError: two runs of one process differ, or its loss reaches no weight; or in every layout ``make`` or a
+            step raised or did not end, or the ranks do not begin with its weights: the verdict would be of that.
     """
-    run = functools.partial(_observe_all, make, timeout)
-    reference, again = (run(Layout())[0] for _ in range(2))
-    _check_deterministic(reference, again)
+    import torch._dynamo  # noqa: F401  (every optimizer does: 0.8 s of each rank that is forked from here)
+
+    reference, dropout, notes = _reference(make, timeout)
     verdicts, refused = [], {}
+    failed: dict[Layout, CourseError] = {}
     for layout in layouts:
         try:
-            found = run(layout)
+            found = _on_ranks(layout, timeout, observe, make, layout, STEPS, dropout=dropout)
+            _check_start(reference, found, layout)
         except NotImplementedError as error:
             refused[layout] = str(error)
             continue
-        _check_start(reference, found, layout)
-        verdicts.append(judge(reference, found, layout))
-    return Audited(reference, verdicts, refused)
+        except CourseError as error:
+            failed[layout] = error
+            continue
+        verdict = judge(reference, found, layout)
+        verdicts.append(_attributed(verdict, reference, found, make, timeout, dropout) if verdict.wrong else verdict)
+    if failed and not verdicts:
+        raise next(iter(failed.values()))
+    return Audited(reference, verdicts, refused, notes, {layout: str(error) for layout, error in failed.items()})
 
 
-def _observe_all(make: Make, timeout: float, layout: Layout) -> list[Record]:
-    """What each rank did.
+def _reference(make: Make, timeout: float) -> tuple[Record, bool, list[str]]:
+    """One process, whether its dropout draws, and what is to be said of it.
+
+    Raises:
+        CourseError: it cannot be compared with: two runs differ, or its loss reaches no weight.
+    """
+    def alone(seed: int, dropout: bool = True) -> Record:
+        return _on_ranks(Layout(), timeout, observe, make, Layout(), STEPS, seed, dropout)[0]
+
+    first = alone(0)
+    check_reaches(first)
+    if (name := _differing(first, alone(0))) is not None:
+        raise CourseError(f"two runs of one process differ in the gradient of `{name}`",
+                          "use deterministic operations, and read no clock")
+    if (name := _differing(first, alone(1))) is None:
+        return first, True, []
+    if first.dropouts:
+        quiet = alone(0, dropout=False)
+        if (name := _differing(quiet, alone(1, dropout=False))) is None:
+            check_reaches(quiet)
+            return quiet, False, [f"{first.dropouts} modules of dropout are switched off, on one process and on all "
+                                  "layouts: ranks draw other numbers than one process"]
+    raise CourseError(f"the step draws at random: with another seed one process has another gradient of `{name}`",
+                      "switch off what draws (dropout of functions and of attention, noise, samplers), or seed it in "
+                      "each step as on one process")
+
+
+def _attributed(verdict: Verdict, reference: Record, found: list[Record], make: Make, timeout: float, dropout: bool
+                ) -> Verdict:
+    """The verdict, with what the gradients of the ranks' own batches explain."""
+    batches, owner = distinct([record.batch for record in found])
+    if len(batches) < 2:
+        return verdict
+    try:
+        (parts,) = _on_ranks(Layout(), timeout, observe_parts, make, batches, dropout)
+    except (CourseError, NotImplementedError):
+        return verdict  # one process cannot take a rank's batch, so that nothing is known of its gradient
+    return dataclasses.replace(verdict, gradients=attributed(
+        verdict.gradients, reference, found, verdict.layout, parts, owner, verdict.within))
+
+
+def _on_ranks(layout: Layout, timeout: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """What each rank gives.
 
     Raises:
         NotImplementedError: ``make`` has no such layout.
         CourseError: anything else that was raised, or a rank that did not end.
     """
     try:
-        return launch(observe, make, layout, STEPS, num_processes=layout.ranks, device="cpu", timeout=timeout,
-                      stream=False)
+        return launch(function, *args, num_processes=layout.ranks, device="cpu", timeout=timeout, stream=False,
+                      **kwargs)
     except RankError as error:
         if isinstance(error.cause, NotImplementedError):
             raise error.cause from None
@@ -86,15 +140,32 @@ def _observe_all(make: Make, timeout: float, layout: Layout) -> list[Record]:
                           "call each collective on all its ranks, or give a longer timeout") from None
 
 
-def _check_deterministic(first: Record, second: Record) -> None:
-    if not first.gradients:
+def check_reaches(record: Record) -> None:
+    """Refuse a reference whose loss reaches no weight.
+
+    Raises:
+        CourseError: no gradient, zeros alone, or one that is not finite.
+    """
+    held = {name: gradient for name, gradient in record.gradients.items() if gradient is not None}
+    if not held:
         raise CourseError("no gradient was seen: `optimizer.step()` was not called, or no parameter has one",
                           "give the optimizer that steps, with parameters that the loss reaches")
+    for name, gradient in held.items():
+        if not gradient.isfinite().all():
+            raise CourseError(f"one process has a gradient of `{name}` that is not finite",
+                              "lower the learning rate or the scale of the loss, and mend what divides by zero")
+    if not record.norm:
+        raise CourseError(f"the loss reaches no weight: all {len(held)} gradients of one process are zero",
+                          "let the loss depend on the model's output, and detach nothing between them")
+
+
+def _differing(first: Record, second: Record) -> str | None:
+    """The first parameter whose gradient is not the same to the bit."""
     for name, gradient in first.gradients.items():
         other = second.gradients[name]
         if gradient is not None and (other is None or not torch.equal(gradient, other)):
-            raise CourseError(f"two runs of one process differ in the gradient of `{name}`",
-                              "seed what is drawn, switch dropout off, and use deterministic operations")
+            return name
+    return None
 
 
 def _check_start(reference: Record, found: list[Record], layout: Layout) -> None:

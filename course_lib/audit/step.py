@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from course_lib.audit.attribution import attributed, distinct
 from course_lib.audit.layouts import Layout
+from course_lib.audit.session import check_reaches
 from course_lib.audit.subject import Record, Subject, gradients_of, plain_name, weights_of
 from course_lib.audit.verdict import Verdict, judge
 from course_lib.errors import CourseError
@@ -28,8 +30,7 @@ class GradientDiffers(CourseError):
 
     def __init__(self, verdict: Verdict):
         self.verdict = verdict
-        wrong = [finding.sentence for finding in verdict.wrong] or [
-            f"the loss is {verdict.loss_apart:.2g} of its size away from one process"]
+        wrong = verdict.told or [f"the loss is {verdict.loss_apart:.2g} of its size away from one process"]
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         super().__init__(f"{verdict.layout}: {wrong[0]}{more}", "see `error.verdict`")
 
@@ -84,8 +85,8 @@ def step(model: nn.Module, reference: Reference | str | os.PathLike, *, batch: A
         strict: raise what is found; else it is in ``verdict`` alone.
     Raises:
         GradientDiffers: on every rank.
-        CourseError: the layout has another number of ranks than the job, no gradient was seen, or the file is of
-            other weights.
+        CourseError: the layout has another number of ranks than the job, no gradient was seen, the loss reaches no
+            weight, the file is of other weights, or what differs may be what was drawn at random in the block.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = layout or Layout(dp=ranks)
@@ -122,6 +123,7 @@ def record_step(model: nn.Module, file: str | os.PathLike, *, terms: int = 1) ->
     told = AuditedStep()
     with _recorded(Subject(model, None, None, None), told) as record:  # type: ignore[arg-type]
         yield told
+    check_reaches(record)
     record.terms = terms
     torch.save(asdict(record), file)
 
@@ -129,7 +131,7 @@ def record_step(model: nn.Module, file: str | os.PathLike, *, terms: int = 1) ->
 @contextlib.contextmanager
 def _recorded(subject: Subject, told: AuditedStep) -> Iterator[Record]:
     """Weights before the block, and the gradients that its first optimizer step sees."""
-    record = Record(weights_of(subject))
+    record, before = Record(weights_of(subject)), _generators()
 
     def read(*_: Any) -> None:
         if not record.gradients:
@@ -141,11 +143,17 @@ def _recorded(subject: Subject, told: AuditedStep) -> Iterator[Record]:
         read()
     finally:
         hook.remove()
+    record.drew = any(not torch.equal(*states) for states in zip(before, _generators(), strict=True))
     if told.loss is not None:
         record.losses = [float(torch.as_tensor(told.loss).detach().double())]
     if all(gradient is None for gradient in record.gradients.values()):
         raise CourseError("no parameter of the model has a gradient when the optimizer steps",
                           "call backward in the block, or give `gradients`, where the engine keeps them elsewhere")
+
+
+def _generators() -> list[Tensor]:
+    """States of torch's generators: what is drawn changes them."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
 def _gathered(mine: Any, ranks: int) -> list[Any]:
@@ -157,22 +165,35 @@ def _gathered(mine: Any, ranks: int) -> list[Any]:
 
 def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], layout: Layout) -> Verdict | CourseError:
     """On rank 0; what could not be judged is returned, so that all ranks raise it."""
-    found = [record for record, _ in everybody]
+    found, batches = [record for record, _ in everybody], [batch for _, batch in everybody]
+    for record, batch in zip(found, batches, strict=True):
+        record.batch = batch
     try:
         for rank, record in enumerate(found):
             _check_same(found[0], record, f"on rank {rank} as on rank 0", "hand rank 0's weights to all ranks first")
         if isinstance(reference, Reference):
-            right = _computed(reference, found[0].start, _joined([batch for _, batch in everybody], layout))
+            right = _computed(reference, found[0].start, _joined(batches, layout))
         else:
             right = Record(**torch.load(Path(reference), weights_only=True))
             _check_same(right, found[0], "in the job as in the reference's file",
                         "write the file from the weights that the step begins with")
+        check_reaches(right)
     except CourseError as error:
         return error
     right.losses = right.losses if any(record.losses for record in found) else []
     if not right.losses:
-        found = [Record(record.start, [], record.gradients) for record in found]
-    return judge(right, found, layout)
+        for record in found:
+            record.losses = []
+    verdict = judge(right, found, layout)
+    if verdict.wrong and any(record.drew for record in (right, *found)):
+        return CourseError("random numbers were drawn in the step, so that its gradients differ from one process's "
+                           "though they be right", "switch dropout off while the step is audited, and load the batch "
+                           "before the block")
+    own, owner = distinct(batches)
+    if verdict.wrong and isinstance(reference, Reference) and len(own) > 1:
+        parts = [_computed(replace(reference, clip=None), found[0].start, batch).gradients for batch in own]
+        verdict.gradients = attributed(verdict.gradients, right, found, layout, parts, owner, verdict.within)
+    return verdict
 
 
 def _check_same(right: Record, found: Record, where: str, instead: str) -> None:
@@ -184,6 +205,7 @@ def _check_same(right: Record, found: Record, where: str, instead: str) -> None:
 def _computed(reference: Reference, start: dict[str, Tensor], batch: Any) -> Record:
     with torch.random.fork_rng(devices=[]):
         model = reference.model()
+    before = _generators()
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     for name, parameter in parameters.items():
         if name not in start:
@@ -198,6 +220,7 @@ def _computed(reference: Reference, start: dict[str, Tensor], batch: Any) -> Rec
     record = Record(start, [float(loss.detach().double())],
                     {name: parameter.grad for name, parameter in parameters.items()})
     record.terms = max((tensor.numel() for tensor in tensors_of(batch)), default=1)
+    record.drew = any(not torch.equal(*states) for states in zip(before, _generators(), strict=True))
     return record
 
 

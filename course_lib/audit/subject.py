@@ -1,5 +1,8 @@
 """What is audited on one rank, and what is written down of it."""
 
+import pickle
+import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from course_lib.audit.layouts import Layout
@@ -26,8 +30,9 @@ class Subject:
     Attributes:
         model: as the step runs it; wrapped or not.
         optimizer: whose ``step()`` is called with all gradients reduced, or reduces them itself.
-        loss: ``loss(model, batch)`` gives this rank's loss, a scalar whose ``backward()`` is the step's; a rank that
-            has none, as in a pipeline, gives None and has done its backward itself.
+        loss: ``loss(model, batch)`` gives this rank's loss of the whole step, a scalar whose ``backward()`` is the
+            step's: a mean or sum over what the rank has, its share of the whole mean, or the whole mean itself. A rank
+            that has none, as in a pipeline, gives None and has done its backward itself.
         batch: this rank's.
         gradients: whole gradients by parameter, read while ``optimizer.step()`` begins, for engines that keep them
             elsewhere than in ``.grad``; every rank calls it. None: ``.grad``, whole where it is a DTensor.
@@ -59,6 +64,9 @@ class Record:
         weights: after all steps.
         buffers: after all steps.
         terms: elements of the largest tensor in the batch: over so many numbers a gradient is summed.
+        batch: of this rank; None where it cannot be sent.
+        dropouts: modules of dropout that draw.
+        drew: random numbers were drawn from torch's generators.
     """
 
     start: dict[str, Tensor]
@@ -67,6 +75,9 @@ class Record:
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     terms: int = 1
+    batch: Any = None
+    dropouts: int = 0
+    drew: bool = False
 
     @property
     def norm(self) -> float:
@@ -74,21 +85,31 @@ class Record:
         return sum(float(g.double().square().sum()) for g in self.gradients.values() if g is not None) ** 0.5
 
 
-def observe(make: Make, layout: Layout, steps: int) -> Record:
-    """Make the subject on this rank, take some steps, and write down what happened."""
-    torch.set_num_threads(1)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    made = make(layout)
-    subject = made if isinstance(made, Subject) else _of_tuple(made)
-    record = Record(weights_of(subject), terms=max((t.numel() for t in tensors_of(subject.batch)), default=1))
+def observe(make: Make, layout: Layout, steps: int, seed: int = 0, dropout: bool = True) -> Record:
+    """Make the subject on this rank, take some steps, and write down what happened.
+
+    Args:
+        make: of the subject; what it draws is the same in every run.
+        layout: of the ranks.
+        steps: to take.
+        seed: of what the steps draw.
+        dropout: leave the modules of dropout as they are; else they keep everything.
+    """
+    subject = _made(make, layout)
+    drawing = [module for module in subject.model.modules()
+               if isinstance(module, _DropoutNd) and module.p and module.training]
+    if not dropout:
+        for module in drawing:
+            module.p = 0.0
+    record = Record(weights_of(subject), terms=max((t.numel() for t in tensors_of(subject.batch)), default=1),
+                    batch=_if_sendable(subject.batch), dropouts=len(drawing))
 
     def read(*_: Any) -> None:
         if not record.gradients:
             record.gradients = gradients_of(subject)
 
     subject.optimizer.register_step_pre_hook(read)  # after the engine's own: what it hands out is there
+    seed_all(seed)
     for _ in range(steps):
         loss = subject.loss(subject.model, subject.batch)
         if loss is not None:
@@ -99,6 +120,45 @@ def observe(make: Make, layout: Layout, steps: int) -> Record:
     record.weights = weights_of(subject)
     record.buffers = {plain_name(name): buffer.detach().clone() for name, buffer in subject.model.named_buffers()}
     return record
+
+
+def observe_parts(make: Make, batches: list[Any], dropout: bool) -> list[dict[str, Tensor | None]]:
+    """The first gradient of each batch alone, on one process that begins anew for each."""
+    found = []
+    for batch in batches:
+        def of_batch(layout: Layout, batch: Any = batch) -> Subject:
+            subject = make(layout)
+            subject = subject if isinstance(subject, Subject) else _of_tuple(subject)
+            subject.batch = batch
+            return subject
+
+        found.append(observe(of_batch, Layout(), 1, dropout=dropout).gradients)
+    return found
+
+
+def _made(make: Make, layout: Layout) -> Subject:
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    seed_all(0)
+    made = make(layout)
+    return made if isinstance(made, Subject) else _of_tuple(made)
+
+
+def seed_all(seed: int) -> None:
+    """The generators of torch, of Python, and of NumPy where it is in use."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+def _if_sendable(batch: Any) -> Any:
+    try:
+        pickle.dumps(batch)
+    except Exception:  # a foreign object's own reduction may raise anything; then nothing is explained by the batches
+        return None
+    return batch
 
 
 def _of_tuple(made: Any) -> Subject:

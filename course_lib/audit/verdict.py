@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_lib.audit.finding import Finding, explain, ranks_are
+from course_lib.audit.finding import Finding, explain, ranks_are, sentence_of
 from course_lib.audit.layouts import Layout
+from course_lib.audit.losses import compared
 from course_lib.audit.subject import Record
 
 
@@ -34,6 +35,8 @@ AMPLIFIED = 1e4
 """Rounding after a step to that in a gradient: an optimizer that divides by small numbers enlarges it."""
 LOOSEST = 1 / 4
 """Relative difference within which a gradient may be explained by a factor, however much noise it has."""
+CLEARLY = 10
+"""So many times closer than the gradient is to the reference has an explanation to fit."""
 MOST = 1e-2
 """Relative difference after a step that is no rounding, unless the dtype's own is larger."""
 
@@ -52,6 +55,7 @@ class Verdict:
         weights_apart: the largest difference of a parameter after all steps, relative to the largest parameter.
         buffers: the buffers that differ.
         within: relative tolerance.
+        loss_is: how the ranks' losses make up that of one process, in a sentence; empty for their mean.
     """
 
     layout: Layout
@@ -62,6 +66,7 @@ class Verdict:
     weights_apart: float = 0.0
     buffers: list[str] = field(default_factory=list)
     within: float = 0.0
+    loss_is: str = ""
 
     @property
     def loss_apart(self) -> float:
@@ -80,13 +85,22 @@ class Verdict:
         return [finding for finding in self.gradients if finding.kind != "equal"]
 
     @property
+    def told(self) -> list[str]:
+        """A sentence per cause, over all parameters that have it: those first that explain something."""
+        causes: dict[tuple, list[Finding]] = {}
+        for finding in sorted(self.wrong, key=lambda finding: finding.weight):
+            causes.setdefault(finding.cause, []).append(finding)
+        return [sentence_of(findings, follows=number > 0) for number, findings in enumerate(causes.values())]
+
+    @property
     def clean(self) -> bool:
         """Nothing differs."""
         return self.losses_agree and not (self.wrong or self.weights or self.buffers)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"layout": self.layout.used, "clean": self.clean, "losses_apart": self.losses_apart, "norm": self.norm,
+        return {"layout": self.layout.used, "clean": self.clean, "losses_apart": self.losses_apart,
+                "loss_is": self.loss_is, "norm": self.norm, "told": self.told,
                 "within": self.within, "weights": self.weights, "weights_apart": self.weights_apart,
                 "buffers": self.buffers,
                 "gradients": [asdict(finding) for finding in self.gradients]}
@@ -97,17 +111,14 @@ def judge(reference: Record, found: Sequence[Record], layout: Layout) -> Verdict
     dtype = next((g.dtype for g in reference.gradients.values() if g is not None), torch.float32)
     within = tolerance(dtype, reference.terms)
     gradients = [_of_parameter(name, reference, found, layout, within) for name in reference.gradients]
-    losses = [record.losses for record in found if record.losses]
-    means = [sum(step) / len(step) for step in zip(*losses, strict=True)]
-    losses_apart = [math.inf] if len(means) != len(reference.losses) else [
-        abs(mine - right) / max(abs(right), 1e-12) for mine, right in zip(means, reference.losses, strict=True)]
+    losses_apart, loss_is = compared(reference, found, layout, within)
     weights, buffers = (_differences(wanted, theirs) for wanted, theirs in (
         (reference.weights, [record.weights for record in found]),
         (reference.buffers, [record.buffers for record in found])))
     return Verdict(layout, losses_apart, (_whole_norm(found), reference.norm), gradients,
                    [name for name, apart in weights.items() if apart > _after_a_step(within)],
                    max(weights.values(), default=0.0),
-                   [name for name, apart in buffers.items() if apart > _after_a_step(within)], within)
+                   [name for name, apart in buffers.items() if apart > _after_a_step(within)], within, loss_is)
 
 
 def _after_a_step(within: float) -> float:
@@ -117,7 +128,7 @@ def _after_a_step(within: float) -> float:
 def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout: Layout, within: float) -> Finding:
     wanted = reference.gradients[name]
     held = {rank: record.gradients[name] for rank, record in enumerate(found) if name in record.gradients}
-    floor = within * reference.norm  # what cancels to nothing is nothing, whatever its digits
+    floor = within * _of_a_size(reference, 0 if wanted is None else wanted.numel())
     wanted_norm = 0.0 if wanted is None else float(wanted.double().norm())
     if not held:
         return Finding(name, "missing", sentence=f"`{name}`: no rank has this parameter", apart=1.0)
@@ -139,11 +150,25 @@ def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout:
         shapes = sorted({tuple(tensor.shape) for tensor in tensors.values()})
         return Finding(name, "unrelated", apart=1.0, sentence=f"`{name}`: its gradient has the shape {shapes[0]}, and "
                        f"the parameter {tuple(right.shape)}: give whole gradients")
+    if endless := [rank for rank, tensor in tensors.items() if not tensor.isfinite().all()]:
+        return Finding(name, "not finite", sentence=f"`{name}`: {ranks_are(endless, 'has', 'have')} one that is not "
+                       "finite, and one process does not", apart=math.inf)
     apart = max(float((tensor - right).norm()) for tensor in tensors.values()) / wanted_norm
     close = within + floor / wanted_norm
     if apart <= close:
         return Finding(name, "equal", apart=apart)
-    return explain(name, tensors, wanted, reference.gradients, layout, min(close, LOOSEST), apart)
+    return explain(name, tensors, wanted, reference.gradients, layout, min(close, LOOSEST, apart / CLEARLY), apart)
+
+
+def _of_a_size(reference: Record, elements: int) -> float:
+    """Norm of so many elements as large as those of the largest gradient, at most that of the whole gradient.
+
+    What cancels to nothing, as the gradient of a key's bias, is nothing, whatever its digits are: they are rounding of
+    terms of this size.
+    """
+    largest = max((float(g.double().square().mean()) ** 0.5 for g in reference.gradients.values()
+                   if g is not None and g.numel()), default=0.0)
+    return min(reference.norm, largest * elements ** 0.5)
 
 
 def _differences(wanted: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) -> dict[str, float]:
@@ -154,7 +179,8 @@ def _differences(wanted: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) 
     def apart(mine: Tensor, right: Tensor) -> float:
         if mine.shape != right.shape or not (right.is_floating_point() or torch.equal(mine, right)):
             return math.inf
-        return float((mine.double() - right.double()).norm()) / size
+        difference = float((mine.double() - right.double()).norm()) / size
+        return math.inf if math.isnan(difference) else difference
 
     return {name: max((apart(held[name], right) for held in found if name in held), default=math.inf)
             for name, right in wanted.items()}

@@ -1,7 +1,9 @@
 """``course audit``: is a distributed gradient right? One process against every layout, parameter by parameter."""
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,8 @@ def register(parser: argparse.ArgumentParser) -> None:
                         help="`make(layout)`, called on each rank, gives model, optimizer, loss(model, batch), batch")
     parser.add_argument("--model", help="in place of a file: a folder, a model of `course plan`, or a type, as qwen3; "
                         "built small, from its own config class")
-    parser.add_argument("--engine", help="that trains --model: transformers (its own parallelism), ours, torch, "
-                        "accelerate or deepspeed (default: transformers)")
+    parser.add_argument("--engine", help="that trains --model: transformers (its own parallelism), accelerate, "
+                        "deepspeed, torch, or scratch, the course's own (default: transformers)")
     parser.add_argument("--layouts", choices=("auto", "all"),
                         help="of an engine: two ranks per axis and 2 x 2 (auto, the default), or every one of up to "
                         "--ranks; of a file, all: every axis")
@@ -36,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the verdicts; 0 where everything agrees, 1 where something differs."""
     from course_lib.audit import audit, report
 
-    make, chosen = _of_file(args) if args.subject else _of_model(args)
-    audited = audit(make, chosen, timeout=args.timeout)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where something imports it, warns of a guess
+    with contextlib.redirect_stdout(sys.stderr):  # what packages and the file print on the way is no part of the table
+        make, chosen = _of_file(args) if args.subject else _of_model(args)
+        audited = audit(make, chosen, timeout=args.timeout)
     if not audited.verdicts:
         raise CourseError(f"{args.subject or args.model} has none of these layouts", "give other axes, or more --ranks")
     if args.json:

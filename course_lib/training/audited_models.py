@@ -1,5 +1,6 @@
 """Models of transformers on people's engines, small, as `course audit --model NAME --engine NAME` takes them."""
 
+import inspect
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from course_lib.audit import Layout, Subject, gathered_pieces, layouts
-from course_lib.errors import ConfigError, ModelError
-from course_lib.missing_extra import require
+from course_lib.errors import ConfigError, CourseError, ModelError
 from course_lib.modeling.small_configs import shrunk_config
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.ddp import DataParallel
@@ -27,13 +28,14 @@ from course_lib.training.engines.with_deepspeed import leave_shared_memory_opera
 ROWS, TOKENS, WORDS = 12, 8, 96
 """Of the batch: 12 rows can be dealt to 2, 3 and 4 ranks, and to 2 × 3; so can a vocabulary of 96."""
 LEARNING_RATE = 1e-3
-AXES = {"transformers": ("dp", "shard", "ep", "tp"), "ours": ("dp", "shard", "tp"), "torch": ("dp", "shard"),
+AXES = {"transformers": ("dp", "shard", "ep", "tp"), "scratch": ("dp", "shard", "tp"), "torch": ("dp", "shard"),
         "accelerate": ("dp", "shard"), "deepspeed": ("dp", "shard")}
 """By engine. DeepSpeed's dp is ZeRO-2, its shard ZeRO-3; of all others shard is FSDP. On Transformers' ep the ranks
-have their own rows, share the layers by FSDP, and the experts one by one."""
+have their own rows, share the layers by FSDP, and the experts one by one; in releases without ``ep_size`` (before 5.19)
+they are its tensor ranks, which have the same rows, whole layers, and share the experts."""
 HEADS = {"num_attention_heads": "heads", "num_key_value_heads": "key-value heads"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-TOGETHER = {"transformers": {"dp", "shard", "tp"}, "ours": {"dp", "tp"}, "torch": {"dp", "shard"}}
+TOGETHER = {"transformers": {"dp", "shard", "ep", "tp"}, "scratch": {"dp", "tp"}, "torch": {"dp", "shard"}}
 """Axes that an engine takes at once."""
 
 
@@ -135,11 +137,13 @@ class ModelOnEngine:
         if not _together(self.engine, layout):
             raise NotImplementedError(f"{self.engine} does not have {' and '.join(layout.used)} together here")
         build = MAKERS[self.engine] if layout.ranks > 1 else _alone
-        place = layout.place(dist.get_rank())
-        parts, mine = layout.dp * layout.shard * layout.ep, (
-            place["dp"] * layout.shard + place["shard"]) * layout.ep + place["ep"]
-        batch = self.ids.chunk(parts)[mine]
-        return build(self, layout, batch)
+        place, parts, mine = layout.place(dist.get_rank()), 1, 0
+        for axis in ("dp", "shard", *(("ep",) if _has_ep_size() else ())):
+            size = getattr(layout, axis)
+            parts, mine = parts * size, mine * size + place[axis]
+        if ROWS % parts:
+            raise NotImplementedError(f"{ROWS} rows cannot be dealt to {parts} ranks")
+        return build(self, layout, self.ids.chunk(parts)[mine])
 
     def loaded(self, **distributed: Any) -> nn.Module:
         """The whole model, or a rank's part of it by transformers."""
@@ -159,24 +163,46 @@ def _alone(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject:
     return Subject(model, _adam(model), _loss, batch)
 
 
+def _options() -> Mapping[str, Any]:
+    """By name, those that the installed release's DistributedConfig takes."""
+    from transformers.distributed import DistributedConfig
+
+    return inspect.signature(DistributedConfig).parameters
+
+
+def _has_ep_size() -> bool:
+    return "ep_size" in _options()
+
+
 def _transformers(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject:
     from transformers.distributed import DistributedConfig
 
-    experts = layout.ep * (layout.tp if subject.split_experts else 1)
-    spread = {}
-    if experts > 1:
-        require("transformers", "5.19", "an audit of experts that transformers spreads")
-        spread = {"ep_size": experts}
-    model = subject.loaded(distributed_config=DistributedConfig(
-        tp_size=layout.tp, fsdp_size=layout.shard * layout.ep, dp_replicate_size=layout.dp, **spread))
+    sizes: dict[str, int] = {"tp_size": layout.tp, "fsdp_size": layout.shard, "dp_replicate_size": layout.dp}
+    flags = {}
+    if _has_ep_size():
+        sizes["fsdp_size"] *= layout.ep
+        sizes["ep_size"] = layout.ep * (layout.tp if layout.ep > 1 or subject.split_experts else 1)
+    elif layout.ep > 1 or subject.split_experts:
+        if layout.ep > 1 and layout.tp > 1:
+            raise NotImplementedError(f"the tensor ranks of transformers {transformers.__version__} share the layers "
+                                      "or the experts")
+        sizes["tp_size"] *= layout.ep
+        flags["enable_expert_parallel"] = True
+    if missing := [name for name, size in sizes.items() if size > 1 and name not in _options()]:
+        raise NotImplementedError(f"transformers {transformers.__version__} has no {missing[0]}")
+    taken = {name: size for name, size in sizes.items() if name in _options()}
+    model = subject.loaded(distributed_config=DistributedConfig(**taken, **flags))
     return Subject(model, _adam(model), _loss, batch)
 
 
-def _ours(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject:
+def _scratch(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject:
     model = subject.loaded()
     if layout.tp > 1:
         mesh = layout.mesh()
-        split = TensorParallel(model, mesh.get_group("tp"))
+        try:
+            split = TensorParallel(model, mesh.get_group("tp"))
+        except CourseError as error:
+            raise NotImplementedError(str(error).split(":")[0]) from None
         data = DataParallel(split, group=mesh.get_group("dp"))
         return Subject(data, _adam(split), _loss, batch, split.whole_gradients,
                        lambda: split.whole(dict(split.module.named_parameters())))
@@ -258,4 +284,5 @@ def _deepspeed(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject
 
 
 MAKERS: Mapping[str, Callable[[ModelOnEngine, Layout, Tensor], Subject]] = {
-    "transformers": _transformers, "ours": _ours, "torch": _torch, "accelerate": _accelerate, "deepspeed": _deepspeed}
+    "transformers": _transformers, "scratch": _scratch, "torch": _torch, "accelerate": _accelerate,
+    "deepspeed": _deepspeed}

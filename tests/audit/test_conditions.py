@@ -158,7 +158,7 @@ CONDITIONS = {
     accumulation: ("factor", 2.0, (), 9), clipping: ("unrelated", None, (), 9),
     frozen: ("unrelated", None, (), 1), tied: ("factor", 3.0, ("dp",), 1),
     checkpointed: ("unrelated", None, (), None), half_precision: ("factor", 3.0, ("dp",), 9),
-    uneven_tokens: ("unrelated", None, (), 9),
+    uneven_tokens: ("weighed alike", None, ("dp",), 9),
 }
 
 

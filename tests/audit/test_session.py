@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import audit_olmoe
-from course_lib.audit import Layout, audit, layouts
+from course_lib.audit import Layout, audit, layouts, report
 from course_lib.errors import CourseError
 from tests.audit import subjects
 
@@ -34,13 +34,6 @@ def test_no_alarm_over_hybrid_sharding_and_tensor_parallelism():
         assert verdict.clean, verdict.wrong
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(shard=2)], ids=str)
-def test_no_alarm_over_transformers_own_parallelism(layout):
-    """The release that is pinned; benchmarks/audit-releases.md has one whose router's gradient is not summed."""
-    (verdict,) = verdicts(audit_olmoe.make, layout)
-    assert len(verdict.gradients) == 25 and verdict.clean, verdict.wrong
-
-
 def test_a_sum_for_a_mean_is_the_size_of_its_axis_and_no_loss_shows_it_under_adam():
     for verdict, size in zip(verdicts(subjects.summed), (2, 3), strict=True):
         assert {(f.kind, round(f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", size, ("dp",))}
@@ -60,7 +53,8 @@ def test_a_division_too_many():
 @pytest.mark.parametrize(("make", "name", "kind", "words"), [
     (subjects.one_left_out, "blocks.0.norm.bias", "not averaged", "average"),
     (subjects.sign, "head.weight", "sign", "the sign is wrong"),
-    (subjects.last_rank_has_its_own, "blocks.0.up.weight", "rank", "right on 2 of 3 ranks; rank 2 is wrong"),
+    (subjects.last_rank_has_its_own, "blocks.0.up.weight", "not averaged",
+     "right on 2 of 3 ranks; rank 2 has the gradient of its own batch alone: the reduction over dp is missing there"),
     (subjects.half_of_a_shard, "blocks.0.down.weight", "shard", "right but for part 2 of 3 along its dimension 0"),
     (subjects.frozen_by_mistake, "head.bias", "missing", "no rank has a gradient"),
 ])
@@ -76,9 +70,101 @@ def test_gradients_in_each_others_places():
                                            "`blocks.0.norm.bias`: has the gradient of `blocks.0.norm.weight`"]
 
 
-def test_a_mean_of_means_is_no_factor():
+def test_a_mean_of_means_is_weights_and_one_sentence_over_all():
     verdict = verdicts(subjects.uneven_rows, Layout(dp=2))[0]
-    assert {f.kind for f in verdict.wrong} == {"unrelated"} and not verdict.losses_agree
+    assert {f.kind for f in verdict.wrong} == {"weighed alike"} and len(verdict.wrong) == 9
+    (told,) = verdict.told
+    assert told.startswith("`embedding.weight`, `blocks.0.norm.weight`, `blocks.0.norm.bias` and 6 more: the ranks' "
+                           "batches weigh alike, and in one process 0.0833, 0.917")
+    assert verdict.loss_is == "weighed by their rows the ranks' losses are that of one process"
+
+
+def shares(layout, times=1):
+    """Each rank's loss is its share of the mean over all, and gradients are summed; ``times`` scales what is told."""
+    def share(model, batch):
+        mean = subjects.mean_loss(model, batch) / layout.dp
+        return mean + (times - 1) * mean.detach()
+    return subjects.by_hand(layout, lambda name, gradient: dist.all_reduce(gradient), loss=share)
+
+
+def test_losses_that_are_shares_are_recognised_and_no_other_factor():
+    for verdict in verdicts(shares):
+        assert verdict.clean and verdict.loss_is == (
+            "each rank's loss is a share: added up over dp they are the loss of one process")
+    (verdict,) = verdicts(lambda layout: shares(layout, times=5 if layout.ranks > 1 else 1), Layout(dp=2))
+    assert not verdict.clean and not verdict.wrong and not verdict.loss_is
+    assert "no mean or sum over the ranks is that of one process" in list(report.sentences(verdict))[-1]
+
+
+def test_products_of_axes_are_told_from_one_of_two():
+    def scaled(layout, by):
+        def reduce(name, gradient):
+            averaged = gradient / dist.get_world_size()
+            dist.all_reduce(averaged)
+            gradient.copy_(averaged * (by if layout.ranks > 1 else 1))
+        return subjects.by_hand(layout, reduce)
+
+    def all_are(layout):
+        return {(f.axes, f.sentence.partition(": ")[2]) for f in verdicts(
+            functools.partial(scaled, by=4 if layout.dp * layout.shard == 4 else 2), layout)[0].wrong}
+
+    ((axes, words),) = all_are(Layout(dp=2, shard=2))
+    assert axes == ("dp", "shard") and words.startswith("4 times the reference, the size of dp and shard together: ")
+
+
+class Dropping(subjects.Small):
+    """With dropout of a module, or of a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.drop = function, torch.nn.Dropout(0.5)
+
+    def forward(self, ids):
+        hidden = self.blocks[0](self.embedding(ids))
+        return self.head(torch.nn.functional.dropout(hidden, 0.5) if self.function else self.drop(hidden))
+
+
+def dropping(layout, function=False):
+    torch.manual_seed(0)
+    model = Dropping(function).double()
+    return DistributedDataParallel(model), subjects.sgd(model), subjects.mean_loss, subjects.part_of(
+        layout, dist.get_rank())
+
+
+def test_dropout_is_switched_off_where_it_is_a_module_and_refused_elsewhere():
+    """A right DDP program: each rank draws its own masks, and no rank those of one process."""
+    audited = audit(dropping, [Layout(dp=2)])
+    assert audited.clean and "1 modules of dropout are switched off" in next(report.lines(audited))
+    with pytest.raises(CourseError, match="the step draws at random: with another seed one process has another "
+                                          "gradient of `embedding.weight`: switch off what draws"):
+        audit(functools.partial(dropping, function=True), [Layout(dp=2)])
+
+
+def test_a_loss_that_reaches_no_weight_or_is_not_finite_is_refused():
+    def detached(layout, factor=0.0):
+        return subjects.by_hand(layout, subjects.averaged, loss=lambda model, batch: factor * subjects.mean_loss(
+            model, batch))
+
+    with pytest.raises(CourseError, match="the loss reaches no weight: all 9 gradients of one process are zero"):
+        audit(detached, [Layout(dp=2)])
+    with pytest.raises(CourseError, match="one process has a gradient of `embedding.weight` that is not finite"):
+        audit(functools.partial(detached, factor=float("inf")), [Layout(dp=2)])
+    ones = functools.partial(subjects.by_hand, reduce=lambda name, gradient: gradient.div_(gradient * 0))
+    (verdict,) = verdicts(ones, Layout(dp=2))
+    assert {f.kind for f in verdict.wrong} == {"not finite"} and verdict.weights and not verdict.clean
+    assert verdict.told[0].endswith("ranks 0, 1 have one that is not finite, and one process does not")
+
+
+def test_what_one_layout_raises_is_its_own_line():
+    def breaks(layout):
+        if layout.dp == 3:
+            raise ValueError("not with three")
+        return subjects.right(layout)
+
+    audited = audit(breaks, layouts(4, ("dp",)))
+    assert [v.layout.dp for v in audited.verdicts] == [2, 4] and all(v.clean for v in audited.verdicts)
+    assert not audited.clean and "raised ValueError: not with three" in audited.failed[Layout(dp=3)]
+    assert list(report.lines(audited))[3].startswith("dp3               failed: dp3: rank")
 
 
 def test_the_axis_of_a_missing_sum_in_a_layout_of_two():
@@ -126,7 +212,13 @@ def test_what_cannot_be_judged_is_refused_in_one_line():
     def never(layout):
         raise NotImplementedError("only one process")
 
+    def seeds_itself_anew(layout):
+        model, optimizer, _, batch = subjects.right(layout)
+        return model, optimizer, lambda m, b: torch.seed() * 0 + subjects.mean_loss(m, b) * torch.rand(()), batch
+
     with pytest.raises(CourseError, match="two runs of one process differ in the gradient of `embedding.weight`"):
+        audit(seeds_itself_anew, [Layout(dp=2)])
+    with pytest.raises(CourseError, match="the step draws at random"):
         audit(drops, [Layout(dp=2)])
     with pytest.raises(CourseError, match="`head.bias` begins with other values on rank 1 of dp2 than in one process"):
         audit(differs, [Layout(dp=2)])

@@ -80,8 +80,8 @@ def test_the_reference_of_a_file(tmp_path):
 def test_it_raises_what_it_found_and_refuses_what_it_cannot_judge():
     """In a process without ranks too."""
     model, batch = subjects.small(), subjects.data()
-    with pytest.raises(GradientDiffers, match="one process: `embedding.weight`: 2 times the reference, the size of no"
-                                              r".*\(and 8 more\)"), step(model, REFERENCE, batch=batch):
+    with pytest.raises(GradientDiffers, match="one process: `embedding.weight`, .* and 6 more: 2 times the reference, "
+                                              "the size of no axis"), step(model, REFERENCE, batch=batch):
         (2 * subjects.mean_loss(model, batch)).backward()
     model.zero_grad()
     with step(model, REFERENCE, batch=batch):
@@ -95,3 +95,40 @@ def test_it_raises_what_it_found_and_refuses_what_it_cannot_judge():
         pass
     with pytest.raises(CourseError, match="a reference is to be computed, and of nothing"), step(model, REFERENCE):
         pass
+    model.zero_grad()
+    with pytest.raises(CourseError, match="the loss reaches no weight"), step(
+            model, Reference(subjects.small, lambda model, batch: 0 * subjects.mean_loss(model, batch)), batch=batch):
+        subjects.mean_loss(model, batch).backward()
+
+
+@pytest.mark.parametrize("of_file", [False, True])
+def test_what_draws_in_the_step_is_refused_and_not_called_wrong(tmp_path, of_file):
+    model, batch, drop = subjects.small(), subjects.data(), torch.nn.functional.dropout
+
+    def dropped(model, batch):
+        return torch.nn.functional.cross_entropy(drop(model(batch[0])).flatten(0, 1), batch[1].flatten())
+
+    if of_file:
+        with record_step(model, tmp_path / "step.pt"):
+            dropped(model, batch).backward()
+        model.zero_grad()
+    reference = tmp_path / "step.pt" if of_file else Reference(subjects.small, dropped)
+    with pytest.raises(CourseError, match="random numbers were drawn in the step"), step(model, reference, batch=batch):
+        dropped(model, batch).backward()
+
+
+def test_ranks_that_are_weighed_alike_are_told_in_the_job():
+    """What the batches' own gradients explain, in a job of two ranks with one row and eleven."""
+    (message,) = set(launch(of_uneven_rows, num_processes=2, device="cpu", timeout=160, stream=False))
+    assert "weigh alike, and in one process 0.0833, 0.917" in message
+
+
+def of_uneven_rows():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(subjects.small())
+    batch = subjects.part_of(Layout(dp=2), dist.get_rank(), uneven=True)
+    try:
+        with step(model, REFERENCE, batch=batch):
+            subjects.mean_loss(model, batch).backward()
+    except GradientDiffers as error:
+        return str(error)
