@@ -1,5 +1,7 @@
 """What lesson 16 claims, measured anew: what Adam hides, what drifts apart, the audit by hand, five engines, ours."""
 
+import re
+
 import pytest
 
 from tests.notebooks.conftest import says
@@ -61,11 +63,12 @@ def test_two_data_ranks_alone_show_one_of_the_five(lesson):
 def test_ours_says_it_in_a_sentence(lesson):
     assert lesson["audited"].pop("dp2") == [] and set(lesson["audited"]) == {"tp3", "dp2 × tp3"}
     for sentences in lesson["audited"].values():
-        assert [sentence.split(":")[0] for sentence in sentences] == ["`norm.weight`", "`norm.bias`"]
-        assert all(": 3 times the reference, the size of tp: summed over it once too often" in one for one in sentences)
-    assert lesson["step_said"].startswith("dp3: `embedding.weight`: 0.3333 times the reference, the size of dp:")
-    assert says(lesson, lesson["step_said"].split(" (")[0])
+        (sentence,) = sentences
+        assert sentence.startswith("`norm.weight`, `norm.bias`: 3 times the reference, the size of tp: summed over it")
+    assert re.match("dp3: `embedding.weight`, .* and 6 more: 0.3333 times the reference, the size of dp:",
+                    lesson["step_said"])
+    assert says(lesson, lesson["step_said"].split(": see")[0])
 
 
 def test_of_a_release_it_says_what_the_table_says(lesson):
-    assert lesson["released_agree"] == 14 and "`model.layers.0.mlp.gate.weight`" in lesson["released_said"]
+    assert lesson["released_agree"] == 9 and "`model.layers.0.mlp.gate.weight`" in lesson["released_said"]
