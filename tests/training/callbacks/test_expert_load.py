@@ -18,7 +18,7 @@ def narrow_presets():
 
 QUICK = {"model": "tiny-olmoe", "task": "causal_lm", "max_train_samples": 64, "max_eval_samples": 8, "max_length": 16,
          "max_steps": 4, "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
-         "baselines": False, "batch_size": 4, "tracker": "none", "keep_best": False}
+         "baselines": False, "batch_size": 4, "tracker": "none", "keep_best": False, "mixed_precision": "no"}
 LAYERS, EXPERTS, K = 4, 8, 2
 
 
@@ -39,8 +39,7 @@ def trained(folder, ranks, **options):
 def test_ddp_trains_a_mixture_as_one_process_and_counts_every_choice(tmp_path):
     alone, by_one = trained(tmp_path / "1", 1, batch_size=8)
     both, by_two = trained(tmp_path / "2", 2, training_type="accelerated", strategy="ddp", engine="scratch")
-    # Weights that differ by rounding may choose otherwise for a token between two experts, which a thousandth bounds.
-    assert [line["loss"] for line in both] == pytest.approx([line["loss"] for line in alone], abs=1e-3)
+    assert [line["loss"] for line in both] == pytest.approx([line["loss"] for line in alone], abs=2e-4)
     for one, two, line in zip(lines(by_one), lines(by_two), both, strict=True):
         assert len(two["chosen"]) == LAYERS and one["step"] == two["step"] == line["step"]
         totals = []
@@ -48,6 +47,7 @@ def test_ddp_trains_a_mixture_as_one_process_and_counts_every_choice(tmp_path):
             total = [sum(pair) for pair in zip(first, second, strict=True)]
             assert len(total) == EXPERTS and sum(total) == 2 * 8 * 16 * K  # steps, rows, tokens, experts of a token
             assert sum(first) == sum(second) and first != second
+            # Weights that differ by rounding may choose otherwise for a token between two experts.
             assert sum(abs(a - b) for a, b in zip(total, one["chosen"][name][0], strict=True)) <= 8
             totals.append(total)
         assert line["expert_imbalance"] == round(max(max(t) * EXPERTS / sum(t) for t in totals), 4) > 1
@@ -58,7 +58,7 @@ def test_spread_experts_are_counted_and_so_is_the_work_of_each_rank_and_the_mode
     alone, _ = trained(tmp_path / "1", 1, batch_size=8, router_aux_loss_coef=0.01)
     logged, path = trained(tmp_path / "2", 2, expert_parallel_size=2, router_aux_loss_coef=0.01)
     for line, one, counted in zip(logged, alone, lines(path), strict=True):
-        # In float32 a token between two experts may choose otherwise; few of them change this much.
+        # In float32 a token between two experts may choose otherwise; a thousandth is what few of them change.
         assert line["loss"] == pytest.approx(one["loss"], abs=2e-3)
         assert line["router_aux_loss"] == pytest.approx(one["router_aux_loss"], abs=1e-3)
         assert line["router_aux_loss"] > K  # which is that of an even load
