@@ -20,6 +20,8 @@ What = Literal["dead", "stopped", "behind", "mismatched", "elsewhere"]
 BUSY_FACTOR = 10
 """How many times the watchdog's seconds a rank may work without a collective or a beat: a loop without end is work."""
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # end when all have come
+TO_ONE = ("send", "reduce", "gather")  # which one rank receives
+MOST_LISTED = 8
 UNEVEN = ("all_to_all", "gather", "scatter", "barrier")  # whose ranks may hand in different shapes
 
 
@@ -80,9 +82,15 @@ def diagnose(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
 def is_hang(sightings: Sequence[RankSnapshot], rank: int, seconds: float) -> bool:
     """Whether those to blame have had their time, and not only those who wait for them.
 
+    Where nobody waits in a call, as before the first one, all may be at work that does not show: they get
+    BUSY_FACTOR times as long.
+
     Args:
         rank: who asks; it has made no progress for ``seconds`` itself.
     """
+    if all(call.ended for peer in sightings for call in peer.calls) and all(
+            peer.life in ("running", "unseen", "late") for peer in sightings):
+        seconds *= BUSY_FACTOR
     blamed = [sightings[verdict.rank] for verdict in diagnose(sightings)]
     blamed = blamed or [peer for peer in sightings if peer.life == "running"]
     if any(peer.life == "late" for peer in blamed):
@@ -187,10 +195,13 @@ def _majority(kinds: Counter) -> tuple | None:
 
 
 def _precedent(histories: list[dict[tuple, Call]], there: dict[int, Call]) -> tuple | None:
-    """What followed before, at the last time that the ranks issued what came just before this place."""
+    """What followed before, at the last time that a rank issued what came just before this place.
+
+    None where nothing did, and where the ranks' own histories say this of different calls.
+    """
     any_call = next(iter(there.values()))
     stream, sequence = any_call.stream, any_call.sequence
-    here = {_at(call): _kind(call) for call in there.values()}
+    here, said = {_at(call): _kind(call) for call in there.values()}, set()
     for rank in there:
         before = histories[rank].get((stream, sequence - 1))
         if before is None:
@@ -199,9 +210,9 @@ def _precedent(histories: list[dict[tuple, Call]], there: dict[int, Call]) -> tu
             same, following = histories[rank].get((stream, earlier)), histories[rank].get((stream, earlier + 1))
             if same and following and _at(same) == _at(before) and _kind(same) == _kind(before):
                 if _at(following) in here and here[_at(following)] == _kind(following):
-                    return _kind(following)
+                    said.add(_kind(following))
                 break
-    return None
+    return said.pop() if len(said) == 1 else None
 
 
 def _at(call: Call) -> tuple:
@@ -273,14 +284,22 @@ def place(sighting: RankSnapshot) -> tuple[str | None, int | None]:
 
 
 def describe(call: Call) -> str:
-    """A call in words, such as ``all_reduce #8 over tp of float32 (4, 2)``; the world is no axis."""
+    """A call in words, such as ``broadcast #8 from rank 2 over tp (ranks 2, 3) of float32 (4, 2)``.
+
+    Of the group of all ranks nothing is said; any other is told by its axis of a mesh or its name, and its ranks.
+    """
     kind = f" of {call.tensors} x" if call.tensors > 1 else " of"
     size = f"{kind} {call.dtype} {call.shape}" if call.dtype else ""
-    peer = "" if call.peer is None else f" {'to' if call.name == 'send' else 'from'} rank {call.peer}"
-    axis = f" over {call.axis}" if call.axis not in ("", "world") else ""
-    return f"{call.name} #{call.sequence}{peer}{axis}{size}"
+    other = call.root if call.peer is None else call.peer
+    end = "" if other is None else f" {'to' if call.name in TO_ONE else 'from'} rank {other}"
+    members = f" ({_ranks(call.ranks)})" if call.ranks else ""
+    group = "" if call.axis == "world" else f" over {call.axis or 'a group'}{members}"
+    return f"{call.name} #{call.sequence}{end}{group}{size}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+    """``rank 1``, ``ranks 0, 2``; of many those between the first and the last are not listed."""
+    numbers = sorted(ranks)
+    if len(numbers) > MOST_LISTED:
+        return f"{len(numbers)} ranks from {numbers[0]} to {numbers[-1]}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -220,7 +220,7 @@ class FlightRecorder:
             "stream": stream, "name": kind, "shape": shape[:8], "tensors": count,
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "peer": other, "root": None if root is None else ranks[root],
-            "axis": axis_of(group)[:32], "on_gpu": on_gpu,
+            "axis": _group_in_words(group)[:32], "on_gpu": on_gpu,
             "file": self._shown(code.co_filename) if code else None, "line": line, "ranks": spans(ranks)}
         end = described["file"] and described["file"][-40:]
         for shorter in ({}, {"file": end}, {"file": end, "ranks": []}):  # long paths, odd groups of hundreds of ranks
@@ -248,6 +248,14 @@ class FlightRecorder:
     def _shown(self, file: str) -> str:
         """Relative to the working directory where it lies below it."""
         return file.removeprefix(self._folder)
+
+
+def _group_in_words(group: dist.ProcessGroup) -> str:
+    """``world`` for the default group, an axis of a mesh by its name, and any other group by that of torch."""
+    if group.group_name == getattr(dist.group.WORLD, "group_name", None):
+        return "world"
+    axis = axis_of(group)
+    return axis if axis not in ("", "world") else f"group {group.group_name}"
 
 
 def _frame_of(thread: threading.Thread) -> FrameType | None:

@@ -5,9 +5,11 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
+
+from course_lib.hangs.network_bytes import Peers, Traffic
 
 BUSY_SHARE = 0.05
 """Of the time, that a process has to run, or wait for a core, to count as busy."""
@@ -56,16 +58,18 @@ def _stat(pid: int) -> list[str]:
 
 
 class Activity:
-    """How busy this process is, with its children: compilers, data loader's workers, a checkpoint's writer.
+    """How busy this process is, with its children: compilers, data loader's workers, a checkpoint's writer, a download.
 
     Args:
         watchers: threads whose own work doesn't count: in the queue for a core they would look busy, too.
+        peers: the other ranks, with whom bytes that are exchanged don't count.
     Attributes:
         main_spins: whether the main thread had something to do nearly all the time between the last two measurements.
     """
 
-    def __init__(self, watchers: Iterable[threading.Thread] = ()):
+    def __init__(self, watchers: Iterable[threading.Thread] = (), peers: Callable[[], Peers] = Peers):
         self._watchers, self.main_spins = tuple(watchers), False
+        self._traffic, self._below = Traffic(peers), [os.getpid()]
         self._before = self._measure()
 
     def is_busy(self, spins: bool) -> bool:
@@ -79,7 +83,8 @@ class Activity:
         main = os.getpid()  # Linux: its number, too
         self.main_spins = _worked(own, {main: own_now[main]} if main in own_now else {}) > SPIN_SHARE * (now - at)
         worked = _worked(others, others_now) + (0.0 if spins else _worked(own, own_now))
-        return (worked > BUSY_SHARE * (now - at) or moved_now - moved > BUSY_BYTES * (now - at)
+        exchanges = self._traffic.is_busy(self._below)  # asked each time, for it counts from one to the next
+        return (exchanges or worked > BUSY_SHARE * (now - at) or moved_now - moved > BUSY_BYTES * (now - at)
                 or self._main_state() in ("D" if spins else "DR"))
 
     def _main_state(self) -> str:
@@ -96,6 +101,7 @@ class Activity:
         below = [os.getpid()]
         for pid in below:  # which grows
             below += [child for child, (parent, _) in processes.items() if parent == pid]
+        self._below = below
         own, *others = (_times(pid, processes) for pid in below)
         watching = {thread.native_id for thread in self._watchers}
         own = {task: times for task, times in own.items() if task not in watching}

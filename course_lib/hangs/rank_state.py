@@ -58,7 +58,7 @@ class Call:
             wait that returned.
         batch: number of the batch that it was issued in, from 1; 0 outside of one.
         waited: serial of the last call that the rank had issued when it waited for this one; 0 where it has not.
-        axis: of the group, as :func:`course_lib.metering.collective_log.axis_of` has it.
+        axis: ``world`` for the default group, an axis of a mesh by its name, else ``group`` and torch's name of it.
     """
 
     serial: int
@@ -79,7 +79,7 @@ class Call:
     on_gpu: bool = False
     batch: int = 0
     waited: int = 0
-    axis: str = ""
+    axis: str = "world"
 
     @property
     def ended(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from course_lib.hangs.liveness import process_state, start_ticks
+from course_lib.hangs.network_bytes import Peers, own_addresses
 from course_lib.hangs.rank_state import RUNNING, SIZE, Life, RankSnapshot, RankState, read_flags, read_page
 from course_lib.torch_names import connected_again
 
@@ -41,12 +42,15 @@ class Identity:
     host: str
     machine: str
     descriptor: int
+    addresses: tuple[str, ...] = ()
+    """That other machines may know this one by."""
 
     @classmethod
     def own(cls, page: RankState) -> "Identity":
         boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
         machine = boot.read_text().strip() + os.readlink(namespace) if boot.exists() and namespace.is_symlink() else ""
-        return cls(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine, page.descriptor)
+        return cls(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine, page.descriptor,
+                   tuple(own_addresses()))
 
     def map(self) -> mmap.mmap:
         """Its page.
@@ -72,6 +76,13 @@ class _Copy:
     """Seconds by which this machine's clock is ahead of the other's."""
 
 
+def _ports_of(store: dist.Store) -> set[int]:
+    """Where a store listens; none for one that is no server's, and before torch 2.8 where it is another's."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return {store.port} if isinstance(store, dist.TCPStore) else set()
+
+
 class RankStateExchange:
     """All ranks' pages, as one rank sees them.
 
@@ -91,6 +102,7 @@ class RankStateExchange:
         self._maps: dict[int, mmap.mmap] = {}
         self._copies: dict[int, _Copy] = {}
         self._store, self._prefix, self._closed = store, prefix, threading.Event()
+        self._ports = _ports_of(store)
         self._met, self._lost_peer = threading.Event(), False
         self.thread = threading.Thread(target=self._meet, name="watchdog-board", daemon=True)
         self._post_seconds = max(POST_SECONDS, world_size / 16)
@@ -107,6 +119,13 @@ class RankStateExchange:
         if self.thread.is_alive():
             self.thread.join(2 * POST_SECONDS)
         self.page.close()
+
+    def peers(self) -> Peers:
+        """Processes of the other ranks on this machine, addresses of those on others, and the store's port."""
+        others = {rank: known for rank, known in list(self._identities.items()) if rank != self.rank}
+        return Peers({known.pid for rank, known in others.items() if self.is_local(rank)},
+                     {address for rank, known in others.items() if not self.is_local(rank)
+                      for address in known.addresses}, self._ports)
 
     def is_local(self, rank: int) -> bool:
         """Whether a rank's page is mapped here."""

@@ -101,7 +101,8 @@ class Watchdog:
         self._board = RankStateExchange(rank, world_size, store, f"course/watchdog/{Watchdog._entered}")
         self._recorder = FlightRecorder(self._board.page)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._activity, self._entered_at = Activity((self._thread, self._board.thread)), time.time()
+        self._activity, self._entered_at = Activity(
+            (self._thread, self._board.thread), self._board.peers), time.time()
         self._looked = self._measured = self._progressed = self._moved = time.monotonic()
         self._mark: tuple[int, int] = (0, 0)
         self._position = 0

@@ -42,6 +42,9 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 
+_OF_GROUPS = tuple(os.path.join("torch", *path) for path in (("distributed",), ("_ops.py",), ("autograd",)))
+"""Where Python goes over into what talks to other ranks."""
+
 
 class RankEnds(NamedTuple):
     """A rank's ends of its pipes to the caller."""
@@ -281,8 +284,16 @@ def _failure(error: BaseException) -> Failure:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an exception looks like another rank's failure seen from here."""
-    return isinstance(error, (RuntimeError, OSError)) and bool(_CONSEQUENCE.search(str(error)))
+    """Whether an exception looks like another rank's failure seen from here.
+
+    A connection may be anybody's, such as a tracking server's: it has to be gloo, NCCL or the store that lost it.
+    """
+    if not isinstance(error, (RuntimeError, OSError)) or not _CONSEQUENCE.search(str(error)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return (type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+            or "gloo/" in str(error) or bool(frames) and any(
+                place in frames[-1].filename for place in _OF_GROUPS))
 
 
 def _send(control: Connection, message: Started | Returned | Failure) -> None:

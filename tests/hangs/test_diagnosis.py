@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.hangs import liveness
-from course_lib.hangs.diagnosis import diagnose, is_hang
+from course_lib.hangs.diagnosis import describe, diagnose, is_hang
 from course_lib.hangs.flight_recorder import FlightRecorder
 from course_lib.hangs.liveness import Activity, process_state, start_ticks
 from course_lib.hangs.rank_state import (
@@ -113,6 +113,41 @@ def test_of_two_ranks_the_one_that_left_the_pattern_is_mismatched():
     assert blamed(rank(0, *history(10, 20, 10, 30)), rank(1, *history(10, 20, 10, 20))) == [
         (0, "mismatched", "all_reduce", 4, 30)]
     assert [v[0] for v in blamed(rank(0, *history(10)), rank(1, *history(20)))] == [0, 1], "nothing tells who is right"
+
+
+def test_root_and_group_are_told_where_they_are_all_that_differs():
+    (one, other) = diagnose([rank(0, call(1, "broadcast", WAITED_FOR, root=0)),
+                             rank(1, call(1, "broadcast", WAITED_FOR, root=1))])
+    assert "issued broadcast #1 from rank 0 of float32 (4,)" in one.sentence
+    assert "where rank 1 broadcast #1 from rank 1 of float32 (4,)" in one.sentence and other.rank == 1
+    groups = [dataclasses.replace(call(1, state=WAITED_FOR, stream=name), axis=f"group {name}") for name in "ab"]
+    told = diagnose([rank(0, groups[0]), rank(1, groups[1])])
+    assert [verdict.sentence for verdict in told] == [
+        "rank 0 waits for rank 1 in all_reduce #1 over group a (ranks 0, 1) of float32 (4,) at train.py:10",
+        "rank 1 waits for rank 0 in all_reduce #1 over group b (ranks 0, 1) of float32 (4,) at train.py:10"]
+    assert describe(call(1, "reduce", root=3)) == "reduce #1 to rank 3 of float32 (4,)"
+    many = dataclasses.replace(call(1, ranks=tuple(range(64))), axis="dp")
+    assert describe(many) == "all_reduce #1 over dp (64 ranks from 0 to 63) of float32 (4,)"
+
+
+def test_of_two_ranks_whose_histories_speak_for_each_both_are_named():
+    def history(*lines):
+        return [call(i, line=line, shape=(line,), state=WAITED_FOR if i == len(lines) else ENDED)
+                for i, line in enumerate(lines, start=1)]
+
+    # Either may follow 10: here 20 did, there 30.
+    found = diagnose([rank(0, *history(10, 20, 10, 20)), rank(1, *history(10, 30, 10, 30))])
+    assert [verdict.rank for verdict in found] == [0, 1]
+
+
+def test_where_nobody_waits_in_a_call_nobody_is_blamed_early():
+    """As before the first one, where all import and build; ten times as long is too long there too."""
+    def both(stalled):
+        return [rank(number, call(1), stalled=stalled) for number in range(2)]
+
+    assert not is_hang(both(2 * SECONDS), 0, SECONDS) and is_hang(both(10 * SECONDS), 0, SECONDS)
+    dies = [rank(0, call(1), stalled=SECONDS), rank(1, call(1), life="dead")]
+    assert is_hang(dies, 0, SECONDS)
 
 
 def test_a_rank_that_a_mismatch_killed_is_not_just_dead():
@@ -290,7 +325,8 @@ def test_what_was_cut_short_is_left_out():
     ("/home/проект/" * 60 + "train.py", (*range(200), 999))])
 def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_ranks(path, ranks, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1000)
-    page, group = RankState(), SimpleNamespace(rank=lambda: 0, size=lambda: len(ranks), group_desc="mesh_" + "x" * 100)
+    page, group = RankState(), SimpleNamespace(
+        rank=lambda: 0, size=lambda: len(ranks), group_desc="mesh_" + "x" * 100, group_name="1")
     recorder = FlightRecorder(page)
     recorder._groups["0"] = ranks
     key = "allreduce_", (2, 3), torch.float32, 1, "0", None, None, False, 0, 7

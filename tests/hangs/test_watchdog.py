@@ -231,7 +231,7 @@ def waits(folder, clock, beats, busy_factor=None):
         module.time = SimpleNamespace(monotonic=clock.monotonic, time=time.time, sleep=time.sleep)
     watchdog.BUSY_FACTOR = busy_factor or watchdog.BUSY_FACTOR
     works = busy_factor is not None
-    watchdog.Activity = lambda watchers: SimpleNamespace(is_busy=lambda spins: works, main_spins=False)
+    watchdog.Activity = lambda watchers, peers: SimpleNamespace(is_busy=lambda spins: works, main_spins=False)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with Watchdog(SECONDS, folder, ends=False) as dog:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import types
+import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
@@ -33,6 +34,7 @@ from course_lib.launching import forks, openmp, own_time, rank_process, supervis
 from course_lib.launching import launch as start
 from course_lib.launching.launch import RankError, RanksHung, launch
 from course_lib.launching.output import LabelledOutput
+from course_lib.launching.rank_process import is_consequence
 from tests.long_cases import some
 
 
@@ -245,11 +247,24 @@ def test_the_first_cause_is_raised_at_once_with_its_traceback():
     assert "in fail_on_one" in str(error.value)
 
 
+@pytest.mark.parametrize(("lost", "is_one"), [
+    (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), False),
+    (BrokenPipeError(32, "Broken pipe"), False), (RuntimeError("upload: connection reset by peer"), False),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:554] Connection closed by peer"), True),
+    (torch.distributed.DistNetworkError("Connection reset by peer"), True)], ids=lambda value: type(value).__name__)
+def test_a_connection_that_is_not_the_ranks_own_is_the_first_cause_itself(lost, is_one):
+    """A tracking server's or a pipe's says nothing of other ranks."""
+    try:
+        raise lost
+    except Exception as error:
+        assert is_consequence(error) is is_one
+
+
 def test_who_lost_a_peer_is_not_the_first_cause_though_it_is_the_first_to_fail(monkeypatch, tmp_path):
     def lose():
         if rank() == 0:
             (tmp_path / "lost").touch()
-            raise RuntimeError("Connection closed by peer")
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:554] Connection closed by peer")
         while not (tmp_path / "lost").exists():
             time.sleep(0.01)
         time.sleep(0.1)
