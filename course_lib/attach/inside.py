@@ -7,10 +7,12 @@ import atexit
 import functools
 import importlib
 import importlib.machinery
+import inspect
 import json
 import os
 import sys
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
@@ -35,12 +37,29 @@ class Attached:
         self.settings = settings
         self.tools: list[Tool] = []
         self._error: BaseException | None = None
+        self.startup = self._startup(settings.get("watch"))
         atexit.register(self.end)
         # A worker of a data loader is no rank, and what it inherits is not its own.
         os.register_at_fork(after_in_child=self.tools.clear)
 
+    @staticmethod
+    def _startup(settings: dict[str, Any] | None) -> Any:
+        """The watch until the process group stands; None where none is asked for."""
+        if settings is None:
+            return None
+        from course_lib.hangs import startup_watch
+
+        return startup_watch.of_this_process(settings["seconds"], Path(settings["folder"]))
+
+    def arrive(self, rank: int | None, world_size: int | None) -> None:
+        """Called as the rank comes to wait for the others in ``init_process_group``."""
+        if self.startup is not None:
+            self.startup.arrive(rank, world_size)
+
     def begin(self) -> None:
         """Called once the default process group stands."""
+        if self.startup is not None:
+            self.startup.end()
         if self.tools:
             return
         before, sys.excepthook = sys.excepthook, self._excepthook
@@ -96,8 +115,13 @@ def follow(c10d: ModuleType, attached: Attached) -> None:
     """Tell ``attached`` when the default group begins and ends; before anybody has taken the functions from here."""
     init, destroy = c10d.init_process_group, c10d.destroy_process_group
 
+    told = inspect.signature(init)
+
     @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        given = told.bind_partial(*args, **kwargs).arguments
+        rank, world_size = (value if (value := given.get(name, -1)) >= 0 else None for name in ("rank", "world_size"))
+        attached.arrive(rank, world_size)
         result = init(*args, **kwargs)
         attached.begin()
         return result

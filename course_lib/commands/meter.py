@@ -20,12 +20,23 @@ HELD = ("parameters", "gradients", "optimizer states")
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.usage = "course meter [--trace FILE] [--folder DIR] [--json FILE] -- COMMAND ..."
+    parser.usage = "course meter [--steps A:B] [--trace FILE] [--folder DIR] [--json FILE] -- COMMAND ..."
+    parser.add_argument("--steps", type=_steps, metavar="A:B",
+                        help="write down the optimizer's steps A to B - 1 alone, counted from 0: a long job's trace "
+                        "is more than a viewer opens [all]")
     parser.add_argument("--trace", type=Path, metavar="FILE", default=Path("course-meter.trace.json"),
                         help="all ranks on one clock, for ui.perfetto.dev [course-meter.trace.json]")
     parser.add_argument("--folder", type=Path, metavar="DIR",
                         help="where the ranks write, which stays; for several machines one that they share [temporary]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables as JSON, too")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, end = text.partition(":")
+    if not colon or not first.isdecimal() or not end.isdecimal() or int(first) >= int(end):
+        raise argparse.ArgumentTypeError(f"{text!r} is no window of steps: give the first one and the one after the "
+                                         "last, as 10:20")
+    return int(first), int(end)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("rank*.jsonl"):  # of an earlier job
             path.unlink()
-        code = command.run(args.command_line, {"meter": str(folder)})
+        code = command.run(args.command_line, {"meter": {"folder": str(folder), "steps": args.steps}})
         logs = job_report.read(folder)
     if not logs:
         print("course meter: no process of the command made a process group, so nothing was moved", file=sys.stderr)

@@ -224,7 +224,7 @@ def _mismatch(sighting: RankSnapshot, call: Call, there: dict[int, Call]) -> Cul
     for rank, theirs in there.items():
         if _kind(theirs) != _kind(call):
             others.setdefault(f"{describe(theirs)} at {theirs.file}:{theirs.line}", []).append(rank)
-    differ = ", and ".join(f"{_ranks(ranks)} {text}" for text, ranks in others.items())
+    differ = ", and ".join(f"{ranks_in_words(ranks)} {text}" for text, ranks in others.items())
     sentence = (f"rank {sighting.rank} issued {describe(call)} at {call.file}:{call.line} where {differ}"
                 + (f"; rank {sighting.rank} has died of it" if sighting.life == "dead" else ""))
     return Culprit(sighting.rank, "mismatched", sentence, call.name, call.sequence, call.file, call.line)
@@ -250,7 +250,7 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
         sentence += f"; it {seen} at {file}:{line}" + (f" in step {sighting.step + 1}" if sighting.step >= 0 else "")
     if own and call:
         waiting = sorted({who.rank for who, waited_in in own if waited_in.stream == call.stream})
-        sentence += (f"; {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for it in {describe(call)}"
+        sentence += (f"; {ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} for it in {describe(call)}"
                      f" at {call.file}:{call.line}")
     elif last:
         sentence += f"; its last call was {describe(last)} at {last.file}:{last.line}"
@@ -292,12 +292,12 @@ def describe(call: Call) -> str:
     size = f"{kind} {call.dtype} {call.shape}" if call.dtype else ""
     other = call.root if call.peer is None else call.peer
     end = "" if other is None else f" {'to' if call.name in TO_ONE else 'from'} rank {other}"
-    members = f" ({_ranks(call.ranks)})" if call.ranks else ""
+    members = f" ({ranks_in_words(call.ranks)})" if call.ranks else ""
     group = "" if call.axis == "world" else f" over {call.axis or 'a group'}{members}"
     return f"{call.name} #{call.sequence}{end}{group}{size}"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_in_words(ranks: Iterable[int]) -> str:
     """``rank 1``, ``ranks 0, 2``; of many those between the first and the last are not listed."""
     numbers = sorted(ranks)
     if len(numbers) > MOST_LISTED:

@@ -31,10 +31,11 @@ class JobLog:
 
     Args:
         folder: where all ranks write.
+        window: of the optimizer's steps, counted from 0, in which anything is written down; None for all.
     """
 
-    def __init__(self, folder: Path):
-        self.rank, self._steps = dist.get_rank(), 0
+    def __init__(self, folder: Path, window: range | None = None):
+        self.rank, self._steps, self._window = dist.get_rank(), 0, window
         self._log: CollectiveLog | None = None
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self._waits: list[tuple[Stamp, Stamp]] = []
@@ -70,17 +71,19 @@ class JobLog:
     # What the collective hooks call, on any thread.
 
     def issuing(self, operator: str, args: Sequence[Any]) -> Any:
+        if not self._is_open():
+            return None
         if self._log is None:  # only now it is known where this rank computes
             with self._lock:
                 self._log = self._log or CollectiveLog(Clock(device_of(args)), lambda tensors: None, self._waited)
         return self._log.issuing(operator, args)
 
     def issued(self, note: Any, work: dist.Work | None) -> None:
-        if self._log is not None:
+        if self._log is not None and note is not None:
             self._log.issued(note, work)
 
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> Any:
-        return None if self._log is None else self._log.waiting(waited_for)
+        return None if self._log is None or not self._is_open() else self._log.waiting(waited_for)
 
     def waited(self, note: Any, waited_for: dist.Work | torch.Tensor) -> None:
         if self._log is not None and note is not None:
@@ -90,10 +93,13 @@ class JobLog:
         if isinstance(begin, float) and isinstance(end, float):
             self._waits.append((begin, end))
 
+    def _is_open(self) -> bool:
+        """Whether the step under way is in the window."""
+        return self._window is None or self._steps in self._window
+
     # The optimizer's memory.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._steps += 1
         if self._is_sampled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self._held = {"parameters": _bytes(parameters),
@@ -104,12 +110,15 @@ class JobLog:
         if self._is_sampled():
             held["optimizer states"] = _bytes([value for state in optimizer.state.values() for value in state.values()
                                                if isinstance(value, torch.Tensor)])
-        with self._lock:
-            self._write(["step", self._steps, time.perf_counter(), held])
+        if self._is_open():
+            with self._lock:
+                self._write(["step", self._steps + 1, time.perf_counter(), held])
+        self._steps += 1
         self._held = {}
 
     def _is_sampled(self) -> bool:
-        return self._steps <= SAMPLED_AT_FIRST or self._steps & (self._steps - 1) == 0
+        done = self._steps - (self._window.start if self._window else 0) + 1
+        return self._is_open() and (done <= SAMPLED_AT_FIRST or done & (done - 1) == 0)
 
     # The file.
 
@@ -146,13 +155,14 @@ def machine() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-def begin(settings: str) -> JobLog:
+def begin(settings: dict[str, Any]) -> JobLog:
     """Start on this rank.
 
     Args:
-        settings: the folder.
+        settings: ``folder``, and ``steps``: the first one and the one after the last, or None.
     """
-    return JobLog(Path(settings))
+    steps = settings.get("steps")
+    return JobLog(Path(settings["folder"]), None if steps is None else range(*steps))
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -80,6 +80,21 @@ def test_plain_python_and_its_exit_code(tmp_path):
     assert rank["ended"] and len(list((tmp_path / "logs").iterdir())) == 1
 
 
+def test_a_window_of_steps_bounds_what_is_written(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = course(tmp_path, "meter", "--steps", "1:2", "--folder", "logs", "--json", "tables.json", "--",
+                  sys.executable, "train.py", "0", **alone)
+    assert done.returncode == 0 and reduced(tmp_path)["calls"] == 1, done.stderr
+    rank, = json.loads((tmp_path / "tables.json").read_text())["ranks"]
+    assert rank["steps"] == 1 and rank["held"]["parameters"] == BYTES
+    (log,) = (tmp_path / "logs").iterdir()
+    assert sum(line.startswith('["call","all_reduce"') for line in log.read_text().splitlines()) == 1
+    for window in ("3", "5:5", "a:b", "-1:4"):
+        with pytest.raises(ConfigError, match="is no window of steps: give the first one and the one after the last"):
+            cli.parse(["meter", f"--steps={window}", "--", "x"])
+
+
 @pytest.mark.long
 def test_accelerate_launch_under_the_meter(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -333,7 +333,7 @@ def test_the_tools_of_the_fault_lab_name_the_culprit_and_the_cures_work(gpus, na
 def measured_job(folder):
     """Three all-reduces over NCCL, and one that the job's end has to wait for."""
     dist.init_process_group("nccl")
-    tool, values = job_log.begin(str(folder)), torch.ones(1024, device="cuda")
+    tool, values = job_log.begin({"folder": str(folder)}), torch.ones(1024, device="cuda")
     for _ in range(3):
         dist.all_reduce(values)
     dist.all_reduce(values, async_op=True)

@@ -21,11 +21,14 @@ from course_lib.launching.launch import launch
 
 BIN, ROOT = Path(sys.executable).parent, Path(__file__).parents[2]
 SCRIPT = """
+import os
 import sys
 import time
 import torch
 import torch.distributed as dist
 
+if sys.argv[1] == "absent" and os.environ["RANK"] == "1":
+    time.sleep(599)
 dist.init_process_group("gloo")
 for step in range(4):
     if step == 2 and dist.get_rank() == 1:
@@ -60,6 +63,17 @@ def test_a_hang_is_named_by_rank_collective_file_and_line(tmp_path):
     with zipfile.ZipFile(tmp_path / "course-watch.zip") as bundle:
         assert {"hang-rank0.txt", "hang-rank0.json", "hang-rank1.txt"} <= set(bundle.namelist())
         assert "time.sleep(600)" in bundle.read("hang-rank0.txt").decode()  # the other rank's stack
+
+
+def test_a_rank_that_never_comes_to_its_process_group_is_named(tmp_path):
+    done = watch(tmp_path, "absent", 2)
+    sleeping, joining = LINES["time.sleep(599)"], LINES['dist.init_process_group("gloo")']
+    assert done.returncode == EXIT_HUNG and last_word(done).startswith(
+        f"course watch: rank 1 has not come to init_process_group; it is at train.py:{sleeping}; rank 0 waits for it "
+        f"at train.py:{joining}"), done.stderr
+    with zipfile.ZipFile(tmp_path / "course-watch.zip") as bundle:
+        assert "time.sleep(599)" in bundle.read("hang-rank0.txt").decode()
+    assert {path.name.partition("-")[0] for path in (tmp_path / "course-watch").iterdir()} == {"hang"}
 
 
 def test_a_rank_that_fails_is_named_and_the_exit_code_is_the_launchers(tmp_path):

@@ -41,7 +41,7 @@ def sharded_and_split(folder):
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    tool = begin(str(folder))
+    tool = begin({"folder": str(folder)})
     with CommDebugMode() as mode:
         hidden = torch.ones(ROWS, WIDTH)
         for block in model:
