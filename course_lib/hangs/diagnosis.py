@@ -195,24 +195,24 @@ def _majority(kinds: Counter) -> tuple | None:
 
 
 def _precedent(histories: list[dict[tuple, Call]], there: dict[int, Call]) -> tuple | None:
-    """What followed before, at the last time that a rank issued what came just before this place.
+    """What alone has come before after the call before it, on a rank that issued it; None where both have, or neither.
 
-    None where nothing did, and where the ranks' own histories say this of different calls.
+    A rank that evaluates once more than the others repeats a pattern, as they do.
     """
-    any_call = next(iter(there.values()))
-    stream, sequence = any_call.stream, any_call.sequence
-    here, said = {_at(call): _kind(call) for call in there.values()}, set()
-    for rank in there:
-        before = histories[rank].get((stream, sequence - 1))
-        if before is None:
-            continue
-        for earlier in range(sequence - 2, 0, -1):
-            same, following = histories[rank].get((stream, earlier)), histories[rank].get((stream, earlier + 1))
-            if same and following and _at(same) == _at(before) and _kind(same) == _kind(before):
-                if _at(following) in here and here[_at(following)] == _kind(following):
-                    said.add(_kind(following))
-                break
-    return said.pop() if len(said) == 1 else None
+    known = {_kind(call) for rank, call in there.items() if _has_come_before(histories[rank], call)}
+    return known.pop() if len(known) == 1 else None
+
+
+def _has_come_before(history: dict[tuple, Call], call: Call) -> bool:
+    """Whether a rank has issued such a call there before, after one like that which it has just come from."""
+    last = history.get((call.stream, call.sequence - 1))
+    return last is not None and any(
+        _alike(earlier, last) and _alike(history.get((call.stream, earlier.sequence + 1)), call)
+        for earlier in history.values() if earlier.stream == call.stream and earlier.sequence < last.sequence)
+
+
+def _alike(one: Call | None, other: Call) -> bool:
+    return one is not None and _at(one) == _at(other) and _kind(one) == _kind(other)
 
 
 def _at(call: Call) -> tuple:
@@ -245,7 +245,7 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
         sentence = f"rank {rank} waits for rank {whom} in {describe(held)} at {held.file}:{held.line}"
         return Culprit(rank, what, sentence, held.name, held.sequence, held.file, held.line)
     sentence = f"rank {rank} {_how(sighting, what)}"
-    if file:
+    if file and not sighting.words.get("error"):  # which says where
         seen = "is" if what in ("elsewhere", "behind") and sighting.life == "running" else "was last seen"
         sentence += f"; it {seen} at {file}:{line}" + (f" in step {sighting.step + 1}" if sighting.step >= 0 else "")
     if own and call:
