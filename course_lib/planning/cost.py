@@ -8,7 +8,7 @@ bytes, bytes per second.
 
 from dataclasses import dataclass
 
-from course_lib.planning import adapters, block_collectives, optimizers, work
+from course_lib.planning import adapters, block_collectives, memory, optimizers, work
 from course_lib.planning.block_collectives import calls, collective
 from course_lib.planning.bubble import bubble_seconds
 from course_lib.planning.hardware import NETWORK_EFFICIENCY, NETWORK_LATENCY, Cluster
@@ -147,7 +147,9 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
     offloaded = plan.offload == "parameters"
     if plan.stage < 3 or plan.pipeline > 1 or (plan.shards == 1 and not offloaded):
         return 0.0, 0.0
-    weights, trained, size = model.layer / plan.tensor, _trained(model, plan, model.layer), float(plan.width)
+    padding = memory.expert_padding(model, plan)
+    weights, size = model.layer / plan.tensor + padding, float(plan.width)
+    trained = _trained(model, plan, model.layer) + padding
     if plan.lora_rank:
         size = adapters.frozen_bytes(model, plan.base_bits == 4, plan.width) / model.layer
     gather = collective("all_gather", weights * size, plan.shards, plan.tensor, cluster)
@@ -171,7 +173,8 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
     FSDP in a pipeline is among them: gathered before the first micro-batch, scattered after the last (arXiv
     2407.21783 section 3.3.2; torchtitan's parallelize_llama.py and PyTorch's pipeline stages do the same).
     """
-    weights = _trained(model, plan, model.parameters) / plan.pipeline
+    weights = (_trained(model, plan, model.parameters) + model.layers * memory.expert_padding(model, plan)
+               ) / plan.pipeline
     if plan.stage == 3 and plan.pipeline == 1:
         # the first gather of a step, which nothing comes before: embedding and output layer
         ends = (model.embedding + model.head) / plan.tensor
@@ -212,7 +215,8 @@ def _optimizer(model: Model, plan: Plan, cluster: Cluster) -> float:
     FSDP's gradients are there already, and offloaded parameters stay there.
     """
     chip = cluster.accelerator
-    kept = _trained(model, plan, model.parameters) / plan.pipeline / (plan.shards if plan.stage >= 1 else 1)
+    kept = (_trained(model, plan, model.parameters) + model.layers * memory.expert_padding(model, plan)
+            ) / plan.pipeline / (plan.shards if plan.stage >= 1 else 1)
     moved_here = optimizers.traffic(plan.optimizer, model)
     if plan.offload == "none":
         products = optimizers.flops(plan.optimizer, model) / plan.pipeline

@@ -94,12 +94,8 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         of_block_state, outside = optimizers.bytes_per_parameter(plan.optimizer, model)
         moments = of_block_state if plan.lora_rank else (of_block_state * (local - ends) + outside * ends) / local
 
-    own = trained / shards
-    if plan.engine == "fsdp" and model.experts > 1 and not plan.lora_rank:
-        # FSDP2 cuts along the first dimension, which of the experts' weights is their number: 8 experts lie whole on
-        # 8 of 64 ranks (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param).
-        of_experts = layers * model.experts * model.expert / t
-        own += of_experts * (-(-model.experts // shards) / model.experts - 1 / shards)
+    padding = expert_padding(model, plan)  # of a block
+    own = (trained + layers * padding) / shards
     parameters = recipe.parameters * (own if plan.stage >= 3 else trained) + frozen / (
         shards if plan.stage >= 3 else 1)
     gradients = (recipe.gradients + recipe.accumulated) * (own if plan.stage >= 2 else trained)
@@ -138,19 +134,21 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     if plan.checkpointing in ("operators", "alternate", "full"):  # the block that is being recomputed
         buffers += of_block("none")
     if plan.engine == "fsdp" and plan.pipeline > 1:
-        buffers += (width + recipe.gradients) * local  # gathered, and summed whole, from first micro-batch to last
+        # gathered, and summed whole, from first micro-batch to last
+        buffers += (width + recipe.gradients) * local + width * layers * padding
     elif plan.engine == "fsdp" and (shards > 1 or plan.offload != "none"):
         # At the loss the root's ends are gathered, and the last block, prefetched. Where that block's backward pass
         # takes more than the logits that have gone by then: the block before it, its whole gradient, that gradient
         # in fp32 to be reduced, and the head's, which waits for the embedding's.
         shared = vocabulary.ranks_of_vocabulary(model, plan)
         head = model.vocab * model.hidden / shared if predicts and model.has_head else 0
-        gathered, whole = width * block, (2 * width + 4) * block + width * head
+        gathered = width * (block + padding)
+        whole = gathered + width * block + 4 * (block + padding) + width * head
         if plan.lora_rank:
             gathered = whole = adapters.frozen_bytes(model, plan.base_bits == 4, width) / t  # and no gradients of it
         buffers += width * ends + gathered + max(0.0, whole - logits)
         if plan.offload != "none":
-            buffers += recipe.parameters * block / shards  # a block's piece as it comes from the host, to be cast
+            buffers += recipe.parameters * (block + padding) / shards  # a piece comes from the host, to be cast
     elif plan.engine == "deepspeed" and (shards > 1 or plan.offload != "none"):
         buffers += 2 * width * min(DEEPSPEED_BUCKET, local)
         if plan.stage >= 3:
@@ -167,6 +165,19 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     # FSDP makes a gradient when it is reduced, and zero_grad() gives it back; the other engines keep buckets for them.
     wait = plan.engine != "fsdp" or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
     return Memory(parameters, gradients, optimizer, kept, logits, buffers, host, wait)
+
+
+def expert_padding(model: Model, plan: Plan) -> float:
+    """Parameters by which FSDP2 fills a block up before it cuts it: those of experts that ranks have no more of.
+
+    It cuts along the first dimension, which of the experts' weights is their number, into equal pieces: of 8 experts
+    8 of 64 ranks have one each, and 64 pieces are gathered and reduced (torch/distributed/fsdp/_fully_shard/
+    _fsdp_param.py, ``_init_sharded_param``).
+    """
+    if plan.engine != "fsdp" or model.experts == 1 or plan.lora_rank:
+        return 0.0
+    pieces = -(-model.experts // plan.shards) * plan.shards
+    return (pieces - model.experts) * model.expert / plan.tensor
 
 
 def _outside(model: Model, plan: Plan, rank: PipelineRank, tokens: int, depth: float) -> float:

@@ -177,7 +177,9 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
     def fits(gpus: int) -> bool:
         return memory.estimate(model, replace(plan, data=gpus)).fits(cluster.accelerator.memory, cluster.host_memory)
 
-    if plan.stage and plan.tensor * plan.pipeline == 1 and fits(64 * plan.data):  # more shards never need more
+    # More shards never need more, but where experts are filled up to a piece for each.
+    if (plan.stage and plan.tensor * plan.pipeline == 1 and not memory.expert_padding(model, plan)
+            and fits(64 * plan.data)):
         enough = bisect_left(range(64 * plan.data), True, lo=plan.data, key=fits)
         return f"fits from {enough * plan.context} GPUs on"
     held = memory.estimate(model, plan)

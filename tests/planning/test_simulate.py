@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import random
 from unittest import mock
 
 import pytest
@@ -14,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -125,6 +128,37 @@ def test_experts_are_not_cut_by_fsdp(experts, ranks):
     assert held.optimizer == 2 * held.parameters
     even = 4 * known.parameters / ranks
     assert (held.parameters > 1.2 * even) is (experts % ranks != 0)
+
+
+def mixture(seed):
+    """A small one of three families, its experts more or fewer than the ranks of FSDP2, and how it is trained."""
+    pick = random.Random(seed)
+    kind, experts, width = pick.choice(MIXTURES), pick.choice((4, 6, 8, 12, 16, 60)), pick.choice((64, 128))
+    named = {"num_local_experts": experts} if kind is MixtralConfig else {"num_experts": experts}
+    more = {"moe_intermediate_size": pick.choice((128, 256)), "head_dim": width // 4} if kind is Qwen3MoeConfig else {}
+    config = kind(vocab_size=pick.choice((512, 2048)), hidden_size=width, num_hidden_layers=pick.choice((2, 4, 6)),
+                  num_attention_heads=4, num_key_value_heads=pick.choice((2, 4)), num_experts_per_tok=2,
+                  intermediate_size=pick.choice((128, 256, 512)), use_cache=False, bos_token_id=1, eos_token_id=2,
+                  pad_token_id=0, **named, **more)
+    return config, Setting("fsdp", pick.choice((2, 3, 8, 16, 24, 64)), micro_batch=pick.choice((1, 2)),
+                           sequence_length=64, checkpointing=pick.random() < 0.5)
+
+
+MIXTURES = (MixtralConfig, OlmoeConfig, Qwen3MoeConfig)
+
+
+@pytest.mark.parametrize("seed", some(range(24), 6, 14))
+def test_the_formula_counts_what_fsdp_fills_mixtures_up_with(seed):
+    """Before it did, 8 experts on 64 ranks were 42 % short in all."""
+    config, asked = mixture(seed)
+    known = models.from_config(config.to_dict(), config.model_type)
+    rows = {row.kind: row for row in compare(known, asked, simulate(config, asked))}
+    assert abs(rows["model states"].error) < 0.01
+    assert -0.1 < rows["total"].error < 0.25
+    padding = memory.expert_padding(known, asked.plan())
+    assert (padding > 0) is (known.experts % asked.world_size != 0)
+    if padding > known.layer:  # it is most of what is gathered
+        assert rows["total"].formula - 3 * 2 * padding < 0.9 * rows["total"].simulated
 
 
 def test_an_encoder_with_a_decoder_is_simulated():
