@@ -132,12 +132,16 @@ def variants(plan: Plan, model: Model) -> Iterator[Plan]:
     schedules = [("1f1b", 1)]
     if plan.pipeline > 1:
         schedules += [("interleaved", virtual) for virtual in (2, 4) if model.layers % (virtual * plan.pipeline) == 0]
+        schedules += [("zb_h1", 1), ("zb_h2", 1)]
+        schedules += [("zbv", 1)] if model.layers >= 2 * plan.pipeline else []
     for checkpointing in ("none", "full"):
         for schedule, virtual in schedules:
+            if checkpointing != "none" and schedule.startswith("zb"):
+                continue  # each half of a split backward pass would compute the forward again
             size = 1
             while size <= 64 and plan.accumulation % size == 0:
                 accumulation = plan.accumulation // size
-                if schedule == "1f1b" or accumulation % plan.pipeline == 0:  # interleaving takes whole rounds
+                if schedule != "interleaved" or accumulation % plan.pipeline == 0:  # which takes whole rounds
                     yield replace(plan, checkpointing=checkpointing, schedule=schedule, virtual=virtual,
                                   micro_batch=size, accumulation=accumulation)
                 size *= 2
