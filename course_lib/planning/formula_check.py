@@ -1,10 +1,10 @@
 """A simulated rank's memory beside the memory model's formula, kind by kind."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from course_lib.planning import memory, models
+from course_lib.planning import memory, models, vocabulary
 from course_lib.planning.models import Model
 
 if TYPE_CHECKING:  # it loads torch
@@ -34,7 +34,11 @@ def compare(model: str | Model, setting: "Setting", simulated: "Simulated") -> l
     Raises:
         ConfigError: the formula has no such engine.
     """
-    formula = memory.estimate(models.load(model), setting.plan())
+    known, plan = models.load(model), setting.plan()
+    formula = memory.estimate(known, plan)
+    if setting.strategy == "tp" and known.has_head:  # DTensor makes a split embedding's gradient whole; ours does not
+        more = (1 - 1 / vocabulary.ranks_of_vocabulary(known, plan)) * known.vocab * known.hidden
+        formula = replace(formula, gradients=formula.gradients + plan.bytes.gradients * more)
     waiting = simulated.resident["gradients"]
     passing = ("parameter copies", "communication buffers", "temporaries")
     buffers = sum(simulated.at_peak[kind] for kind in passing)

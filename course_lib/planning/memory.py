@@ -162,8 +162,10 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         buffers += width * cast * copies
     if plan.base_bits == 4:
         buffers += width * adapters.dequantized(model) / t
-    # FSDP makes a gradient when it is reduced, and zero_grad() gives it back; the other engines keep buckets for them.
-    wait = plan.engine != "fsdp" or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
+    # FSDP makes a gradient when it is reduced, autograd when it is computed, and zero_grad() gives it back; engines
+    # that reduce whole gradients, and DeepSpeed, keep buckets for them.
+    made_late = plan.engine == "fsdp" or (plan.shards == 1 and plan.engine != "deepspeed")
+    wait = not made_late or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
     return Memory(parameters, gradients, optimizer, kept, logits, buffers, host, wait)
 
 

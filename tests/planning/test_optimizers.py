@@ -159,7 +159,7 @@ def test_adapters_leave_gradients_and_states_of_themselves_alone():
     assert trained == 41_943_040, "what PEFT prints for Llama 3 8B, rank 16, all linear layers"
     assert lora.gradients == qlora.gradients == 4 * trained and lora.optimizer == 8 * trained
     assert lora.parameters == pytest.approx(2 * model.parameters + 4 * trained)
-    assert 0.3 < qlora.parameters / lora.parameters < 0.4 and lora.total < 0.2 * full.total
+    assert 0.3 < qlora.parameters / lora.parameters < 0.4 and lora.total < 0.22 * full.total
     assert full.total > 120 * 2**30 > 24 * 2**30 > qlora.total
 
 

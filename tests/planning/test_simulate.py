@@ -292,6 +292,18 @@ def test_the_formula_s_total_counts_what_stands_at_the_same_time(longer):
     assert formula.total < 0.95 * kinds, "all kinds together stand at no time"
 
 
+@pytest.mark.parametrize(("ranks", "words"), [(2, 1000), (4, 8000)])
+def test_tensor_ranks_hold_what_the_formula_says(ranks, words):
+    """DTensor makes the gradient of a split embedding whole, and all gradients as activations go."""
+    config = LlamaConfig(vocab_size=words, hidden_size=256, intermediate_size=512, num_hidden_layers=6,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512)
+    known, asked = models.from_config(config.to_dict(), "llama"), Setting("tp", ranks, sequence_length=256)
+    rows = {row.kind: row for row in compare(known, asked, simulate(config, asked))}
+    assert max(abs(row.error) for row in rows.values()) < 0.05, rows
+    ours = memory.estimate(known, asked.plan())
+    assert rows["gradients"].formula > 1.05 * ours.gradients
+
+
 def test_command_prints_json(tmp_path, capsys):
     tiny().save_pretrained(tmp_path)
     assert cli.main(["simulate", "--model", str(tmp_path), "--world-size", "4", "--sequence-length", "16", "--json",
