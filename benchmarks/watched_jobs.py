@@ -12,7 +12,7 @@ from pathlib import Path
 from course_lib.launching.launch import launch
 from course_lib.system import machine
 from course_lib.writing import write_text
-from tests.attach.test_strangers import FAULTS, SCRIPTS, watched
+from tests.attach.test_command_strangers import FAULTS, SCRIPTS, watched
 from tests.hangs.test_silent_phases import KINDS, LAUNCHES, PHASES, SECONDS, phases
 
 HERE = Path(__file__).parent

@@ -83,11 +83,11 @@ class _Training:
 
 def _caller(name: str) -> FrameType | None:
     """The outermost frame above this one of a function with this name."""
-    frame, found = sys._getframe(1), None
+    frame, outermost = sys._getframe(1), None
     while frame is not None:
-        found = frame if frame.f_code.co_name == name else found
+        outermost = frame if frame.f_code.co_name == name else outermost
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return outermost
 
 
 class WatchCallback:

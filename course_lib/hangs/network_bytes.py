@@ -61,28 +61,28 @@ class Peers:
 
 def connections() -> list[Connection]:
     """All of this network namespace; none where the system does not tell."""
-    found: list[Connection] = []
+    ends: list[Connection] = []
     if sys.platform != "linux":
-        return found
+        return ends
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM,
                                                          _NETLINK_SOCK_DIAG) as asked:
             asked.settimeout(1.0)
             body = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _ALL_STATES, bytes(48))
             asked.send(_HEADER.pack(_HEADER.size + len(body), _BY_FAMILY, _REQUEST_ALL, 1, 0) + body)
-            while _take(asked.recv(1 << 20), found):
+            while _take(asked.recv(1 << 20), ends):
                 pass
-    return found
+    return ends
 
 
-def _take(answer: bytes, found: list[Connection]) -> bool:
+def _take(answer: bytes, ends: list[Connection]) -> bool:
     """Add what a message tells; whether another one follows."""
     at = 0
     while at + _HEADER.size <= len(answer):
         size, kind, *_ = _HEADER.unpack_from(answer, at)
         if kind in (_DONE, _ERROR) or size < _HEADER.size:
             return False
-        found.append(_connection(answer[at + _HEADER.size : at + size]))
+        ends.append(_connection(answer[at + _HEADER.size : at + size]))
         at += (size + 3) & ~3
     return True
 

@@ -122,14 +122,14 @@ class StartupWatch:
             try:
                 self.notes.mkdir(parents=True, exist_ok=True)
                 write_text(self._own_note(), json.dumps(dataclasses.asdict(self._note(time.monotonic() - worked_at))))
-                found = self._missing() if self._arrived_at else {}
+                missing = self._missing() if self._arrived_at else {}
             except OSError:
                 continue  # a full disk is told by what the job writes
             if has_report(self.folder, self._began):
                 self._leave()
                 os._exit(EXIT_HUNG)
-            if found:
-                self._report(found)
+            if missing:
+                self._report(missing)
 
     def _note(self, idle: float) -> Note:
         frame = sys._current_frames().get(self._main.ident or 0)
