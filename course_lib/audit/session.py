@@ -96,7 +96,7 @@ def _reference(make: Make, timeout: float) -> tuple[Record, bool, list[str]]:
         quiet = alone(0, dropout=False)
         if (name := _differing(quiet, alone(1, dropout=False))) is None:
             check_reaches(quiet)
-            return quiet, False, [f"{first.dropouts} modules of dropout are switched off, on one process and on all "
+            return quiet, False, [f"dropout is switched off (modules: {first.dropouts}), on one process and on all "
                                   "layouts: ranks draw other numbers than one process"]
     raise CourseError(f"the step draws at random: with another seed one process has another gradient of `{name}`",
                       "switch off what draws (dropout of functions and of attention, noise, samplers), or seed it in "

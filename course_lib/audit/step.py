@@ -189,10 +189,11 @@ def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], lay
         return CourseError("random numbers were drawn in the step, so that its gradients differ from one process's "
                            "though they be right", "switch dropout off while the step is audited, and load the batch "
                            "before the block")
-    own, owner = distinct(batches)
-    if verdict.wrong and isinstance(reference, Reference) and len(own) > 1:
-        parts = [_computed(replace(reference, clip=None), found[0].start, batch).gradients for batch in own]
-        verdict.gradients = attributed(verdict.gradients, right, found, layout, parts, owner, verdict.within)
+    if verdict.wrong and isinstance(reference, Reference):
+        with contextlib.suppress(Exception):  # a loss that takes the whole batch alone explains nothing of its parts
+            own, owner = distinct(batches)
+            parts = [_computed(replace(reference, clip=None), found[0].start, batch).gradients for batch in own]
+            verdict.gradients = attributed(verdict.gradients, right, found, layout, parts, owner, verdict.within)
     return verdict
 
 

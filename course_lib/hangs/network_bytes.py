@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 BUSY_BYTES = 32 << 10
 """A second, over the last WINDOW seconds, that count as work: more than a tracker's heartbeat, less than any download
 that somebody waits for."""
-WINDOW = 10.0
+WINDOW, GAP = 10.0, 2.0
 
 # linux/netlink.h, sock_diag.h, inet_diag.h, tcp.h
 _NETLINK_SOCK_DIAG, _BY_FAMILY, _REQUEST_ALL, _DONE, _ERROR = 4, 20, 0x301, 3, 2
@@ -138,14 +138,18 @@ class Traffic:
         self._moved: deque[tuple[float, int]] = deque()
 
     def is_busy(self, pids: Iterable[int], now: float | None = None) -> bool:
-        """Whether they have moved more than BUSY_BYTES a second in the last WINDOW seconds, or since they were asked
-        for the first time."""
+        """Whether they have moved more than BUSY_BYTES a second in the last WINDOW seconds.
+
+        Or since it was asked first, or again after it was not asked for GAP seconds.
+        """
         now = time.monotonic() if now is None else now
         counted = self._counted(set(pids))
+        if self._moved and now - self._moved[-1][0] > GAP:
+            self._moved.clear()  # it is not known when in between they were moved
         new = sum(moved - self._before.get(inode, 0) for inode, moved in counted.items()) if self._moved else 0
         self._before = counted
         self._moved.append((now, max(0, new)))
-        while len(self._moved) > 2 and now - self._moved[1][0] > WINDOW:
+        while now - self._moved[0][0] > WINDOW:
             self._moved.popleft()
         (began, _), *later = self._moved
         return sum(moved for _, moved in later) > BUSY_BYTES * (now - began)

@@ -1,7 +1,8 @@
 """Before the process group stands: which rank has not come to ``init_process_group``, and where it is instead.
 
-Each rank leaves a note in a folder, once a second: its process, where its main thread is, for how long nothing has
-happened there, whether it has come. One that has come, and waits, reads the others' notes. Nothing here imports torch.
+Each rank leaves a note in a folder beside that of the reports, once a second: its process, where its main thread is,
+for how long nothing has happened there, whether it has come. One that has come, and waits, reads the others' notes.
+Nothing here imports torch.
 """
 
 import contextlib
@@ -79,7 +80,7 @@ class StartupWatch:
         self.seconds, self.folder, self.rank, self.world_size = seconds, folder, rank, world_size
         launch = "-".join(os.environ.get(name, "") for name in (
             "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
-        self.notes = folder / ("start-" + "".join(c if c.isalnum() else "_" for c in launch))
+        self.notes = folder.with_name(f"{folder.name}-start-" + "".join(c if c.isalnum() else "_" for c in launch))
         self._began, self._arrived_at, self._main = time.time(), 0.0, threading.main_thread()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -105,11 +106,10 @@ class StartupWatch:
             self._leave()
 
     def _leave(self) -> None:
-        """Take the own note away, and with the last one the folders that hold nothing else."""
+        """Take the own note away, and with the last one their folder."""
         with contextlib.suppress(OSError):
             self._own_note().unlink(missing_ok=True)
             self.notes.rmdir()
-            self.folder.rmdir()
 
     def _own_note(self) -> Path:
         return self.notes / f"rank{self.rank}.json"

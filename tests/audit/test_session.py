@@ -134,7 +134,7 @@ def dropping(layout, function=False):
 def test_dropout_is_switched_off_where_it_is_a_module_and_refused_elsewhere():
     """A right DDP program: each rank draws its own masks, and no rank those of one process."""
     audited = audit(dropping, [Layout(dp=2)])
-    assert audited.clean and "1 modules of dropout are switched off" in next(report.lines(audited))
+    assert audited.clean and "dropout is switched off (modules: 1)" in next(report.lines(audited))
     with pytest.raises(CourseError, match="the step draws at random: with another seed one process has another "
                                           "gradient of `embedding.weight`: switch off what draws"):
         audit(functools.partial(dropping, function=True), [Layout(dp=2)])

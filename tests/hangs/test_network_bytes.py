@@ -73,5 +73,17 @@ def test_a_heartbeat_is_no_work_and_what_was_long_ago_does_not_count(download):
     assert not traffic.is_busy([os.getpid()], now=10.0 + 2 * WINDOW + 1)
 
 
+def test_a_slow_download_counts_at_once_after_a_time_in_which_nobody_asked(download):
+    """In which the rank was in collectives."""
+    *_, receive = download
+    traffic = Traffic()
+    traffic.is_busy([os.getpid()], now=0.0)
+    receive(BUSY_BYTES)
+    assert not traffic.is_busy([os.getpid()], now=100.0)
+    for second in range(1, 4):
+        receive(2 * BUSY_BYTES)
+        assert traffic.is_busy([os.getpid()], now=100.0 + second)
+
+
 def test_addresses_by_which_others_know_this_machine_are_not_loopback():
     assert not any(address.startswith("127.") or address == "::1" for address in own_addresses())
