@@ -97,8 +97,8 @@ def choose(settings: Settings) -> Subject:
         return Subject(2, 64, 4, 64, 512, 4, precision)
     for rows in (16, 8, 4, 2, 1):
         subject = Subject(12, 768, 12, 1024, 50257, rows, precision)
-        # In fp32 and sharded among nobody it takes most.
-        held = memory.estimate(subject.known, subject.plan("ddp", "torch", 1, "no"))
+        # In fp32, copied, and with buckets that gradients wait in, it takes most.
+        held = memory.estimate(subject.known, subject.plan("ddp", "torch", 2, "no"))
         if held.total < FILLED * settings.memory:
             return subject
     raise RuntimeError(f"{settings.memory / 2**30:.1f} GiB are too little for one row of GPT-2")
