@@ -51,7 +51,7 @@ def rows(name: str, told: dict[str, Any]) -> Iterator[str]:
         yield (f"| {name} | {layout} | {max(verdict['losses_apart']):.1e} | {agree} | "
                f"{verdict['told'][0] if wrong else ''} |")
     for layout, why in (told["failed"] | told["refused"]).items():
-        yield f"| {name} | {layout} | | not run | {why.split(' (')[0].removeprefix(f'{layout}: ')} |"
+        yield f"| {name} | {layout} | | not run | {why.split(' (')[0]} |"
 
 
 def main() -> None:

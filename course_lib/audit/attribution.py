@@ -80,7 +80,9 @@ def _weights(names: Sequence[str], gradients: Mapping[str, Tensor | None], parts
 
     columns, wanted = torch.stack([flat(part) for part in parts], 1), flat(gradients)
     sizes = columns.norm(dim=0)
-    if len(wanted) < 4 * len(parts) or not sizes.all() or float(torch.linalg.cond(columns / sizes)) > 1 / close:
+    if len(wanted) < 4 * len(parts) or not sizes.all() or not columns.isfinite().all():
+        return None
+    if float(torch.linalg.cond(columns / sizes)) > 1 / close:
         return None
     weights = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
     return weights if (columns @ weights - wanted).norm() <= close * wanted.norm() else None
@@ -101,7 +103,8 @@ def _explained(names: Sequence[str], found: Sequence[Record], parts: Sequence[Ma
 
     one = taken[0]
     if all(alike(row, one) for row in taken):
-        if not alike(one / one.sum(), right / right.sum()) and alike(one, one.mean().expand_as(one)):
+        weighs = min(abs(one.sum()), abs(right.sum())) > near
+        if weighs and not alike(one / one.sum(), right / right.sum()) and alike(one, one.mean().expand_as(one)):
             return "weighed alike", axes, (
                 f"the ranks' batches weigh alike, and in one process {_listed(right / right.sum())}: a mean of the "
                 "ranks' means, whose numbers of targets differ; weigh each rank by its targets")

@@ -15,11 +15,12 @@ SHOWN = 12
 
 
 def as_json(audited: Audited) -> str:
-    """All verdicts."""
-    return json.dumps({"clean": audited.clean, "notes": audited.notes,
+    """All verdicts; what is infinite is null."""
+    tree = json.dumps({"clean": audited.clean, "notes": audited.notes,
                        "verdicts": [verdict.as_dict() for verdict in audited.verdicts],
                        "failed": {str(layout): why for layout, why in audited.failed.items()},
-                       "refused": {str(layout): why for layout, why in audited.refused.items()}}, indent=1)
+                       "refused": {str(layout): why for layout, why in audited.refused.items()}})
+    return json.dumps(json.loads(tree, parse_constant=lambda name: None), indent=1)  # JSON has no infinity
 
 
 def lines(audited: Audited) -> Iterator[str]:

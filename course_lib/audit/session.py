@@ -73,7 +73,8 @@ def audit(make: Make, layouts: Iterable[Layout], *, timeout: float = 120.0) -> A
         verdicts.append(_attributed(verdict, reference, found, make, timeout, dropout) if verdict.wrong else verdict)
     if failed and not verdicts:
         raise next(iter(failed.values()))
-    return Audited(reference, verdicts, refused, notes, {layout: str(error) for layout, error in failed.items()})
+    return Audited(reference, verdicts, refused, notes, {
+        layout: str(error).removeprefix(f"{layout}: ") for layout, error in failed.items()})
 
 
 def _reference(make: Make, timeout: float) -> tuple[Record, bool, list[str]]:

@@ -190,10 +190,12 @@ def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], lay
                            "though they be right", "switch dropout off while the step is audited, and load the batch "
                            "before the block")
     if verdict.wrong and isinstance(reference, Reference):
-        with contextlib.suppress(Exception):  # a loss that takes the whole batch alone explains nothing of its parts
-            own, owner = distinct(batches)
+        own, owner = distinct(batches)
+        try:
             parts = [_computed(replace(reference, clip=None), found[0].start, batch).gradients for batch in own]
-            verdict.gradients = attributed(verdict.gradients, right, found, layout, parts, owner, verdict.within)
+        except Exception:  # whatever a foreign loss makes of a part of its batch; the verdict is said without it
+            return verdict
+        verdict.gradients = attributed(verdict.gradients, right, found, layout, parts, owner, verdict.within)
     return verdict
 
 

@@ -153,6 +153,9 @@ def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout:
     if endless := [rank for rank, tensor in tensors.items() if not tensor.isfinite().all()]:
         return Finding(name, "not finite", sentence=f"`{name}`: {ranks_are(endless, 'has', 'have')} one that is not "
                        "finite, and one process does not", apart=math.inf)
+    if not any(tensor.any() for tensor in tensors.values()):
+        return Finding(name, "missing", sentence=f"`{name}`: is zero on every rank, and in one process it is not",
+                       apart=1.0)
     apart = max(float((tensor - right).norm()) for tensor in tensors.values()) / wanted_norm
     close = within + floor / wanted_norm
     if apart <= close:

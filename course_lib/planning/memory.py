@@ -174,7 +174,7 @@ def expert_padding(model: Model, plan: Plan) -> float:
 
     It cuts along the first dimension, which of the experts' weights is their number, into equal pieces: of 8 experts
     8 of 64 ranks have one each, and 64 pieces are gathered and reduced (torch/distributed/fsdp/_fully_shard/
-    _fsdp_param.py, ``_init_sharded_param``).
+    _fsdp_param.py, ``_init_sharded_param``). Frozen experts beside adapters are counted as if they were cut evenly.
     """
     if plan.engine != "fsdp" or model.experts == 1 or plan.lora_rank:
         return 0.0

@@ -148,9 +148,9 @@ class Running:
         told = torch.zeros((), dtype=torch.float64)
         for number, (ids, targets) in enumerate(zip(*(t.chunk(self.program.micro_batches) for t in batch),
                                                     strict=True)):
-            summed = functional.cross_entropy(self.forward(ids).flatten(0, 1).float() if self.program.dtype
-                                              == torch.bfloat16 else self.forward(ids).flatten(0, 1),
-                                              targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            logits = self.forward(ids).flatten(0, 1)
+            logits = logits.float() if self.program.dtype == torch.bfloat16 else logits
+            summed = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
             loss = summed / divisor
             told += loss.detach()
             if number < self.program.micro_batches - 1:

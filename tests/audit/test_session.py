@@ -1,6 +1,7 @@
 """The audit on engines that are right, and on wrong ones: each named by parameter, factor and axis."""
 
 import functools
+import json
 
 import pytest
 import torch
@@ -155,6 +156,40 @@ def test_a_loss_that_reaches_no_weight_or_is_not_finite_is_refused():
     assert verdict.told[0].endswith("ranks 0, 1 have one that is not finite, and one process does not")
 
 
+def test_gradients_that_are_zero_are_called_so():
+    """As by a zero_grad() before the step; the batches, none of which has a part in them, do not weigh alike."""
+    (verdict,) = verdicts(functools.partial(subjects.by_hand, reduce=lambda name, gradient: gradient.zero_(),
+                                            uneven=True), Layout(dp=2))
+    assert verdict.told == ["`embedding.weight`, `blocks.0.norm.weight`, `blocks.0.norm.bias` and 6 more: is zero on "
+                            "every rank, and in one process it is not"]
+
+
+def without_targets(layout):
+    """Rank 0 has no target that counts: the mean of its own is no number, and its share is zero."""
+    def loss(model, batch):
+        ids, targets = batch
+        summed = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="sum",
+                                                   ignore_index=-100)
+        return summed / (targets != -100).sum()
+
+    model, optimizer, _, (ids, targets) = subjects.by_hand(layout, lambda name, gradient: gradient.copy_(
+        torch.linspace(0, 1, gradient.numel()).view_as(gradient)), loss=loss)
+    ignored = torch.full_like(targets, -100) if layout.ranks > 1 and dist.get_rank() == 0 else targets
+    return model, optimizer, lambda m, b: loss(m, b) if (b[1] != -100).any() else 0 * m(b[0]).sum(), (ids, ignored)
+
+
+def test_a_batch_whose_own_gradient_is_none_explains_nothing_and_breaks_nothing():
+    (verdict,) = verdicts(without_targets, Layout(dp=2))
+    assert {f.kind for f in verdict.wrong} == {"unrelated"}
+
+
+def test_json_is_json_where_something_is_infinite():
+    audited = audit(functools.partial(subjects.by_hand, reduce=lambda name, gradient: gradient.div_(gradient * 0)),
+                    [Layout(dp=2)])
+    told = json.loads(report.as_json(audited), parse_constant=pytest.fail)
+    assert {finding["apart"] for finding in told["verdicts"][0]["gradients"]} == {None}
+
+
 def test_what_one_layout_raises_is_its_own_line():
     def breaks(layout):
         if layout.dp == 3:
@@ -164,7 +199,7 @@ def test_what_one_layout_raises_is_its_own_line():
     audited = audit(breaks, layouts(4, ("dp",)))
     assert [v.layout.dp for v in audited.verdicts] == [2, 4] and all(v.clean for v in audited.verdicts)
     assert not audited.clean and "raised ValueError: not with three" in audited.failed[Layout(dp=3)]
-    assert list(report.lines(audited))[3].startswith("dp3               failed: dp3: rank")
+    assert list(report.lines(audited))[3].startswith("dp3               failed: rank")
 
 
 def test_the_axis_of_a_missing_sum_in_a_layout_of_two():

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from course_lib.launching.launch import launch
 from tests.waiting import until
 
 SECONDS, STUCK = 2.0, 4
+ROOT = Path(__file__).parents[2]
 
 
 class Rows(Dataset):
@@ -129,5 +131,5 @@ def test_lightning_begins_and_ends_the_watch(tmp_path, how, said):
                     "lightning", "lightning-utilities", "torchmetrics", "pytorch-lightning"], check=True)
     (tmp_path / "train.py").write_text(LIGHTNING)
     done = subprocess.run([sys.executable, "train.py", how], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"PYTHONPATH": f"{tmp_path / 'lightning'}:{os.getcwd()}"})
+                          env=os.environ | {"PYTHONPATH": f"{tmp_path / 'lightning'}:{ROOT}"})
     assert said in done.stdout and ("raised a bad row" in done.stdout) == (how == "raise"), done.stderr
