@@ -194,8 +194,8 @@ def test_what_is_replaced_is_a_librarys_and_is_listed():
 SHOWN = {
     "config.py": "the docstrings of fields, for --help",
     "grading/own_code.py": "the line of a learner's own code that an exception or a hang is told with",
-    "hangs/flight_recorder.py": "where a rank is, for the report; a name in <> is no file to show",
-    "hangs/startup_watch.py": "where a rank is that has not come to its process group, for the report",
+    "hangs/flight_recorder.py": "where a call was issued, for the report",
+    "hangs/user_frames.py": "where a rank is, for the report; a name in <> is no file to show",
     "lessons/listing.py": "shows a function's source in a lesson",
 }
 PLACES = re.compile(r"co_filename|f_lineno|co_firstlineno|tb_lineno|getsource|getsourcelines|linecache|getsourcefile|"

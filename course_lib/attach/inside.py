@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from importlib.abc import MetaPathFinder
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
@@ -20,6 +19,8 @@ VARIABLE = "COURSE_ATTACH"
 """Names the tools, with the settings of each, as JSON."""
 TOOLS = {"meter": "course_lib.metering.job_log", "watch": "course_lib.hangs.job_watch"}
 """Modules with a function ``begin(settings)``, which gives a :class:`Tool`."""
+EARLY = {"watch": "course_lib.hangs.startup_watch"}
+"""What a tool has until then: modules with a function ``begin(settings)``, which gives an :class:`EarlyTool`."""
 C10D = "torch.distributed.distributed_c10d"
 
 
@@ -30,6 +31,16 @@ class Tool(Protocol):
         """The process group is going to be destroyed, or the process ends, by an error or not."""
 
 
+class EarlyTool(Protocol):
+    """What runs on a rank before its process group stands."""
+
+    def arrive(self, rank: int | None, world_size: int | None) -> None:
+        """The rank comes to wait for the others in ``init_process_group``, and is told which it is, or not."""
+
+    def end(self) -> None:
+        """The group stands."""
+
+
 class Attached:
     """The tools of this process, from its first process group to the end of its last."""
 
@@ -37,29 +48,25 @@ class Attached:
         self.settings = settings
         self.tools: list[Tool] = []
         self._error: BaseException | None = None
-        self.startup = self._startup(settings.get("watch"))
+        self.early: list[EarlyTool] = []
+        for name in settings.keys() & EARLY.keys():
+            try:
+                self.early.append(importlib.import_module(EARLY[name]).begin(settings[name]))
+            except Exception as error:
+                self._tell(name, error)
         atexit.register(self.end)
         # A worker of a data loader is no rank, and what it inherits is not its own.
         os.register_at_fork(after_in_child=self.tools.clear)
 
-    @staticmethod
-    def _startup(settings: dict[str, Any] | None) -> Any:
-        """The watch until the process group stands; None where none is asked for."""
-        if settings is None:
-            return None
-        from course_lib.hangs import startup_watch
-
-        return startup_watch.of_this_process(settings["seconds"], Path(settings["folder"]))
-
     def arrive(self, rank: int | None, world_size: int | None) -> None:
         """Called as the rank comes to wait for the others in ``init_process_group``."""
-        if self.startup is not None:
-            self.startup.arrive(rank, world_size)
+        for tool in self.early:
+            tool.arrive(rank, world_size)
 
     def begin(self) -> None:
         """Called once the default process group stands."""
-        if self.startup is not None:
-            self.startup.end()
+        while self.early:
+            self.early.pop().end()
         if self.tools:
             return
         before, sys.excepthook = sys.excepthook, self._excepthook
@@ -120,8 +127,8 @@ def follow(c10d: ModuleType, attached: Attached) -> None:
     @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         given = told.bind_partial(*args, **kwargs).arguments
-        rank, world_size = (value if (value := given.get(name, -1)) >= 0 else None for name in ("rank", "world_size"))
-        attached.arrive(rank, world_size)
+        rank, world_size = (given.get(name) for name in ("rank", "world_size"))  # -1: as the environment has it
+        attached.arrive(None if rank == -1 else rank, None if world_size == -1 else world_size)
         result = init(*args, **kwargs)
         attached.begin()
         return result

@@ -1,6 +1,7 @@
 """``course watch``: the watchdog over the ranks of any job, whose script stays as it is."""
 
 import argparse
+import shutil
 import sys
 import time
 import zipfile
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     began = time.time()
     code = command.run(args.command_line, tools)
+    for notes in folder.parent.glob(f"{folder.name}-start-*"):  # of ranks that never made a process group, or died
+        shutil.rmtree(notes, ignore_errors=True)
     if not has_report(folder, began):
         return code
     reports = read_reports(folder)

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
+from course_lib.hangs.job_watch import JobWatch
+from course_lib.hangs.user_frames import frame_of
 from course_lib.hangs.watchdog import Watchdog
 
 LOOK_SECONDS = 1.0
@@ -34,19 +34,17 @@ def watched(seconds: float = 300.0, folder: str | Path = "hang") -> Iterator[Wat
         seconds: without progress until the ranks report and end; a process that no launcher started goes on.
         folder: of the reports.
     """
-    with Watchdog(seconds, folder, ends="RANK" in os.environ) as dog:
-        steps = 0
+    watch = _begun(seconds, folder)
+    try:
+        yield watch.watchdog
+    except BaseException as error:
+        watch.end(error)
+        raise
+    watch.end(None)
 
-        def stepped(*_: Any) -> None:
-            nonlocal steps
-            steps += 1
-            dog.beat(steps - 1)
 
-        hook = register_optimizer_step_post_hook(stepped)
-        try:
-            yield dog
-        finally:
-            hook.remove()
+def _begun(seconds: float, folder: str | Path) -> JobWatch:
+    return JobWatch(seconds, folder, ends="RANK" in os.environ)
 
 
 class _Training:
@@ -54,27 +52,26 @@ class _Training:
 
     def __init__(self, seconds: float, folder: str | Path):
         self.seconds, self.folder = seconds, folder
-        self._stack: contextlib.ExitStack | None = None
+        self.watch: JobWatch | None = None
         self._over = threading.Event()
 
     def begin(self, loop: FrameType | None) -> None:
         """Watch until `end`, or until a frame of the main thread, the loop's, has been left."""
         self.end()
-        self._stack, self._over = contextlib.ExitStack(), threading.Event()
-        self._stack.enter_context(watched(self.seconds, self.folder))
+        self.watch, self._over = _begun(self.seconds, self.folder), threading.Event()
         if "RANK" not in os.environ:  # else the exception ends the process
             threading.Thread(target=self._follow, args=(loop, self._over), daemon=True).start()
 
     def end(self, error: BaseException | None = None) -> None:
         """It has ended, by an error or not."""
         self._over.set()
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.end(error)
 
     def _follow(self, loop: FrameType | None, over: threading.Event) -> None:
         while not over.wait(LOOK_SECONDS):
-            here = sys._current_frames().get(threading.main_thread().ident or 0)
+            here = frame_of(threading.main_thread())
             while here is not None and here is not loop:
                 here = here.f_back
             if here is None and not over.is_set():

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from course_lib.hangs.pending_calls import Pending
 from course_lib.hangs.rank_state import CALL_ROOM, CALLS, ENDED, WAITED_FOR, RankState, spans
+from course_lib.hangs.user_frames import Place, frame_of, main_place, nearness, shown, user_frame
 from course_lib.metering import collective_hooks
 from course_lib.metering.collective_hooks import ARGUMENTS, INPUTS, OPERATORS
 from course_lib.metering.collective_log import axis_of
@@ -44,37 +45,7 @@ _PEER = {operator: _at(operator, [PEER.get(operator, "")]) for operator in OPERA
 _ROOT = {operator: _at(operator, ["root_rank"]) for operator in OPERATORS}
 _ASYNC = {operator: _at(operator, ["async_op"]) for operator in OPERATORS}
 
-_FOREIGN = {"torch", "accelerate", "deepspeed", "transformers", *sys.stdlib_module_names}
-"""Packages whose code is not the user's."""
-_OURS = {__name__, collective_hooks.__name__, f"{__package__}.watchdog", "course_lib.attach.inside"}
-"""Modules of the course through which every call goes."""
 _DEBUGGERS = ("pdb", "bdb", "ipdb", "pudb", "debugpy", "pydevd")
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-"""Folders of packages that the user's code calls; a line of theirs is told only where none of the user's is there."""
-
-Place = tuple[str | None, int | None]
-
-
-class _Nearness(dict[str, int]):
-    """How near to the user a module is, found out once: 0 torch's and ours, 1 of an installed package, 2 the user's."""
-
-    def __missing__(self, module: str) -> int:
-        package = module.partition(".")[0]
-        if package in _FOREIGN or module in _OURS:
-            nearness = 0
-        else:
-            file = getattr(sys.modules.get(module), "__file__", None) or ""
-            nearness = 1 if package != "course_lib" and any(folder in file for folder in _INSTALLED) else 2
-        self[module] = nearness
-        return nearness
-
-
-_nearness = _Nearness()
-
-
-def _near(frame: FrameType) -> int:
-    """How near to the user a frame's code is; 0 where it is in no file that can be shown."""
-    return 0 if frame.f_code.co_filename.startswith("<") else _nearness[frame.f_globals.get("__name__", "")]
 
 
 class FlightRecorder:
@@ -94,7 +65,7 @@ class FlightRecorder:
         self._pending = Pending()
         self._waiting: set[int] = set()  # those that a thread waits for
         self._lock = threading.Lock()
-        self._folder = os.getcwd() + os.sep
+        self._folder = os.getcwd()
 
     def start(self) -> None:
         collective_hooks.listen(self)
@@ -109,7 +80,7 @@ class FlightRecorder:
         shape, dtype, count, gpu = _described(args[subject or 0])
         if subject is None:  # a barrier's is a dummy
             shape, dtype, count = (), None, 0
-        frame = self._user_frame(sys._getframe(1)) or self._main_frame()
+        frame = user_frame(sys._getframe(1)) or user_frame(frame_of(threading.main_thread()))
         code, line = (frame.f_code, frame.f_lineno) if frame else (None, None)
         # A code object hashes slowly, but is the same object as long as it runs.
         key = (operator, shape, dtype, count, group.group_name, None if peer is None else args[peer],
@@ -166,29 +137,28 @@ class FlightRecorder:
 
     def place(self) -> Place:
         """File and line of the user's code that the main thread is in."""
-        frame = self._main_frame()
-        return (self._shown(frame.f_code.co_filename), frame.f_lineno) if frame else (None, None)
+        return main_place(self._folder)
 
     def place_of(self, trace: TracebackType | None) -> Place:
         """File and line of the user's code that an exception went through last."""
         where: Place = (None, None)
         nearest = 1
         while trace is not None:
-            if (near := _near(trace.tb_frame)) >= nearest:
-                nearest, where = near, (self._shown(trace.tb_frame.f_code.co_filename), trace.tb_lineno)
+            if (near := nearness(trace.tb_frame)) >= nearest:
+                nearest, where = near, (shown(trace.tb_frame.f_code.co_filename, self._folder), trace.tb_lineno)
             trace = trace.tb_next
         return where
 
     def position(self) -> int:
         """A number that changes when the main thread's Python code goes on."""
-        frame, position = _frame_of(threading.main_thread()), 0
+        frame, position = frame_of(threading.main_thread()), 0
         while frame is not None:
             position, frame = hash((position, id(frame.f_code), frame.f_lasti)), frame.f_back
         return position
 
     def is_debugged(self) -> bool:
         """Whether the main thread stands in a debugger's prompt."""
-        frame = _frame_of(threading.main_thread())
+        frame = frame_of(threading.main_thread())
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in _DEBUGGERS:
             frame = frame.f_back
         return frame is not None
@@ -221,7 +191,7 @@ class FlightRecorder:
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
             "peer": other, "root": None if root is None else ranks[root],
             "axis": _group_in_words(group)[:32], "on_gpu": on_gpu,
-            "file": self._shown(code.co_filename) if code else None, "line": line, "ranks": spans(ranks)}
+            "file": shown(code.co_filename, self._folder) if code else None, "line": line, "ranks": spans(ranks)}
         end = described["file"] and described["file"][-40:]
         for shorter in ({}, {"file": end}, {"file": end, "ranks": []}):  # long paths, odd groups of hundreds of ranks
             text = json.dumps(described | shorter).encode()
@@ -232,23 +202,6 @@ class FlightRecorder:
         self._texts[key] = text[:CALL_ROOM], stream, code
         return self._texts[key]
 
-    def _user_frame(self, frame: FrameType | None) -> FrameType | None:
-        """The innermost frame of the user's; where there is none, of an installed package that is not torch's."""
-        installed = None
-        while frame is not None and (near := _near(frame)) < 2:
-            if near and installed is None:
-                installed = frame
-            frame = frame.f_back
-        return frame or installed
-
-    def _main_frame(self) -> FrameType | None:
-        """The main thread's; on a GPU the backward pass runs on a thread that has no user's frame."""
-        return self._user_frame(_frame_of(threading.main_thread()))
-
-    def _shown(self, file: str) -> str:
-        """Relative to the working directory where it lies below it."""
-        return file.removeprefix(self._folder)
-
 
 def _group_in_words(group: dist.ProcessGroup) -> str:
     """``world`` for the default group, an axis of a mesh by its name, and any other group by that of torch."""
@@ -256,10 +209,6 @@ def _group_in_words(group: dist.ProcessGroup) -> str:
         return "world"
     axis = axis_of(group)
     return axis if axis not in ("", "world") else f"group {group.group_name}"
-
-
-def _frame_of(thread: threading.Thread) -> FrameType | None:
-    return sys._current_frames().get(thread.ident or 0)
 
 
 def _described(value: Any) -> tuple[tuple[int, ...], torch.dtype | None, int, torch.device | None]:

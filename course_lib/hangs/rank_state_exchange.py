@@ -16,12 +16,11 @@ import threading
 import time
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from course_lib.hangs.liveness import process_state, start_ticks
+from course_lib.hangs.liveness import machine, process_state, start_ticks
 from course_lib.hangs.network_bytes import Peers, own_addresses
 from course_lib.hangs.rank_state import RUNNING, SIZE, Life, RankSnapshot, RankState, read_flags, read_page
 from course_lib.torch_names import connected_again
@@ -47,9 +46,7 @@ class Identity:
 
     @classmethod
     def own(cls, page: RankState) -> "Identity":
-        boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-        machine = boot.read_text().strip() + os.readlink(namespace) if boot.exists() and namespace.is_symlink() else ""
-        return cls(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine, page.descriptor,
+        return cls(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine(), page.descriptor,
                    tuple(own_addresses()))
 
     def map(self) -> mmap.mmap:

@@ -12,18 +12,18 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 from course_lib.errors import EXIT_HUNG
 from course_lib.hangs.diagnosis import Culprit, What, ranks_in_words
-from course_lib.hangs.liveness import Activity, process_state, start_ticks
+from course_lib.hangs.liveness import Activity, machine, process_state, start_ticks
 from course_lib.hangs.report import HangReport, has_report
+from course_lib.hangs.user_frames import frame_of, main_place
 from course_lib.writing import write_text
 
 NOTE_SECONDS = 1.0
@@ -31,8 +31,6 @@ OWNER = "COURSE_ATTACH_OWNER"
 """Number of the process that a RANK in the environment is of: its children inherit the variable."""
 UNSEEN_FACTOR = 10
 """How many times the seconds a rank may take of which there is no note: it may be on a machine with its own folder."""
-_LIBRARIES = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages", "course_lib"))
-_STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Note:
         pid: of its process.
         started: that process's `start_ticks`.
         host: where it runs.
+        machine: where the kernel can be asked for it.
         at: seconds of ``time.time``, when this was written.
         arrived: whether it is in ``init_process_group``.
         idle: seconds for which neither it nor its children have worked.
@@ -54,6 +53,7 @@ class Note:
     pid: int
     started: int
     host: str
+    machine: str
     at: float
     arrived: bool
     idle: float
@@ -63,7 +63,7 @@ class Note:
 
     def state(self) -> str:
         """``dead``, ``stopped`` or ``running``; of another machine's process the last."""
-        return process_state(self.pid, self.started) if self.host == socket.gethostname() else "running"
+        return process_state(self.pid, self.started) if self.machine == machine() else "running"
 
 
 class StartupWatch:
@@ -81,7 +81,7 @@ class StartupWatch:
         launch = "-".join(os.environ.get(name, "") for name in (
             "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
         self.notes = folder.with_name(f"{folder.name}-start-" + "".join(c if c.isalnum() else "_" for c in launch))
-        self._began, self._arrived_at, self._main = time.time(), 0.0, threading.main_thread()
+        self._began, self._arrived_at = time.time(), 0.0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -132,10 +132,10 @@ class StartupWatch:
                 self._report(missing)
 
     def _note(self, idle: float) -> Note:
-        frame = sys._current_frames().get(self._main.ident or 0)
-        file, line = _place(frame)
-        return Note(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), time.time(), bool(self._arrived_at),
-                    idle, file, line, "".join(traceback.format_stack(frame)) if frame else "")
+        frame = frame_of(threading.main_thread())
+        return Note(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine(), time.time(),
+                    bool(self._arrived_at), idle, *main_place(os.getcwd()),
+                    "".join(traceback.format_stack(frame)) if frame else "")
 
     def _missing(self) -> dict[int, Note | None]:
         """Those to blame, where this rank is the one to say so: of those that wait the first."""
@@ -161,7 +161,7 @@ class StartupWatch:
 
     def _report(self, late: dict[int, Note | None]) -> None:
         """Write who is missing, and end."""
-        file, line = _place(sys._current_frames().get(self._main.ident or 0))
+        file, line = main_place(os.getcwd())
         come = [rank for rank in range(self.world_size) if rank not in late]
         others = f"{ranks_in_words(come)} wait{'s' if len(come) == 1 else ''} for it at {file}:{line}"
         verdicts = tuple(Culprit(rank, _what(note), f"rank {rank} {_how(note)}; {others}", "init_process_group", None,
@@ -198,25 +198,15 @@ def _how(note: Note | None) -> str:
     return f"{absent}; it is at {note.file}:{note.line}"
 
 
-def _place(frame: FrameType | None) -> tuple[str | None, int | None]:
-    """File and line of the innermost frame of the user's; of a package where there is none."""
-    packaged: tuple[str | None, int | None] = (None, None)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith("<"):
-            shown = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file, frame.f_lineno
-            if not file.startswith(_STANDARD) and not any(library in file for library in _LIBRARIES):
-                return shown
-            packaged = packaged if packaged[0] else shown
-        frame = frame.f_back
-    return packaged
+def begin(settings: dict[str, Any]) -> StartupWatch:
+    """Watch this process, at once where a launcher has said which rank it is.
 
-
-def of_this_process(seconds: float, folder: Path) -> StartupWatch:
-    """The watch of this process, which begins at once where a launcher has said which rank it is."""
+    Args:
+        settings: ``seconds`` and ``folder``.
+    """
     rank = None
     if "RANK" in os.environ and os.environ.setdefault(OWNER, str(os.getpid())) == str(os.getpid()):
         rank = int(os.environ["RANK"])
-    watch = StartupWatch(seconds, folder, rank, int(os.environ.get("WORLD_SIZE", 1)))
+    watch = StartupWatch(settings["seconds"], Path(settings["folder"]), rank, int(os.environ.get("WORLD_SIZE", 1)))
     watch.begin()
     return watch

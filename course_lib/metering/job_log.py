@@ -83,14 +83,14 @@ class JobLog:
             self._log.issued(note, work)
 
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> Any:
-        return None if self._log is None or not self._is_open() else self._log.waiting(waited_for)
+        return None if self._log is None else self._log.waiting(waited_for)
 
     def waited(self, note: Any, waited_for: dist.Work | torch.Tensor) -> None:
         if self._log is not None and note is not None:
             self._log.waited(note, waited_for)
 
     def _waited(self, begin: Stamp, end: Stamp) -> None:
-        if isinstance(begin, float) and isinstance(end, float):
+        if self._is_open() and isinstance(begin, float) and isinstance(end, float):
             self._waits.append((begin, end))
 
     def _is_open(self) -> bool:

@@ -74,8 +74,8 @@ def with_accelerate(folder):
 @pytest.mark.parametrize("train", [with_trainer, with_accelerate])
 def test_who_hangs_is_named(train, tmp_path):
     def run():
-        begin = callbacks.Watchdog
-        callbacks.Watchdog = lambda *args, ends, **more: begin(*args, ends=False, **more)
+        begin = callbacks.JobWatch
+        callbacks.JobWatch = lambda *args, ends, **more: begin(*args, ends=False, **more)
         train(tmp_path)
 
     launch(run, num_processes=2, device="cpu", timeout=300, stream=False)
@@ -92,7 +92,7 @@ def test_an_error_in_a_notebooks_training_ends_the_watch(tmp_path, monkeypatch):
     made.add_callback(watch)
     with pytest.raises(ValueError, match="a bad row"):
         made.train()
-    until(lambda: watch.training._stack is None)
+    until(lambda: watch.training.watch is None)
     assert not read_reports(tmp_path) and not dist.is_initialized()
 
 
@@ -106,7 +106,7 @@ class Model(LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(3, 1)
     def training_step(self, batch, index):
-        assert watch.training._stack is not None
+        assert watch.training.watch is not None
         if sys.argv[1] == "raise" and index == 2:
             raise ValueError("a bad row")
         return self.layer(batch).square().mean()
@@ -119,7 +119,7 @@ try:
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 3)))
 except ValueError as error:
     print("raised", error)
-print("steps", trainer.global_step, "watching", watch.training._stack is not None)
+print("steps", trainer.global_step, "watching", watch.training.watch is not None)
 """
 
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from course_lib.hangs import startup_watch
-from course_lib.hangs.liveness import start_ticks
-from course_lib.hangs.startup_watch import OWNER, Note, StartupWatch, of_this_process
+from course_lib.hangs.liveness import machine, start_ticks
+from course_lib.hangs.startup_watch import OWNER, Note, StartupWatch, begin
 
 SECONDS = 10.0
 
@@ -18,7 +18,7 @@ SECONDS = 10.0
 def note(idle=60.0, arrived=False, pid=None, at=None):
     pid = pid or os.getpid()
     started = start_ticks(pid) if pid == os.getpid() else 1
-    return Note(pid, started, socket.gethostname(), at or time.time(), arrived, idle, "train.py", 7, "stack")
+    return Note(pid, started, socket.gethostname(), machine(), at or time.time(), arrived, idle, "train.py", 7, "stack")
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_the_first_of_those_that_wait_says_so(tmp_path, monkeypatch):
 def test_a_child_of_a_rank_is_no_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv(OWNER, "1")
-    watch = of_this_process(SECONDS, tmp_path)
+    watch = begin({"seconds": SECONDS, "folder": str(tmp_path)})
     assert watch.rank is None and watch._thread is None
 
 
