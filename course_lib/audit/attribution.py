@@ -18,6 +18,8 @@ from course_lib.audit.layouts import Layout
 from course_lib.audit.subject import Record
 from course_lib.parallel.trees import map_tensors
 
+UNSURE = ("unrelated", "rank", "shard")
+"""Kinds that a weighted sum of batches may explain better: a batch may have no part in a shard."""
 PRECISION = 1e-3
 """Of a weight, at least: below it weights are alike."""
 
@@ -35,7 +37,7 @@ def attributed(findings: Sequence[Finding], reference: Record, found: Sequence[R
         owner: by rank, which of the batches is its own.
         within: relative difference that is rounding.
     """
-    open_ones = [f.name for f in findings if f.kind in ("unrelated", "rank") and _has(f.name, reference, found, parts)]
+    open_ones = [f.name for f in findings if f.kind in UNSURE and _has(f.name, reference, found, parts)]
     everything = [name for name in reference.gradients if _has(name, reference, found, parts)]
     if len(parts) < 2 or not open_ones:
         return list(findings)

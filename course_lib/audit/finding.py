@@ -144,7 +144,7 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
 
 def _shards(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
             ) -> Iterator[Finding]:
-    """Where all ranks are right but for one chunk of a dimension."""
+    """Where all ranks are right but for one chunk of a dimension, each of the others by its own size."""
     for axes, size in _cuts(layout):
         for dim in range(right.dim()):
             if right.shape[dim] % size:
@@ -153,8 +153,8 @@ def _shards(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Lay
             for tensor in tensors.values():
                 parts = zip(tensor.chunk(size, dim), right.chunk(size, dim), strict=True)
                 bad |= {place for place, (mine, other) in enumerate(parts)
-                        if (mine - other).norm() > close * right.norm()}
-            if 0 < len(bad) < size:
+                        if (mine - other).norm() > close * other.norm()}
+            if len(bad) == 1:
                 yield Finding(name, "shard", None, axes, f"`{name}`: right but for part {min(bad)} of {size} along "
                               f"its dimension {dim}, as {_and(axes)} cuts it", apart)
 
