@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.planner import PUBLISHED
+from benchmarks.planner import PUBLISHED, publication
 from benchmarks.planner_rows import READERS, Setting, mosaic, nanotron
 from course_lib.planning import cost, memory
 from course_lib.planning.plan import Plan
@@ -56,14 +56,16 @@ class Place:
 
 
 def pairs() -> list[Pair]:
-    """Every two rows of one model, GPUs and sequence length that differ in strategy, and in speed clearly."""
+    """Every two rows of a publication with one model, GPUs and sequence length that differ in strategy, and in speed
+    clearly."""
     groups: dict[tuple, list[tuple[str, Setting]]] = defaultdict(list)
     for row in json.loads(PUBLISHED.read_text(encoding="utf-8")):
         read = READERS.get(row["kind"], ("", mosaic))[1]
         setting = None if row["kind"] not in READERS or read is mosaic else read(row)
         if setting is not None:
             model, plan, cluster, _ = setting
-            same = model.hidden, model.layers, model.vocab, cluster.accelerator.name, plan.gpus, plan.sequence_length
+            same = (publication(row["source"]), model.hidden, model.layers, model.vocab, cluster.accelerator.name,
+                    plan.gpus, plan.sequence_length)
             groups[same].append((row["id"], setting))
     found = []
     for group in groups.values():

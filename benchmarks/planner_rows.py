@@ -209,6 +209,76 @@ def megatron_bridge(row: dict[str, Any]) -> Setting | None:
     return model, plan, hardware.cluster(name, plan.gpus), tokens
 
 
+ZERO_BUBBLE_SIZES = {"1.5B": (22, 24, 2304), "6.2B": (30, 32, 4096), "14.6B": (46, 40, 5120), "28.3B": (62, 48, 6144)}
+"""Blocks, heads and hidden size of arXiv 2401.10241's models (table 3)."""
+ZERO_BUBBLE_SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb_h1", "ZB-2p": "zb_h2", "ZB-V": "zbv"}
+
+
+def zero_bubble(row: dict[str, Any]) -> Setting | None:
+    """A run of arXiv 2401.10241: Megatron-LM of 2023 with sequences of 1,024, attention written out, one replica.
+
+    Its interleaved schedule has as many stages as there are layers, two of which embedding and output layer stand for.
+    ZB-2p* of its second version has another micro-batch than its row says, and two rows give ranges.
+    """
+    c, samples = row["config"], row["value"].get("samples_per_gpu_per_s")
+    if c["schedule"] not in ZERO_BUBBLE_SCHEDULES or c["model"] not in ZERO_BUBBLE_SIZES or not isinstance(
+            samples, float | int):
+        return None
+    layers, heads, hidden = ZERO_BUBBLE_SIZES[c["model"]]
+    base = {"sequence_length": 1024, "engine": "megatron", "data": 1, "pipeline": c["p"], "compiled": True,
+            "flash": False, "schedule": ZERO_BUBBLE_SCHEDULES[c["schedule"]]}
+    if c["schedule"] == "1F1B-I":
+        base["virtual"] = (layers + 2) // c["p"]
+    return open_choices(gpt(hidden, layers, heads, 50304, 1024), base, c["m"] * c["microbatch"],
+                        hardware.cluster("A100-80", c["p"]), samples * 1024, c["microbatch"])
+
+
+NEMO_GPT3 = {"GPT3-5B": (4096, 24, 32), "GPT3-20B": (6144, 44, 48), "GPT3-175B": (12288, 96, 96)}
+"""Hidden size, blocks and heads of NeMo's GPT-3 recipes (NVIDIA/NeMo, nemo/collections/llm/gpt/model/megatron)."""
+
+
+def nemo(row: dict[str, Any]) -> Setting:
+    """A run of NeMo's performance guides; of long sequences, 4 Mi tokens a step where the table names no batch.
+
+    Its FLOPs count attention whole: in NVIDIA's summary of the same release 16,934 tokens/s of Llama 2 7B are 780
+    TFLOP/s, which are 6 per parameter beside the embedding and 12 per layer, channel and key.
+    """
+    c, sequence = row["config"], row["config"]["seq"]
+    name = c["model"].removesuffix("-sft")
+    model = gpt(*NEMO_GPT3[name], 50304, sequence, dropout=0.0) if name in NEMO_GPT3 else models.load(name)
+    data = c["gpus"] // (c["tp"] * c.get("pp", 1) * c["cp"])
+    batch, micro, virtual = c.get("global_batch", max(data, 2**22 // sequence)), c.get("micro_batch", 1), c.get("vp", 1)
+    plan = Plan(sequence, "fsdp" if c.get("fsdp") else "megatron", 3 if c.get("fsdp") else 1, data=data,
+                tensor=c["tp"], pipeline=c.get("pp", 1), context=c["cp"], micro_batch=micro,
+                accumulation=max(1, batch // data // micro), compiled=True, overlap_tensor=True, precision="fp8",
+                schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual)
+    value = row["value"]
+    tokens = value.get("tokens_per_s_per_gpu") or value["tflops_per_gpu"] * 1e12 / model.flops(sequence)
+    return model, plan, hardware.cluster(c["system"], c["gpus"]), tokens
+
+
+def fms(row: dict[str, Any]) -> Setting | None:
+    """A run of fms-fsdp, compiled and with PyTorch's fused attention; its sizes are Llama 2's, 34B Code Llama's."""
+    c = row["config"]
+    if c["sharding"] != "FSDP":
+        return None
+    model = models.from_config({
+        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 22016 if c["model"] == "34B" else 28672,
+        "num_hidden_layers": 48 if c["model"] == "34B" else 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "vocab_size": 32000})
+    plan = Plan(c["seq"], "fsdp", 3, data=c["gpus"], micro_batch=c["micro_batch"], checkpointing=c["ac"], compiled=True)
+    return model, plan, hardware.cluster(c["gpu"], c["gpus"]), row["value"]["tokens_per_s_per_gpu"]
+
+
+def easy_context(row: dict[str, Any]) -> Setting:
+    """A run of EasyContext: ZeRO-3 with everything offloaded, whole blocks recomputed, one sequence per step."""
+    c = row["config"]
+    shared = c["gpus"] if c["how"] == "ring attention" else 1
+    plan = Plan(c["seq"], "deepspeed", 3, data=c["gpus"] // shared, context=shared, checkpointing="full",
+                offload="parameters", loss="linear")
+    return models.load(c["model"]), plan, hardware.cluster(c["gpu"], c["gpus"]), row["value"]["tokens_per_s"] / c["gpus"]
+
+
 READERS: dict[str, tuple[str, Callable[[dict[str, Any]], Setting | None]]] = {
     "weak_scaling_throughput": ("Megatron, weak scaling", megatron_2021),
     "iteration_time": ("Megatron, iteration", megatron_iteration),
@@ -221,5 +291,10 @@ READERS: dict[str, tuple[str, Callable[[dict[str, Any]], Setting | None]]] = {
     "tp_throughput_memory": ("torchtitan TP", torchtitan),
     "cp_throughput_memory": ("torchtitan CP", torchtitan),
     "megatron_bridge_throughput": ("Megatron Bridge", megatron_bridge),
+    "pp_throughput_memory": ("zero bubble", zero_bubble),
+    "long_sequence_throughput": ("NeMo, long sequences", nemo),
+    "nemo_throughput": ("NeMo", nemo),
+    "fms_throughput": ("fms-fsdp", fms),
+    "ring_throughput": ("EasyContext", easy_context),
 }
 """By the rows' kind: what the table calls it, and how a row is read; a row that no plan can say gives None."""

@@ -18,7 +18,8 @@ RULE = """\
 Which plan leads: the fastest that fits with a chance of 80 % or more and that
 `course train` runs, so that there is a command; if it runs none of those, the
 fastest of them, for another trainer; if none fits with such a chance, the
-fastest of 50 % or more; else the likeliest. What is faster elsewhere is named.
+fastest of 50 % or more. What is less likely to fit is no plan: if all is, the
+nearest is named, and what would fit. What is faster elsewhere is named.
 Tried are data, tensor, context and pipeline ranks, 1F1B, interleaved and
 zero-bubble schedules, ZeRO and FSDP, offload, recomputation, and the losses
 `chunked` and `linear`; context ranks where each has 2,048 tokens.

@@ -1,16 +1,18 @@
 """How sure a planned number is: intervals and chances from the errors of published runs.
 
-The errors are those of the rows in sources that may be used (benchmarks/planner.py has the rule). How often the
-intervals hold in the sources that are held out is in benchmarks/planner.md.
+The errors are those of the published rows that the planner is held beside (benchmarks/planner.py). How often the
+intervals hold for a source that is left out when they are made, each in its turn, is in benchmarks/planner.md; how
+often runs of a sweep that no error was taken from went through, by the chance told for them, in
+benchmarks/planner-sweep.md.
 
 Source: split conformal prediction, Lei et al., "Distribution-Free Predictive Inference for Regression" (arXiv
-1604.04173), section 2.2, on the errors' two ends; by regime where it has enough rows.
+1604.04173), section 2.2, on the errors' two ends; of speed by regime where it has enough rows.
 """
 
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import resources
@@ -26,8 +28,8 @@ TAIL = Fraction(1, 10)
 """Of true values that may lie beyond either end of an interval; exact, because ranks are rounded from it."""
 SHARE = float(1 - 2 * TAIL)
 """Of true values that an interval is to hold."""
-ENOUGH = 15
-"""Rows from which on a regime has intervals of its own."""
+ENOUGH = int(1 / TAIL) - 1
+"""Rows from which on a regime has intervals of its own: with fewer, no row is the one in ten that lies beyond an end."""
 RESERVED = (16842 / 16549.94, 5458 / 4607.5)
 """Bytes that PyTorch's allocator reserved by those that were allocated at the peak, in the two published logs that say
 both (huggingface.co/nanotron/old_bench): what a GPU has to hold."""
@@ -55,9 +57,21 @@ def _errors() -> dict[str, dict[str, list[float]]]:
 
 
 def errors(quantity: Quantity, regime: str) -> list[float]:
-    """Those of a regime, or of all where it has fewer than ENOUGH rows; sorted."""
-    own = _errors()[quantity].get(regime, [])
-    return sorted(own if len(own) >= ENOUGH else [error for rows in _errors()[quantity].values() for error in rows])
+    """Those that an interval is made of: see :func:`chosen`."""
+    return chosen(_errors()[quantity], quantity, regime)
+
+
+def chosen(known: Mapping[str, Sequence[float]], quantity: Quantity, regime: str) -> list[float]:
+    """Of the errors by regime those to make an interval of, sorted.
+
+    Args:
+        known: errors of the quantity, by regime.
+        quantity: of memory all regimes' errors are taken together: they have few rows, and bytes are counted alike in
+            all of them.
+        regime: of speed this one's errors are taken, or all where it has fewer than ENOUGH.
+    """
+    own = known.get(regime, ()) if quantity == "tokens/s/GPU" else ()
+    return sorted(own if len(own) >= ENOUGH else [error for rows in known.values() for error in rows])
 
 
 def interval(quantity: Quantity, predicted: float, regime: str) -> Interval:
@@ -90,21 +104,20 @@ def around(predicted: float, known: Sequence[float]) -> Interval:
 
 
 @functools.cache
-def _of_memory(regime: str) -> tuple[float, ...]:
-    return tuple(errors("GiB", regime))
+def _of_memory() -> tuple[float, ...]:
+    return tuple(errors("GiB", ""))
 
 
-def chance_that_it_fits(allocated: float, capacity: float, regime: str) -> float:
+def chance_that_it_fits(allocated: float, capacity: float) -> float:
     """The chance that a GPU holds what is planned: over the known errors, and what allocators reserve besides.
 
     Args:
         allocated: planned peak, bytes.
         capacity: of the GPU, bytes.
-        regime: of REGIMES.
     Returns:
         Above 0 and below 1: as many known cases as there are say no more.
     """
-    known = _of_memory(regime)
+    known = _of_memory()
     held = sum(allocated / (1 + error) * reserved <= capacity - RUNTIME for error in known for reserved in RESERVED)
     cases = len(known) * len(RESERVED)
     return (held + 0.5) / (cases + 1)

@@ -18,9 +18,9 @@ class Margin:
     ninth: float
 
 
-THROUGHPUT = Margin(145, 0.085, 0.331)
+THROUGHPUT = Margin(224, 0.066, 0.268)
 """Of tokens/s per GPU."""
-MEMORY = Margin(21, 0.133, 0.320)
+MEMORY = Margin(58, 0.052, 0.221)
 """Of GiB per GPU."""
 
 

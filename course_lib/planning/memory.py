@@ -12,8 +12,11 @@ from course_lib.planning.plan import Checkpointing, Plan
 
 RUNTIME = int(1.5 * 2**30)
 """Bytes that are gone before the first tensor: CUDA context, cuBLAS workspaces, NCCL channels. An assumption."""
-USABLE = 0.95
-"""Share of the rest that tensors can fill before the allocator's fragments stop them. An assumption."""
+USABLE = 0.84
+"""Share of the rest that a planned peak may take: up to it the plan fits in half of cases or more, by the errors of
+published runs and what allocators reserve besides (:func:`course_lib.planning.intervals.chance_that_it_fits`)."""
+HOST_USABLE = 0.95
+"""Share of host memory that offloaded states may take. An assumption."""
 DEEPSPEED_BUCKET = 500_000_000
 """Elements of DeepSpeed's all-gather and reduce buckets, its default."""
 DEEPSPEED_LIVE = 1_000_000_000
@@ -57,7 +60,7 @@ class Memory:
 
     def fits(self, capacity: float, host: float = float("inf")) -> bool:
         """Whether a GPU with ``capacity`` bytes holds it, and ``host`` bytes of host memory what is offloaded."""
-        return self.total <= (capacity - RUNTIME) * USABLE and self.host <= host * USABLE
+        return self.total <= (capacity - RUNTIME) * USABLE and self.host <= host * HOST_USABLE
 
 
 def estimate(model: Model, plan: Plan) -> Memory:

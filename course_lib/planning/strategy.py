@@ -1,7 +1,6 @@
 """The search: every legal layout of a model over a cluster, pruned by memory, ranked by predicted throughput.
 
-For one layout memory grows with the micro-batch, so the first one that is too large ends that branch, but
-for pipelines under autocast.
+What fits with a chance of less than half does not fit.
 """
 
 from bisect import bisect_left
@@ -14,9 +13,9 @@ from course_lib.errors import ConfigError
 from course_lib.planning import cost, hardware, memory, to_launchers
 from course_lib.planning.cost import Cost
 from course_lib.planning.hardware import Cluster, accelerators
-from course_lib.planning.intervals import chance_that_it_fits, regime_of
+from course_lib.planning.intervals import chance_that_it_fits
 from course_lib.planning.layouts import NOTHING, TRIED, default_batch, layouts, variants
-from course_lib.planning.memory import RUNTIME, USABLE, Memory
+from course_lib.planning.memory import HOST_USABLE, RUNTIME, USABLE, Memory
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Loss, Plan
 
@@ -24,7 +23,7 @@ FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
 LIKELY = 0.8
 """Chance to fit from which on a layout is proposed before all that are less likely to, however fast they are."""
 AT_LEAST = 0.5
-"""Chance from which on the faster of two comes first where none is LIKELY; below it the likelier does."""
+"""Chance from which on a layout fits: that of a peak of :data:`course_lib.planning.memory.USABLE`."""
 WAITING = ("recompute", "launch", "tensor", "pipeline", "bubble", "data", "optimizer")
 """What a step spends beside computing, in the names of :class:`Cost`."""
 
@@ -41,7 +40,7 @@ class Candidate:
     memory: Memory
     cost: Cost
     chance: float
-    """That it fits, by the errors of published runs; the planner's own count says that it does."""
+    """That it fits, by the errors of published runs; AT_LEAST or more."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """The fastest of those that are likely to fit; if none is, see :func:`place`."""
+        """The fastest of those that are likely to fit; if none is, the fastest."""
         return self.candidates[0]
 
     def for_our_trainer(self) -> "Search":
@@ -121,32 +120,28 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
                           cluster.accelerator.has_host, settings, losses):
         if family(layout) not in families:
             continue
-        too_large: tuple[str, str, int] | None = None
         for plan in variants(layout, model):
-            branch = (plan.checkpointing, plan.schedule, plan.virtual)
-            if branch == too_large:
-                continue
             considered += 1
             held = memory.estimate(model, plan)
             if held.fits(cluster.accelerator.memory, cluster.host_memory):
-                chance = chance_that_it_fits(held.total, cluster.accelerator.memory, regime_of(model, plan))
+                chance = chance_that_it_fits(held.total, cluster.accelerator.memory)
                 candidates.append(Candidate(plan, held, cost.estimate(model, plan, cluster), chance))
                 continue
-            if plan.pipeline == 1 or not plan.autocasts:  # whose copies of weights are fewer with fewer micro-batches
-                too_large = branch
             known = nearest_fit.get(family(plan))
-            if known is None or held.total < known[1].total:
+            if known is None or taken(held, cluster) < taken(known[1], cluster):
                 nearest_fit[family(plan)] = (plan, held)
     if not considered:
         raise NothingFits(f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
                           f"give --global-batch {-(-batch // cluster.gpus) * cluster.gpus}")
     if not candidates:
-        closest, held = min(nearest_fit.values(), key=lambda pair: pair[1].total)
-        host = f" and {held.host / USABLE / 2**30:.1f} GiB of host memory for each of {cluster.host_memory / 2**30:.1f}"
+        closest, held = min(nearest_fit.values(), key=lambda pair: taken(pair[1], cluster))
+        chance = chance_that_it_fits(held.total, cluster.accelerator.memory)
+        host = (f" and {held.host / 2**30:.1f} of {cluster.host_memory / 2**30:.1f} GiB of host memory for each"
+                if held.host else "")
         raise NothingFits(
-            f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the smallest layout "
-            f"({closest.strategy}, micro-batch 1) needs {needed(held) / 2**30:.1f} GiB per GPU of "
-            f"{cluster.accelerator.memory / 2**30:.1f}{host if held.host else ''}",
+            f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the nearest layout "
+            f"({closest.strategy}, micro-batch {closest.micro_batch}) takes {held.total / 2**30:.1f} of "
+            f"{cluster.accelerator.memory / 2**30:.1f} GiB per GPU, a chance of {chance:.0%}{host}",
             smallest_change(model, cluster, closest, global_batch, families, settings, losses))
     candidates.sort(key=place)
     fitting = {family(candidate.plan) for candidate in candidates}
@@ -158,17 +153,21 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
 def place(candidate: Candidate) -> tuple[float, ...]:
     """What candidates are sorted by.
 
-    First those that fit with a chance of LIKELY or more, then those of AT_LEAST or more, of each the fastest first:
-    what differs by less than a thousandth is equal, and fewer, larger micro-batches have fewer kernels to launch. Then
-    the others, the likeliest first.
+    First those that fit with a chance of LIKELY or more, of each group the fastest first: what differs by less than a
+    thousandth is equal, and fewer, larger micro-batches have fewer kernels to launch.
     """
-    speed = -round(1000 * log(candidate.cost.tokens_per_second))
-    group = 0 if candidate.chance >= LIKELY else 1 if candidate.chance >= AT_LEAST else 2
-    return group, -candidate.chance if group == 2 else 0.0, speed, candidate.plan.accumulation
+    return (candidate.chance < LIKELY, -round(1000 * log(candidate.cost.tokens_per_second)),
+            candidate.plan.accumulation)
+
+
+def taken(held: Memory, cluster: Cluster) -> float:
+    """Share of what may be taken of a GPU or of its host's memory, the larger of the two; up to 1 it fits."""
+    return max(held.total / USABLE / (cluster.accelerator.memory - RUNTIME),
+               held.host / HOST_USABLE / max(cluster.host_memory, 1.0))
 
 
 def needed(held: Memory) -> float:
-    """Bytes of GPU memory with which ``held`` fits."""
+    """Bytes of GPU memory with which ``held`` fits, with a chance of AT_LEAST."""
     return held.total / USABLE + RUNTIME
 
 
@@ -185,7 +184,7 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
     held = memory.estimate(model, plan)
     size = needed(held)
     if size <= cluster.accelerator.memory:
-        return f"would need {held.host / USABLE / 2**30:,.0f} GiB of host memory for each GPU"
+        return f"would need {held.host / HOST_USABLE / 2**30:,.0f} GiB of host memory for each GPU"
     larger = [chip for chip in accelerators().values() if chip.memory >= size and chip.name != "CPU"]
     if larger:
         chip = min(larger, key=lambda larger_chip: larger_chip.memory)
@@ -247,8 +246,7 @@ def explain(result: Search) -> list[str]:
                     key=lambda candidate: candidate.cost.tokens_per_second)
     faster = elsewhere.cost.tokens_per_second / spent.tokens_per_second - 1 if elsewhere else 0.0
     passed = faster >= 0.005 and best in here
-    first = ("the first by chance and speed" if not likely
-             else "the fastest that `course train` runs" if passed else "the fastest")
+    first = "the fastest that `course train` runs" if passed else "the fastest"
     lines = [f"{best.plan.strategy} is {first} of {len(result.candidates)} layouts that fit, {among}, of "
              f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
              + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free."]
@@ -270,7 +268,7 @@ def explain(result: Search) -> list[str]:
     for failure in result.failed:
         short, of = needed(failure.memory) - result.cluster.accelerator.memory, ""
         if short <= 0:
-            short, of = failure.memory.host / USABLE - result.cluster.host_memory, " of host memory per GPU"
+            short, of = failure.memory.host / HOST_USABLE - result.cluster.host_memory, " of host memory per GPU"
         lines.append(f"{failure.family} does not fit: {failure.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
                      f"{failure.remedy}.")
     return lines

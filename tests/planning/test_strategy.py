@@ -1,5 +1,6 @@
 """The search: what it lists is legal and fits, in order; what it says about the rest is true."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,12 +21,10 @@ def found_for(name, gpu, gpus, length, batch=None):
 def test_every_candidate_is_legal_fits_and_is_in_order(name, gpu, gpus, length):
     result = found_for(name, gpu, gpus, length)
     model, cluster = result.model, result.cluster
-    groups = {0: [], 1: [], 2: []}
-    for candidate in result.candidates:
-        groups[0 if candidate.chance >= 0.8 else 1 if candidate.chance >= 0.5 else 2].append(candidate)
-    assert groups[0] + groups[1] + groups[2] == result.candidates, "those that are likely to fit come first"
-    assert [each.chance for each in groups[2]] == sorted((each.chance for each in groups[2]), reverse=True)
-    for group in groups[0], groups[1]:
+    groups = [[each for each in result.candidates if (each.chance >= 0.8) is likely] for likely in (True, False)]
+    assert groups[0] + groups[1] == result.candidates, "those that are likely to fit come first"
+    assert min(each.chance for each in result.candidates) >= strategy.AT_LEAST
+    for group in groups:
         for earlier, later in pairwise(group):
             assert later.cost.tokens_per_second <= 1.0011 * earlier.cost.tokens_per_second
             if later.cost.tokens_per_second > earlier.cost.tokens_per_second:
@@ -71,12 +70,27 @@ def test_what_would_have_to_change_is_true_and_smallest():
 
 
 def test_nothing_fits_says_the_smallest_change():
-    with pytest.raises(ConfigError, match=r"does not fit on 48 x T4.*--gpus (\d+)") as caught:
-        found_for("llama-405b", "T4", 48, 2048)
+    with pytest.raises(ConfigError, match=r"does not fit on 8 x T4: the nearest layout .*--gpus (\d+)") as caught:
+        found_for("llama-70b", "T4", 8, 2048)
     gpus = int(str(caught.value).split("--gpus ")[1].split()[0])
-    assert found_for("llama-405b", "T4", gpus, 2048).candidates
+    assert found_for("llama-70b", "T4", gpus, 2048).candidates
     with pytest.raises(ConfigError, match="does not fit"):
-        found_for("llama-405b", "T4", gpus - 48, 2048)
+        found_for("llama-70b", "T4", gpus - 8, 2048)
+
+
+def test_what_is_unlikely_to_fit_is_no_plan_but_the_nearest():
+    """A card that holds the smallest layout by a tenth: published runs say that it fits in a third of cases."""
+    model, alone = models.load("gpt2-xl"), hardware.cluster("A100-80", 1)
+    smallest = min(memory.estimate(model, plan).total for layout in strategy.layouts(model, 1, 1, 1024, 8, "bf16", False)
+                   for plan in strategy.variants(layout, model))
+    tight = replace(alone, accelerator=replace(alone.accelerator, memory=int(smallest / 0.9 + memory.RUNTIME)),
+                    host_memory=0)
+    with pytest.raises(strategy.NothingFits) as caught:
+        strategy.search(model, tight, 1024, 8, families=("DDP",))
+    chance = int(re.search(r"the nearest layout \(DDP \+ .* a chance of (\d+)%", str(caught.value))[1])
+    assert 10 < chance < 50 and "it fits with --gpu" in str(caught.value)
+    roomier = replace(tight, accelerator=replace(tight.accelerator, memory=int(smallest / 0.8 + memory.RUNTIME)))
+    assert strategy.search(model, roomier, 1024, 8, families=("DDP",)).best.chance >= strategy.AT_LEAST
 
 
 @pytest.mark.parametrize(("length", "batch", "says"), [(4096, None, "takes 1 to 2048"), (2048, 3, "--global-batch 8")])
@@ -110,9 +124,7 @@ def test_long_sequences_are_split_over_context_ranks():
     """Without them FSDP with eight tensor ranks led, which fits with a chance of 9 %: 63 GiB of logits."""
     found = strategy.search(*LONG)
     assert found.best.chance >= strategy.LIKELY and found.best.plan.context > 1
-    without = [candidate for candidate in found.candidates if candidate.plan.context == 1]
-    assert without and max(candidate.chance for candidate in without) < 0.2
-    assert found.best.cost.tokens_per_second > 1.2 * without[0].cost.tokens_per_second
+    assert all(candidate.plan.context > 1 for candidate in found.candidates)
     ways = {(each.plan.context_by, each.plan.engine, each.plan.tensor > 1) for each in found.candidates}
     assert {(way, engine, False) for way in ("ring", "ulysses") for engine in ("fsdp", "deepspeed")} <= ways
     assert {("ring", "fsdp", True), ("ulysses", "megatron", True)} <= ways
@@ -143,10 +155,10 @@ def test_losses_are_tried_where_none_is_named():
 
 
 @pytest.mark.parametrize(("chances", "speeds", "order"), [
-    ((0.9, 0.85, 0.7), (1.0, 2.0, 9.0), (1, 0, 2)), ((0.79, 0.6, 0.4), (1.0, 2.0, 9.0), (1, 0, 2)),
-    ((0.1, 0.3, 0.2), (9.0, 1.0, 5.0), (1, 2, 0)), ((0.8, 0.79, 0.5), (1.0, 9.0, 9.0), (0, 1, 2))])
+    ((0.9, 0.85, 0.7), (1.0, 2.0, 9.0), (1, 0, 2)), ((0.79, 0.6, 0.5), (1.0, 2.0, 3.0), (2, 1, 0)),
+    ((0.8, 0.79, 0.5), (1.0, 9.0, 9.0), (0, 1, 2))])
 def test_what_leads(chances, speeds, order):
-    """The fastest of 80 % or more, then of 50 % or more, then the likeliest."""
+    """The fastest of 80 % or more, then the fastest of the others."""
     first = strategy.search(models.load("gpt2"), hardware.cluster("A100-80", 1), 1024).best
     tried = [replace(first, chance=chance, cost=replace(first.cost, tokens=int(1e6 * speed)))
              for chance, speed in zip(chances, speeds, strict=True)]
@@ -189,7 +201,7 @@ def test_no_search_leads_with_a_low_chance_where_it_has_a_better_one():
                                 losses=("chunked", "linear")).for_our_trainer()
         best, chances = found.best, [candidate.chance for candidate in found.candidates]
         assert best.chance >= strategy.LIKELY or max(chances) < strategy.LIKELY
-        assert best.chance >= strategy.AT_LEAST or best.chance == max(chances)
+        assert min(chances) >= strategy.AT_LEAST
         likely = [each for each in found.candidates if each.chance >= strategy.LIKELY]
         ours = [each for each in likely if to_launchers.runs_here(each.plan, found.model)]
         fastest = max((each.cost.tokens_per_second for each in ours or likely), default=None)
