@@ -1,23 +1,26 @@
-"""The planner beside a sweep of which nothing in it was made: which layouts ran out of memory, and how fast the rest ran.
+"""The planner beside two sweeps that others made: which layouts ran out of memory, and how fast the rest ran.
 
-    git clone https://github.com/Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts sweep
-    pip install openpyxl                            # reads the spreadsheets; nothing else needs it
-    python -m benchmarks.planner_sweep sweep/data   # from the repository's root; writes benchmarks/planner-sweep.md
+    git clone https://github.com/Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts layouts
+    git clone https://github.com/VIA-Research/vTrain vtrain
+    pip install openpyxl                            # reads the first one's spreadsheets; nothing else needs it
+    python -m benchmarks.planner_sweep layouts/data vtrain/data/ground_truth_single.csv   # writes planner-sweep.md
 
-Source: arXiv 2311.05610: Llamas of 13, 30 and 65 B parameters with a vocabulary of 128,000 on 32 to 256 A100-80, ZeRO-1,
-2,048 sequences of 2,048 tokens a step or 512 of 8,192.
+Sources: arXiv 2311.05610: Llamas of 13, 30 and 65 B parameters with a vocabulary of 128,000 on 32 to 256 A100-80, ZeRO-1,
+2,048 sequences of 2,048 tokens a step or 512 of 8,192. arXiv 2312.12391: GPTs of 0.2 to 1.3 B on one node of A100,
+Megatron-DeepSpeed, 1,024 tokens, attention written out, whole blocks recomputed.
 """
 
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas
 
+from benchmarks.planner_rows import gpt
 from course_lib.planning import cost, hardware, intervals, memory, models, strategy
 from course_lib.planning.intervals import chance_that_it_fits, regime_of
 from course_lib.planning.plan import Plan
@@ -84,10 +87,39 @@ def runs(folder: Path) -> list[Run]:
             if (run := read(file.name, row))]
 
 
+def read_small(row: dict[str, Any]) -> tuple[Plan, float]:
+    """A row of the second sweep, by the columns' titles: the plan, and its predicted step over the measured, less one."""
+    data, micro = row["data parallelism"], row["micro batch"]
+    model = gpt(row["hidden size"], row["# layers"], row["attention heads"], 50257, row["sequence length"])
+    plan = Plan(row["sequence length"], "megatron", data=data, tensor=row["tensor parallelism"],
+                pipeline=row["pipeline parallelism"], micro_batch=micro,
+                accumulation=row["global batch"] // data // micro, checkpointing="full", flash=False, compiled=True,
+                sequence_parallel=False, overlap=False, precision="fp16")
+    predicted = cost.estimate(model, plan, hardware.cluster("A100-80", plan.gpus)).step
+    return plan, predicted / (row["iteration time (ms)"] / 1e3) - 1
+
+
+def of_small_models(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The page's part on the second sweep."""
+    halves = [[read_small(row) for row in rows[start::2]] for start in (0, 1)]
+    yield (f"\n## Small models on one node\n\n{len(rows)} runs of arXiv 2312.12391, whose steps wait for the host. "
+           "How long it needs for an operation (`hardware.LAUNCH`, `work.MEGATRON_OPERATIONS`) is from every second of "
+           "them; the others were left out. Error of the step's time:\n\n"
+           "| | chosen by | left out |\n| --- | ---: | ---: |")
+    kinds: list[tuple[str, Callable[[Plan], bool]]] = [("all, median of its absolute value", lambda plan: True)]
+    kinds += [(f"micro-batch {size}, median", lambda plan, size=size: plan.micro_batch == size) for size in (1, 2, 4, 8)]
+    kinds += [(f"{size} tensor ranks, median", lambda plan, size=size: plan.tensor == size) for size in (1, 2, 4, 8)]
+    for name, chosen in kinds:
+        errors = [[error for plan, error in half if chosen(plan)] for half in halves]
+        cells = [f"{statistics.median(map(abs, half)):.1%}" if "absolute" in name else f"{statistics.median(half):+.0%}"
+                 if half else "" for half in errors]
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
 def report(found: list[Run]) -> Iterator[str]:
-    """The page."""
+    """The page's part on the first sweep."""
     went = [run for run in found if run.measured is not None]
-    yield ("# The planner beside a sweep that it never saw\n\nWritten by `python -m benchmarks.planner_sweep`. "
+    yield ("# The planner beside sweeps that others made\n\nWritten by `python -m benchmarks.planner_sweep`. "
            f"{len(found)} runs of arXiv 2311.05610 with FlashAttention, {len(found) - len(went)} of which ran out of "
            "memory. No constant, no formula and no error that intervals are made of is from them. One word of how they "
            "are read was chosen when it had been seen which ran out: their logits are read as gathered on every tensor "
@@ -116,8 +148,11 @@ def report(found: list[Run]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="with the sweep's spreadsheets")
-    text = "\n".join(report(runs(parser.parse_args().folder))) + "\n"
+    parser.add_argument("layouts", type=Path, help="folder with the first sweep's spreadsheets")
+    parser.add_argument("small", type=Path, help="the second one's table")
+    args = parser.parse_args()
+    small = pandas.read_csv(args.small, encoding="utf-8-sig").to_dict("records")
+    text = "\n".join([*report(runs(args.layouts)), *of_small_models(small)]) + "\n"
     write_text(PAGE, text)
     print(text)
 

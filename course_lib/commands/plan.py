@@ -60,7 +60,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", type=Path, metavar="FILE",
                         help="take the shares of peak that `course bench --run` measured, not the catalogue's")
     parser.add_argument("--calibrate", type=Path, metavar="RUN",
-                        help="take the share of peak that a run of `course train` on this GPU reached: its folder")
+                        help="measure this host's time for an operation, and take the share of peak that a run of "
+                        "`course train` on this GPU reached: its folder")
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [what the model takes, at most 2048]")
     parser.add_argument("--tokens", type=tokens, metavar="N", help="to train on, as 100B: adds hours and cost")

@@ -103,7 +103,7 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
 
     busy = sum((forward.total, backward.total, again.total, tensor_forward, tensor_backward, data_forward,
                 data_backward))
-    host = work.launching(model, plan, calls(plan))
+    host = work.launching(model, plan, calls(plan), cluster.launch)
     late = max(0.0, sum(host) - busy)  # the host runs ahead where it can: only the sum over the passes counts
     late_forward = late * host[0] / sum(host)
     whole = busy + late

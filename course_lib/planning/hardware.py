@@ -34,6 +34,11 @@ ATTENTION_SHARE = (0.5, 0.43)
 FlashAttention-2's 50 to 73 % on A100, its backward slower by the same paper's 63 to 73 (arXiv 2307.08691)."""
 MATMUL_SHARE = 0.5
 """Share of peak for accelerators of which no training step is known; see ``catalogue/calibration.yaml``."""
+LAUNCH = 25e-6
+"""Seconds of the host for one operation in PyTorch: Python, autograd, dispatcher, driver. With
+:data:`course_lib.planning.work.MEGATRON_OPERATIONS` as every second of 1,440 runs of small models on a node of A100 says
+(arXiv 2312.12391; benchmarks/planner-sweep.md has the others); how the two share what those runs say is an assumption.
+`course plan --calibrate` measures it on this host."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ class Cluster:
     dollars_per_gpu_hour: float | None = None
     instance: str | None = None
     """SageMaker's name, where the cluster was given by it."""
+    launch: float = LAUNCH
+    """Seconds of the host for one operation."""
 
     @property
     def nodes(self) -> int:

@@ -15,16 +15,16 @@ from course_lib.planning.hardware import Accelerator
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 
-LAUNCH = 10e-6
-"""Seconds of the host for one operation in PyTorch: Python, autograd, dispatcher, driver. An assumption, towards the
-lower end of the 5 to 25 microseconds that are commonly told; a CUDA graph would take it away."""
 FUSED_BETWEEN = 5
 """Operations of a block beside matmuls and attention where they are fused: two norms with what they feed, rotary
 positions, the MLP's inside, the last residual sum."""
 BACKWARD_OPERATIONS = 1.8
 """Operations of a backward pass to those of its forward."""
-COLLECTIVE_OPERATIONS = 4
-"""Operations that a collective counts for: copy in, events on two streams, NCCL's own launch. An assumption."""
+COLLECTIVE_OPERATIONS = 1
+"""Operations that a collective counts for, by the same runs as :data:`course_lib.planning.hardware.LAUNCH`."""
+MEGATRON_OPERATIONS = 2
+"""Times the host's work of Megatron's fused blocks to that of as many operations of a compiled block: autograd functions
+around each matmul, random states that are saved and set, hooks, scripted kernels."""
 BACKWARD_TRAFFIC = 1.5
 """Bytes that element-wise work moves in the backward pass, to those of the forward."""
 
@@ -108,13 +108,15 @@ def operations(model: Model, plan: Plan) -> tuple[float, float]:
     In plain PyTorch operations: each matmul and fused attention one, an RMS norm 8 (with its casts to and from fp32), a
     LayerNorm 1, rotary positions of queries and keys 10, SwiGLU 2, a written-out GELU 8, a dropout 1, two residual
     sums, attention without a fused kernel 5; autocast casts once more before each matmul and twice beside each norm.
-    Fused, all between two matmuls is one. The backward has 1.8 times as many, as counted on transformers' Llama block
+    Fused, all between two matmuls is one, and costs Megatron's host twice as much. The backward has 1.8 times as many, as counted on transformers' Llama block
     (40 and 73; tests/planning/test_launching.py counts again).
     """
     matmuls = 7 if model.gated else 6
     attention = 1 if plan.flash else 5 + (1 if model.dropout else 0)
     if plan.compiled:
         forward = matmuls + attention + FUSED_BETWEEN
+        if plan.engine == "megatron":
+            forward *= MEGATRON_OPERATIONS
     else:
         norm = 8 if model.rms_norm else 1
         inside = 2 if model.gated else 8 if model.activation == "gelu_new" else 1
@@ -125,7 +127,8 @@ def operations(model: Model, plan: Plan) -> tuple[float, float]:
     return forward, BACKWARD_OPERATIONS * forward
 
 
-def launching(model: Model, plan: Plan, tensor_collectives: tuple[int, int]) -> tuple[float, float, float]:
+def launching(model: Model, plan: Plan, tensor_collectives: tuple[int, int], launch: float
+              ) -> tuple[float, float, float]:
     """Seconds in which the host starts one block's work on one micro-batch: forward, backward, and what is done again.
 
     The host runs ahead of the GPU, and what it needs is seen only where the GPU has less to do: small models, small
@@ -135,13 +138,14 @@ def launching(model: Model, plan: Plan, tensor_collectives: tuple[int, int]) -> 
         model: the model.
         plan: the layout.
         tensor_collectives: that tensor and context parallelism call in the forward and in the backward pass.
+        launch: seconds of the host for one operation.
     """
     forward, backward = (count + COLLECTIVE_OPERATIONS * calls for count, calls in
                          zip(operations(model, plan), tensor_collectives, strict=True))
     if plan.stage == 3 and plan.pipeline == 1 and plan.shards > 1:  # gathered twice, scattered once
         forward, backward = forward + COLLECTIVE_OPERATIONS, backward + 2 * COLLECTIVE_OPERATIONS
     again = {"full": 1.0, "alternate": 0.5, "operators": 1.0}.get(plan.checkpointing, 0.0) * forward
-    return LAUNCH * forward, LAUNCH * backward, LAUNCH * again
+    return launch * forward, launch * backward, launch * again
 
 
 def recomputed(model: Model, plan: Plan, chip: Accelerator) -> Seconds:

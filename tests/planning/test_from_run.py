@@ -3,12 +3,13 @@
 import json
 
 import pytest
+import torch
 import yaml
 
 from course_lib import cli
 from course_lib.config import build
 from course_lib.errors import ConfigError
-from course_lib.planning import benchmark, cost, from_run, hardware, models
+from course_lib.planning import benchmark, cost, from_run, hardware, host_launch, models
 from course_lib.planning.plan import Plan
 
 LENGTH = 512
@@ -40,7 +41,7 @@ def run_of(folder, plan, model, rate, *, steps=9, device="cuda", warm_up=10.0, *
 def test_the_share_that_made_a_run_is_found_in_its_record(tmp_path, engine, stage):
     """Planned at 30 % of peak, written down as a run, read back: 30 % and the same plan."""
     model, cluster = models.load("gpt2-xl"), hardware.cluster("H100", 8)
-    plan = Plan(LENGTH, engine, stage, data=8, micro_batch=4, accumulation=2, loss="chunked", head="gathered",
+    plan = Plan(LENGTH, engine, stage, data=8, micro_batch=32, accumulation=2, loss="chunked", head="gathered",
                 sequence_parallel=False)
     slow = benchmark._with(cluster.accelerator, {"bf16": 0.3})
     rate = cost.estimate(model, plan, hardware.replace(cluster, accelerator=slow)).tokens_per_second
@@ -51,6 +52,27 @@ def test_the_share_that_made_a_run_is_found_in_its_record(tmp_path, engine, stag
     assert taught.cluster.gpus == 64 and taught.cluster.accelerator.matmul["bf16"] == taught.share[1]
     said = " ".join(taught.lines())
     assert "5 steps of gpt2-xl" in said and "0.45 to 0.3" in said and "4.0 measured" in said
+    assert taught.cluster.launch == hardware.LAUNCH and "this host has no H100 to measure it with" in said
+
+
+def test_the_hosts_time_for_an_operation_is_measured_where_the_device_is(tmp_path, monkeypatch):
+    """A run whose steps wait for the host: the share is that of the matmuls beside what was measured."""
+    model, cluster = models.load("gpt2"), hardware.cluster("CPU", 2)
+    plan = Plan(LENGTH, "ddp", data=2, micro_batch=1, precision="bf16", loss="chunked", head="gathered",
+                sequence_parallel=False)
+    here = hardware.replace(cluster, launch=0.01)
+    rate = cost.estimate(model, plan, here).tokens_per_second
+    assert cost.estimate(model, plan, here).launch > 0 == cost.estimate(model, plan, cluster).launch
+    monkeypatch.setattr(from_run, "launch_seconds", lambda device: 0.01 if device.type == "cpu" else None)
+    taught = from_run.calibrate(cluster, run_of(tmp_path / "run", plan, "gpt2", rate, device="cpu"))
+    assert taught.cluster.launch == 0.01 and taught.launch == (hardware.LAUNCH, 0.01)
+    assert taught.cluster.accelerator.matmul["bf16"] <= taught.share[0] * (1 + 1e-6)
+    assert "the host's time for one operation, 25 to 1e+04 microseconds, measured on this host" in " ".join(taught.lines())
+
+
+def test_an_operation_takes_the_host_some_time():
+    """Ten blocks take longer than two, on any machine; the rest of a pass is not counted."""
+    assert 0 < host_launch.launch_seconds(torch.device("cpu")) < 0.01
 
 
 def test_the_first_line_is_warm_up_and_not_counted(tmp_path):

@@ -102,6 +102,18 @@ def test_a_sweep_is_read_as_its_layouts_say(tmp_path):
         planner_sweep.runs(tmp_path)
 
 
+def test_small_models_wait_for_the_host_as_long_as_others_measured():
+    """Two rows of the second sweep, one of either half, whose steps were predicted at half of their time."""
+    titles = ["# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length",
+              "tensor parallelism", "data parallelism", "pipeline parallelism", "iteration time (ms)"]
+    rows = [dict(zip(titles, row, strict=True)) for row in (
+        [4, 32, 1, 1024, 16, 20, 1024, 1, 4, 1, 545.0], [8, 16, 1, 2048, 16, 16, 1024, 4, 2, 1, 417.0])]
+    for row in rows:
+        assert abs(planner_sweep.read_small(row)[1]) < 0.25
+    page = "\n".join(planner_sweep.of_small_models(rows))
+    assert "2 runs of arXiv 2312.12391" in page and "| 4 tensor ranks, median |  | " in page
+
+
 def test_a_plan_that_is_as_fast_and_likelier_to_fit_is_proposed():
     """FSDP with eight sequences takes 69 of 80 GiB, which is no plan; with four it takes 41 and is as fast."""
     model, cluster = models.load("facebook/opt-6.7b"), hardware.cluster("A100-80", 8)
