@@ -85,7 +85,7 @@ class Scratch(ShardedEngine):
                                                     reduce_dtype=torch.float32)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.wrapped.no_sync()
+        return contextlib.nullcontext() if last or self.casts else self.wrapped.no_sync()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         (loss * self.gradient_ranks).backward()  # they all take the mean over the ranks

@@ -121,7 +121,7 @@ class TorchFSDP(ShardedEngine):
             cpu_offload=self.config.parallel.offload != "none")
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.wrapped.no_sync()
+        return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         (loss * self.gradient_ranks).backward()  # FSDP2 takes the mean over the ranks
@@ -181,9 +181,6 @@ class AccelerateFSDP(TorchFSDP):
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model).values()})
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
         self.model, self.optimizer = self.wrapped, self.scaled_optimizer.optimizer
-
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self.accelerator.backward(loss * self.gradient_ranks)

@@ -71,6 +71,39 @@ def test_without_the_exchange_the_matrix_would_notice(tmp_path, one_process):
     assert not cell.agrees and cell.weight > 100 * parity.WEIGHT_TOLERANCE and cell.loss > 100 * parity.LOSS_TOLERANCE
 
 
+def between_micro_batches(folder, pairs):
+    """Bytes of gradients that a rank keeps when a micro-batch is done and another is to come, by pair: as trained, and
+    where gradients travel with the last alone."""
+    from course_lib.training.engines.from_scratch import Scratch
+    from course_lib.training.engines.with_torch import TorchFSDP
+
+    kept = {}
+    for kind in (Scratch, TorchFSDP):
+        def backward(self, loss, last, original=kind.backward):
+            original(self, loss, last)
+            if not last:
+                held.append(sum(piece.numel() * piece.element_size() for piece in self.wrapped.resident()["gradients"]))
+        kind.backward = backward
+    for way in ("as trained", "with the last alone"):
+        if way == "with the last alone":
+            Scratch.accumulating = TorchFSDP.accumulating = lambda self, last: self.wrapped.no_sync()
+        for pair in pairs:
+            AcceleratorState._reset_state()
+            GradientState._reset_state()
+            held = []
+            parity.trace(parity.task(folder / way / name_of(pair), 2, strategy=pair[0], engine=pair[1], max_steps=1))
+            kept[way, pair] = max(held)
+    return kept
+
+
+def test_what_shards_gradients_keeps_no_whole_ones_between_micro_batches(tmp_path):
+    """A plan counts a share of them, and smaller micro-batches are what one takes to save memory."""
+    pairs = [("fsdp", "torch"), ("zero2", "torch"), ("fsdp", "scratch"), ("zero3", "scratch")]
+    kept = launch(between_micro_batches, tmp_path, pairs, num_processes=2, timeout=400)[0]
+    for pair in pairs:
+        assert kept["with the last alone", pair] == pytest.approx(2 * kept["as trained", pair], rel=0.03) != 0, pair
+
+
 def run_pairs(folder, world_size, pairs, **options):
     """Several pairs in the same ranks; gives each one's losses."""
     found = {}
