@@ -67,7 +67,7 @@ def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Co
     texts[ACCELERATE] = accelerate_yaml(settings, plan.gpus, job.instance_count, head=head)
     if config.parallel.chosen_engine == "deepspeed":
         texts[DEEPSPEED] = json.dumps(deepspeed_config(config, precision), indent=1) + "\n"
-    if plan.pipeline == plan.tensor == plan.context == 1:
+    if to_launchers.one_way(plan):
         # whose models take the loss of all logits in fp32; where there is no room for them, with the output layer
         plain = replace(plan, loss="plain")
         room = memory.estimate(result.model, plain).fits(cluster.accelerator.memory, cluster.host_memory)

@@ -82,7 +82,7 @@ def runnable(document: Mapping[str, Any], ranks: int) -> list[Plan]:
     plans: dict[tuple[str, int, int], Plan] = {}
     for run in document["runs"]:
         plan = Plan(**run["plan"])
-        if plan.gpus > ranks or plan.tensor * plan.pipeline * plan.context > 1 or plan.offload != "none":
+        if plan.gpus > ranks or not to_launchers.one_way(plan) or plan.offload != "none":
             continue
         plans.setdefault((plan.engine, plan.stage, plan.gpus),
                          replace(plan, micro_batch=2, accumulation=1, precision="fp32", compiled=False,

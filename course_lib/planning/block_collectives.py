@@ -1,4 +1,4 @@
-"""Collectives inside one block, of tensor and of context ranks: how long they take, and what of it nothing hides.
+"""Collectives inside one block, of tensor, context and expert ranks: how long they take, and what of it nothing hides.
 
 A collective that is cut into pieces moves one piece while the matmul, or attention, works on another. Of n pieces the
 first (or, before a reduction, the last) is there with nothing to move, so that n - 1 pieces move behind n - 1 pieces
@@ -66,6 +66,8 @@ def calls(plan: Plan) -> tuple[int, int]:
     each = 0 if plan.tensor == 1 else 4 if plan.sequence_parallel else 2
     hops = plan.context - 1
     forward, backward = {"ring": (hops, 2 * hops), "gather": (1, 2), "ulysses": (4, 4)}[plan.context_by]
+    if plan.expert > 1:  # how many go where, the tokens there, their outputs back
+        return 3, 2
     return (each, each) if plan.context == 1 else (each + forward, each + backward)
 
 
@@ -86,7 +88,10 @@ def exposed(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
         plan.checkpointing, 0.0)
     first, second = _context(model, plan, cluster, forward, backward)
     attends_again = {"full": 1.0, "alternate": 0.5}.get(plan.checkpointing, 0.0)
-    return sums + first, (1 + again) * sums + second + attends_again * first
+    there_and_back = 2 * collective("all_to_all", work.local_tokens(plan) * model.experts_per_token * model.hidden
+                                    * plan.width, plan.expert, 1, cluster)
+    first += there_and_back
+    return sums + first, (1 + again) * sums + second + there_and_back + attends_again * first
 
 
 def gathered_logits(model: Model, plan: Plan, cluster: Cluster) -> float:

@@ -30,7 +30,7 @@ class Cost:
     launch: float
     """Waiting for the host to start what the GPU has to do; 0 where the GPU is the slower of the two."""
     tensor: float
-    """Collectives of tensor and context parallelism that nothing hides."""
+    """Collectives of tensor, context and expert parallelism that nothing hides."""
     pipeline: float
     """Messages between pipeline ranks that nothing hides."""
     bubble: float
@@ -154,6 +154,8 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
         size = adapters.frozen_bytes(model, plan.base_bits == 4, plan.width) / model.layer
     gather = collective("all_gather", weights * size, plan.shards, plan.tensor, cluster)
     scatter = collective("reduce_scatter", trained * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
+    scatter += collective("all_reduce", trained * plan.bytes.gradients / plan.shards, plan.replicas,
+                          plan.tensor * plan.shards, cluster)  # of each copy's piece
     waits = 0.0
     if offloaded:
         gather += weights * plan.bytes.parameters / plan.shards / cluster.accelerator.pcie
@@ -183,13 +185,17 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
             moved / cluster.accelerator.pcie)
     if plan.shards == 1:
         return 0.0
-    size = weights * plan.bytes.gradients
-    if plan.stage == 0:
-        sync, update = collective("all_reduce", size, plan.shards, plan.tensor, cluster), 0.0
-    else:
-        sync = collective("reduce_scatter", size, plan.shards, plan.tensor, cluster)
-        update = collective("all_gather", weights * plan.width, plan.shards, plan.tensor, cluster)
-    if plan.engine == "deepspeed" and plan.stage == 2:
+    shared = model.layers * model.experts * model.expert / plan.expert if plan.expert > 1 else 0.0
+    weights -= shared * plan.expert
+    sync = update = 0.0
+    for part, ranks, stride in [(weights, plan.shards, plan.tensor), *(
+            [(shared, plan.shards // plan.expert, plan.expert)] if plan.expert > 1 else [])]:
+        if plan.stage == 0:
+            sync += collective("all_reduce", part * plan.bytes.gradients, ranks, stride, cluster)
+        else:
+            sync += collective("reduce_scatter", part * plan.bytes.gradients, ranks, stride, cluster)
+            update += collective("all_gather", part * plan.width, ranks, stride, cluster)
+    if plan.stage == 2:
         sync *= plan.accumulation  # a sharded gradient has no place to wait in for the next micro-batch's
         last_backward *= plan.accumulation
     if not plan.overlap:
@@ -215,8 +221,10 @@ def _optimizer(model: Model, plan: Plan, cluster: Cluster) -> float:
     FSDP's gradients are there already, and offloaded parameters stay there.
     """
     chip = cluster.accelerator
-    kept = (_trained(model, plan, model.parameters) + model.layers * memory.expert_padding(model, plan)
-            ) / plan.pipeline / (plan.shards if plan.stage >= 1 else 1)
+    whole = _trained(model, plan, model.parameters) + model.layers * memory.expert_padding(model, plan)
+    if plan.stage == 0:
+        whole -= model.layers * memory.experts_elsewhere(model, plan)
+    kept = whole / plan.pipeline / (plan.shards if plan.stage >= 1 else 1)
     moved_here = optimizers.traffic(plan.optimizer, model)
     if plan.offload == "none":
         products = optimizers.flops(plan.optimizer, model) / plan.pipeline

@@ -165,7 +165,8 @@ def plan_of(config: Config, summary: dict[str, Any], length: int) -> Plan:
                           "give a run with " + ", ".join(LAYOUTS) + ", without a pipeline")
     (engine, stage), tensor = LAYOUTS[parallel.strategy], parallel.tensor_parallel_size
     low = summary["mixed_precision"]
-    return Plan(length, engine, stage, data=summary["world_size"] // tensor, tensor=tensor,
+    copies = summary["world_size"] // parallel.shard_group_size if parallel.shard_group_size else 1
+    return Plan(length, engine, stage, data=summary["world_size"] // tensor, tensor=tensor, replicas=copies,
                 micro_batch=run.batch_size, accumulation=run.gradient_accumulation_steps,
                 checkpointing="full" if config.model.activation_checkpointing else "none",
                 precision=low if low in ("bf16", "fp16") else "tf32" if summary.get("tf32") else "fp32",

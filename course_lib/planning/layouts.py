@@ -52,7 +52,7 @@ def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, g
         base = replace(asked, loss=loss)
         for context, context_by in contexts(model, gpus, sequence_length):
             shared = replace(base, context=context, context_by=context_by)
-            yield from _flat(shared, model, gpus, global_batch, offload)
+            yield from _flat(shared, model, gpus, gpus_per_node, global_batch, offload)
             if loss != "linear" or "loss" in settings:
                 yield from _split(shared, model, gpus, gpus_per_node, global_batch)
 
@@ -73,8 +73,8 @@ def contexts(model: Model, gpus: int, sequence_length: int) -> Iterator[tuple[in
             yield ranks, "ulysses"
 
 
-def _flat(base: Plan, model: Model, gpus: int, global_batch: int, offload: bool) -> Iterator[Plan]:
-    """Layouts in which each rank has all layers: DDP, FSDP, ZeRO."""
+def _flat(base: Plan, model: Model, gpus: int, gpus_per_node: int, global_batch: int, offload: bool) -> Iterator[Plan]:
+    """Layouts in which each rank has all layers: DDP, FSDP over all or over some nodes, ZeRO, shared experts."""
     data = gpus // base.context
     if global_batch % data:
         return
@@ -88,6 +88,17 @@ def _flat(base: Plan, model: Model, gpus: int, global_batch: int, offload: bool)
             yield _as_run(replace(flat, engine="fsdp", stage=3, offload=place), model)
         for stage in () if whole else (1, 2, 3) if place != "parameters" else (3,):
             yield _as_run(replace(flat, engine="deepspeed", stage=stage, offload=place, compiled=False), model)
+    if base.context > 1 or whole:
+        return
+    ranks = gpus_per_node  # that share a copy: those of a node, of two, of four
+    while ranks < gpus:
+        if ranks > 1 and gpus % ranks == 0:
+            yield _as_run(replace(flat, engine="fsdp", stage=3, replicas=gpus // ranks), model)
+        ranks *= 2
+    for expert in range(2, model.experts + 1):
+        if not (model.experts % expert or gpus % expert or base.lora_rank):
+            yield from (_as_run(replace(flat, engine="megatron", stage=stage, expert=expert, compiled=False,
+                                        recipe="autocast"), model) for stage in (0, 1, 2))
 
 
 def _split(base: Plan, model: Model, gpus: int, gpus_per_node: int, global_batch: int) -> Iterator[Plan]:

@@ -17,6 +17,9 @@ USABLE = 0.84
 published runs and what allocators reserve besides (:func:`course_lib.planning.intervals.chance_that_it_fits`)."""
 HOST_USABLE = 0.95
 """Share of host memory that offloaded states may take. An assumption."""
+TRAVELLING = 2
+"""Copies of a token's hidden state for each expert that it chose: in the order of the experts where they are worked on,
+and as they come back (course_lib/parallel/expert_dispatch.py)."""
 DEEPSPEED_BUCKET = 500_000_000
 """Elements of DeepSpeed's all-gather and reduce buckets, its default."""
 DEEPSPEED_LIVE = 1_000_000_000
@@ -86,7 +89,8 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     cross = model.extra * layers / model.layers
     block = (model.attention + model.mlp) / t + model.norms
     ends = vocabulary.ends(model, plan, rank)
-    local = layers * block + cross / t + ends
+    elsewhere = layers * experts_elsewhere(model, plan)
+    local = layers * block + cross / t + ends - elsewhere
 
     trained, frozen, moments = local, 0.0, recipe.moments
     if plan.lora_rank:
@@ -98,7 +102,7 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         moments = of_block_state if plan.lora_rank else (of_block_state * (local - ends) + outside * ends) / local
 
     padding = expert_padding(model, plan)  # of a block
-    own = (trained + layers * padding) / shards
+    own = (trained + layers * padding + elsewhere) / shards  # an expert is on fewer ranks, and shared by those alone
     parameters = recipe.parameters * (own if plan.stage >= 3 else trained) + frozen / (
         shards if plan.stage >= 3 else 1)
     gradients = (recipe.gradients + recipe.accumulated) * (own if plan.stage >= 2 else trained)
@@ -128,6 +132,8 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         depth = in_flight(plan.schedule, plan.pipeline, plan.accumulation, plan.virtual, rank.rank)
     tokens = plan.micro_batch * sequence
     kept = layers * of_block(plan.checkpointing) * depth
+    if plan.expert > 1 and plan.checkpointing != "full":  # copies on their way there and back, one for each choice
+        kept += layers * tokens * model.experts_per_token * TRAVELLING * width * model.hidden
     if plan.lora_rank and plan.checkpointing != "full":
         kept += layers * depth * adapters.kept(model, plan.lora_rank, tokens, width)
     kept += _outside(model, plan, rank, tokens, depth)
@@ -160,7 +166,7 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         # autocast makes the 16-bit weights anew in each forward pass, in whose backward pass matmuls have to find them;
         # recomputed blocks let go of them when the forward pass ends
         copies = {"full": 1.0, "alternate": (1 + depth) / 2}.get(plan.checkpointing, depth)
-        cast = layers * block + (model.vocab * model.hidden / vocabulary.ranks_of_vocabulary(model, plan)
+        cast = layers * block - elsewhere + (model.vocab * model.hidden / vocabulary.ranks_of_vocabulary(model, plan)
                                  if predicts and model.has_head else 0)
         buffers += width * cast * copies
     if plan.base_bits == 4:
@@ -170,6 +176,11 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     made_late = plan.engine == "fsdp" or (plan.shards == 1 and plan.engine != "deepspeed")
     wait = not made_late or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
     return Memory(parameters, gradients, optimizer, kept, logits, buffers, host, wait)
+
+
+def experts_elsewhere(model: Model, plan: Plan) -> float:
+    """Parameters of a block's experts that other ranks keep, where ranks share them."""
+    return model.experts * model.expert * (1 - 1 / plan.expert)
 
 
 def expert_padding(model: Model, plan: Plan) -> float:

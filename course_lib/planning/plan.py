@@ -67,6 +67,11 @@ class Plan:
     """Replicas, or ranks that share one sharded copy."""
     tensor: int = 1
     pipeline: int = 1
+    replicas: int = 1
+    """Copies of the model that FSDP keeps, each sharded over neighbouring ranks (HSDP); the ranks divide into them."""
+    expert: int = 1
+    """Data-parallel ranks, neighbours, that share a mixture's experts: each keeps a part, and tokens travel to theirs
+    (arXiv 2006.16668)."""
     context: int = 1
     """Ranks that share one sequence."""
     context_by: Context = "ring"
@@ -115,8 +120,8 @@ class Plan:
     """The collectives of tensor parallelism move while matmuls run (Transformer Engine's userbuffers, async TP)."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "data", "tensor", "pipeline", "context", "micro_batch", "accumulation",
-                     "virtual"):
+        for name in ("sequence_length", "data", "tensor", "pipeline", "context", "replicas", "expert", "micro_batch",
+                     "accumulation", "virtual"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a plan with {name} {getattr(self, name)}", "give at least 1")
         if self.recipe and self.recipe not in RECIPES:
@@ -132,6 +137,14 @@ class Plan:
         if not 0 <= self.stage <= 3 or (self.engine == "fsdp") != (self.stage == 3 and self.engine != "deepspeed"):
             raise ConfigError(f"{self.engine} at ZeRO stage {self.stage}",
                               "FSDP is stage 3; DDP is 0, Megatron 0 or 1, DeepSpeed 1 to 3")
+        if self.replicas > 1 and (self.engine != "fsdp" or self.data * self.context % self.replicas):
+            raise ConfigError(f"{self.replicas} copies of the model over {self.data * self.context} ranks of {self.engine}",
+                              "copies are FSDP's, and divide its ranks")
+        if self.expert > 1 and (self.engine != "megatron" or self.data % self.expert
+                                or self.tensor * self.pipeline * self.context > 1):
+            raise ConfigError(f"experts over {self.expert} of {self.data} data-parallel ranks of {self.engine}, beside "
+                              f"{self.tensor * self.pipeline * self.context - 1} others",
+                              "plan experts with Megatron's engine, data ranks that they divide, and no others")
         if self.engine == "fsdp" and self.offload == "optimizer":
             raise ConfigError("fsdp with offload optimizer, and FSDP2 keeps parameters with their optimizer",
                               "plan with offload parameters, or with ZeRO")
@@ -148,8 +161,8 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Ranks that model states are sharded over."""
-        return self.data * self.context
+        """Ranks that one copy of the model's states is sharded over."""
+        return self.data * self.context // self.replicas
 
     @property
     def bytes(self) -> Recipe:
@@ -173,9 +186,12 @@ class Plan:
     @property
     def strategy(self) -> str:
         """The name that people use: DDP, FSDP, ZeRO-2, with what is added to it."""
-        base = {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": f"ZeRO-{self.stage}",
+        base = {"ddp": "DDP", "fsdp": f"HSDP over {self.shards}" if self.replicas > 1 else "FSDP",
+                "deepspeed": f"ZeRO-{self.stage}",
                 "megatron": f"Megatron, ZeRO-{self.stage}" if self.stage else "Megatron"}[self.engine]
-        degrees = (("TP", self.tensor), ("PP", self.pipeline),
+        if self.expert > 1:
+            base = f"ZeRO-{self.stage}" if self.stage else "DDP"
+        degrees = (("EP", self.expert), ("TP", self.tensor), ("PP", self.pipeline),
                    ("Ulysses" if self.context_by == "ulysses" else "CP", self.context))
         extra = [f"{name}={degree}" for name, degree in degrees if degree > 1]
         if self.offload != "none":

@@ -82,8 +82,8 @@ class Setting:
         if self.strategy == "zero2":
             raise ConfigError("the memory model has no formula for FSDP2 that keeps blocks gathered",
                               "compare fsdp, hsdp, ddp or tp")
-        shards = self.shards if self.strategy == "hsdp" else self.world_size
-        return replace(common, engine="fsdp", stage=3, data=shards)
+        copies = self.world_size // self.shards if self.strategy == "hsdp" else 1
+        return replace(common, engine="fsdp", stage=3, data=self.world_size, replicas=copies)
 
 
 @dataclass(frozen=True)

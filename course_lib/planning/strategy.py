@@ -85,6 +85,8 @@ def family(plan: Plan) -> str:
     """The family of strategies that a plan belongs to."""
     if plan.tensor * plan.pipeline > 1:
         return "3-D"
+    if plan.expert > 1:
+        return f"ZeRO-{plan.stage}" if plan.stage else "DDP"
     return {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": f"ZeRO-{plan.stage}"}[plan.engine]
 
 
@@ -177,8 +179,8 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
         return memory.estimate(model, replace(plan, data=gpus)).fits(cluster.accelerator.memory, cluster.host_memory)
 
     # More shards never need more, but where experts are filled up to a piece for each.
-    if (plan.stage and plan.tensor * plan.pipeline == 1 and not memory.expert_padding(model, plan)
-            and fits(64 * plan.data)):
+    if (plan.stage and plan.tensor * plan.pipeline * plan.replicas * plan.expert == 1
+            and not memory.expert_padding(model, plan) and fits(64 * plan.data)):
         enough = bisect_left(range(64 * plan.data), True, lo=plan.data, key=fits)
         return f"fits from {enough * plan.context} GPUs on"
     held = memory.estimate(model, plan)

@@ -21,6 +21,8 @@ SPLITTABLE = ("gpt2", "bert", "roberta", "xlm-roberta", "camembert", "llama", "m
 
 SHARED_ROWS = ("bert", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "qwen2", "qwen3")
 """Architectures whose sequences ``course train`` splits: those of ``course_lib.modeling.context.ATTENTION``."""
+SPREAD = ("mixtral", "olmoe")
+"""Mixtures whose experts ``course train`` spreads: those of ``course_lib.modeling.mixtures``."""
 WAYS = {"ring": "ring", "gather": "allgather", "ulysses": "ulysses"}
 """Of a plan's ways to attend to split sequences, the option's names."""
 
@@ -39,6 +41,10 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return reason
     if model.multiplied and plan.pipeline > 1:
         return f"may not know where to cut {model.family} into stages, which the planner has not tried"
+    if plan.expert > 1 and model.family not in SPREAD:
+        return f"does not share experts of {model.family}, only of {', '.join(SPREAD)}"
+    if plan.expert > 1 and plan.optimizer == "adamw-8bit":
+        return f"has no optimizer {plan.optimizer}"
     if plan.tensor > 1 and model.family not in SPLITTABLE:
         return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
     if plan.checkpointing not in ("none", "full"):
@@ -53,7 +59,7 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return f"has no optimizer {plan.optimizer}"
     if plan.optimizer != "adamw" and plan.engine == "deepspeed" and plan.offload != "none":
         return "steps on the host by AdamW alone under DeepSpeed"
-    if plan.precision == "fp16" and (plan.tensor * plan.pipeline > 1 or plan.engine == "fsdp"):
+    if plan.precision == "fp16" and (plan.tensor * plan.pipeline * plan.expert > 1 or plan.engine == "fsdp"):
         return f"has no loss scaler for {plan.strategy} in fp16, which this GPU has in place of bf16"
     return None
 
@@ -132,6 +138,10 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         asked |= {"tensor_parallel_size": plan.tensor, "sequence_parallel": shares_tokens}
     if plan.context > 1:
         asked |= _splits(plan)
+    if plan.replicas > 1:
+        asked["shard_group_size"] = plan.shards
+    if plan.expert > 1:
+        asked |= {"engine": "scratch", "expert_parallel_size": plan.expert}
     asked |= {"max_length": plan.sequence_length,
               "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no"}
     if plan.checkpointing == "full":
@@ -148,7 +158,7 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
 
 def elsewhere(plan: Plan, model: Model) -> str:
     """Whose trainer to carry a plan out with that ours does not run."""
-    if plan.pipeline * plan.tensor > 1 or (plan.context > 1 and plan.loss != "linear"):
+    if plan.pipeline * plan.tensor * plan.expert > 1 or (plan.context > 1 and plan.loss != "linear"):
         return "Megatron-LM or torchtitan"
     adapters = f", PEFT's {'QLoRA' if plan.base_bits == 4 else 'LoRA'}" if plan.lora_rank else ""
     shared = ", Accelerate's ParallelismConfig" if plan.context > 1 else ""
@@ -174,18 +184,24 @@ def launch_line(plan: Plan, gpus_per_node: int, model: Model, *, dataset: str | 
     return f"torchrun {where} {processes} -m course_lib.cli train " + " ".join(given)
 
 
+def one_way(plan: Plan) -> bool:
+    """Whether all ranks are data parallel, and FSDP shards over all of them."""
+    return plan.pipeline * plan.tensor * plan.context * plan.expert * plan.replicas == 1
+
+
 def training_arguments(plan: Plan, deepspeed: str | None = None, tokens: float | None = None) -> dict[str, Any]:
     """Arguments of transformers' ``TrainingArguments``, for DDP, ZeRO by DeepSpeed, and FSDP.
 
     Args:
-        plan: without tensor, context and pipeline parallelism.
+        plan: without tensor, context, expert and pipeline parallelism, and of one copy.
         deepspeed: path of DeepSpeed's JSON, for its plans.
         tokens: to train on.
     Raises:
         ConfigError: the Hugging Face Trainer has no such layout.
     """
-    if plan.pipeline * plan.tensor * plan.context > 1:
-        raise ConfigError(f"the Hugging Face Trainer does not run {plan.strategy}", "take a plan without TP and PP")
+    if not one_way(plan):
+        raise ConfigError(f"the Hugging Face Trainer does not run {plan.strategy}",
+                          "take a plan of DDP, ZeRO or FSDP alone")
     arguments: dict[str, Any] = {
         "output_dir": "runs/planned", "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation, "bf16": plan.precision == "bf16",
