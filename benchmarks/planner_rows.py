@@ -257,16 +257,16 @@ def nemo(row: dict[str, Any]) -> Setting:
     return model, plan, hardware.cluster(c["system"], c["gpus"]), tokens
 
 
-def fms(row: dict[str, Any]) -> Setting | None:
-    """A run of fms-fsdp, compiled and with PyTorch's fused attention; its sizes are Llama 2's, 34B Code Llama's."""
+CODE_LLAMA_34B = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 48,
+                  "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000}
+
+
+def fms(row: dict[str, Any]) -> Setting:
+    """A run of fms-fsdp, compiled and with PyTorch's fused attention; HSDP has a copy on each node."""
     c = row["config"]
-    if c["sharding"] != "FSDP":
-        return None
-    model = models.from_config({
-        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 22016 if c["model"] == "34B" else 28672,
-        "num_hidden_layers": 48 if c["model"] == "34B" else 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "vocab_size": 32000})
-    plan = Plan(c["seq"], "fsdp", 3, data=c["gpus"], micro_batch=c["micro_batch"], checkpointing=c["ac"], compiled=True)
+    model = models.from_config(CODE_LLAMA_34B) if c["model"] == "34B" else models.load(f"llama-2-{c['model'].lower()}")
+    plan = Plan(c["seq"], "fsdp", 3, data=c["gpus"], micro_batch=c["micro_batch"], checkpointing=c["ac"], compiled=True,
+                replicas=c["gpus"] // 8 if c["sharding"] == "HSDP" else 1)
     return model, plan, hardware.cluster(c["gpu"], c["gpus"]), row["value"]["tokens_per_s_per_gpu"]
 
 

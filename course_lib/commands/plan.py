@@ -20,9 +20,10 @@ Which plan leads: the fastest that fits with a chance of 80 % or more and that
 fastest of them, for another trainer; if none fits with such a chance, the
 fastest of 50 % or more. What is less likely to fit is no plan: if all is, the
 nearest is named, and what would fit. What is faster elsewhere is named.
-Tried are data, tensor, context and pipeline ranks, 1F1B, interleaved and
-zero-bubble schedules, ZeRO and FSDP, offload, recomputation, and the losses
-`chunked` and `linear`; context ranks where each has 2,048 tokens.
+Tried are data, tensor, context, expert and pipeline ranks, 1F1B, interleaved
+and zero-bubble schedules, ZeRO, FSDP and HSDP, offload, recomputation, and the
+losses `chunked` and `linear`; context ranks where each has 2,048 tokens, HSDP
+with copies over one node, two, four.
 """
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 

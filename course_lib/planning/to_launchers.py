@@ -39,6 +39,8 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return "has no task for an encoder with a decoder"
     if plan.context > 1 and (reason := _why_not_split(plan, model)):
         return reason
+    if plan.pipeline > 1 and plan.stage > 1:
+        return "keeps whole parameters and gradients in pipelines"
     if model.multiplied and plan.pipeline > 1:
         return f"may not know where to cut {model.family} into stages, which the planner has not tried"
     if plan.expert > 1 and model.family not in SPREAD:

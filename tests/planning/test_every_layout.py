@@ -15,7 +15,7 @@ from course_lib.commands.options import config_from
 from course_lib.config_files import load
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
-from course_lib.modeling import presets
+from course_lib.modeling import mixtures, presets
 from course_lib.modeling.context import ATTENTION
 from course_lib.modeling.layouts import LAYOUTS
 from course_lib.parallel.tensor_plans import PLANS
@@ -117,6 +117,11 @@ def test_emit_writes_the_run_of_the_fastest_that_runs_here(tmp_path, ranks):
     (Plan(LENGTH, "ddp", data=2, precision="fp8"), "gpt2", "does not compute in fp8"),
     (Plan(LENGTH, "ddp", data=2, checkpointing="selective"), "gpt2", "recomputes whole blocks or nothing"),
     (Plan(LENGTH, "fsdp", stage=3, data=2), "mistral", None),
+    (Plan(LENGTH, "fsdp", stage=3, data=2, pipeline=2), "gpt2", "keeps whole parameters and gradients in pipelines"),
+    (Plan(LENGTH, "fsdp", stage=3, data=4, replicas=2), "gpt2", None),
+    (Plan(LENGTH, "megatron", 1, data=4, expert=2), "mixtral", None),
+    (Plan(LENGTH, "megatron", data=2, expert=2), "qwen3_moe", "does not share experts of qwen3_moe, only of mixtral"),
+    (Plan(LENGTH, "megatron", data=2, expert=2, precision="fp16"), "olmoe", "no loss scaler"),
 ])
 def test_what_is_not_trained_here_says_why(plan, family, reason):
     model = models.load({"model_type": family})
@@ -126,6 +131,17 @@ def test_what_is_not_trained_here_says_why(plan, family, reason):
         assert reason in said and reason in to_launchers.launch_line(plan, 8, model)
         with pytest.raises(ConfigError, match=reason):
             to_launchers.options(plan, model)
+
+
+def test_copies_and_shared_experts_have_their_options():
+    hybrid = to_launchers.options(Plan(LENGTH, "fsdp", 3, data=8, replicas=4), TINY["tiny-gpt2"])
+    assert (hybrid["strategy"], hybrid["shard_group_size"]) == ("fsdp", 2)
+    spread = to_launchers.options(Plan(LENGTH, "megatron", 2, data=8, expert=4), TINY["tiny-olmoe"])
+    assert [spread[name] for name in ("strategy", "engine", "expert_parallel_size")] == ["zero2", "scratch", 4]
+    assert set(to_launchers.SPREAD) == {kind.__module__.rpartition("modeling_")[2] for kind in mixtures.BLOCKS}
+    for plan in (Plan(LENGTH, "fsdp", 3, data=8, replicas=4), Plan(LENGTH, "megatron", 2, data=8, expert=4)):
+        with pytest.raises(ConfigError, match="the Hugging Face Trainer does not run"):
+            to_launchers.training_arguments(plan)
 
 
 def test_tokens_are_shared_only_where_they_divide():

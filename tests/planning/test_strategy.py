@@ -8,6 +8,8 @@ import pytest
 
 from course_lib.errors import ConfigError
 from course_lib.planning import cost, hardware, layouts, memory, models, strategy, to_launchers
+from course_lib.planning.block_collectives import collective
+from course_lib.planning.plan import Plan
 
 CASES = [("facebook/opt-6.7b", "A100-80", 8, 2048), ("llama-70b", "H100", 1024, 2048), ("gpt2", "T4", 1, 1024),
          ("facebook/opt-6.7b", "T4", 8, 2048), ("mixtral-8x7b", "H100", 64, 4096), ("bert-large", "V100-32", 4, 512)]
@@ -137,6 +139,51 @@ def test_long_sequences_are_split_over_context_ranks():
         assert runs or plan.pipeline > 1
         assert not runs or plan.engine == "deepspeed" or plan.compiled == (
             "torch_compile" in to_launchers.options(plan, LONG[0])), "it is counted as it is trained"
+
+
+def test_copies_and_shared_experts_are_searched_where_they_divide():
+    """Copies of a node, of two, of four; experts over every number of ranks that divides both."""
+    plans = list(strategy.layouts(models.load("mixtral-8x7b"), 64, 8, 2048, 64, "bf16"))
+    assert {plan.shards for plan in plans if plan.replicas > 1} == {8, 16, 32}
+    assert {(plan.expert, plan.stage) for plan in plans if plan.expert > 1} == {
+        (ranks, stage) for ranks in (2, 4, 8) for stage in (0, 1, 2)}
+    one_node = list(strategy.layouts(models.load("llama-8b"), 8, 8, 2048, 64, "bf16"))
+    assert all(plan.replicas == plan.expert == 1 for plan in one_node)
+
+
+def test_copies_have_shorter_rings_and_hold_more():
+    """Over 512 GPUs a gather waits for 63 borders of nodes, one of four nodes for three."""
+    model, cluster = models.load("llama-8b"), hardware.cluster("H100", 512)
+    whole = next(plan for plan in strategy.layouts(model, 512, 8, 2048, 512, "bf16") if plan.strategy == "FSDP")
+    copies = replace(whole, replicas=16)
+    assert cost.estimate(model, copies, cluster).data < 0.5 * cost.estimate(model, whole, cluster).data
+    assert memory.estimate(model, copies).states == pytest.approx(16 * memory.estimate(model, whole).states)
+    by_hand = collective("all_reduce", model.layer * 4 / 32, 16, 32, cluster)
+    four_nodes = cost.estimate(model, replace(copies, data=32, replicas=1, overlap=False), cluster)
+    apart = cost.estimate(model, replace(copies, overlap=False), cluster).data - four_nodes.data
+    assert apart == pytest.approx(model.layers * by_hand)
+
+
+def test_tokens_travel_to_shared_experts_and_back_in_both_passes():
+    model, cluster = models.load("mixtral-8x7b"), hardware.cluster("H100", 8)
+    plan = next(plan for plan in strategy.layouts(model, 8, 8, 2048, 8, "bf16") if (plan.expert, plan.stage) == (8, 1))
+    one_way = collective("all_to_all", 2048 * 2 * model.hidden * 2, 8, 1, cluster)
+    spent = cost.estimate(model, plan, cluster)
+    assert spent.tensor == pytest.approx(4 * model.layers * one_way * plan.accumulation)
+    alone = memory.estimate(model, replace(plan, expert=1))
+    shared = memory.estimate(model, plan)
+    elsewhere = model.layers * 7 * model.expert
+    assert alone.parameters - shared.parameters == pytest.approx(4 * elsewhere)
+    assert alone.optimizer == pytest.approx(shared.optimizer), "ZeRO shares all of it either way"
+
+
+@pytest.mark.parametrize("wrong", [
+    {"engine": "ddp", "replicas": 2, "data": 4}, {"engine": "fsdp", "stage": 3, "replicas": 3, "data": 4},
+    {"engine": "ddp", "expert": 2, "data": 4}, {"engine": "megatron", "expert": 3, "data": 4},
+    {"engine": "megatron", "expert": 2, "data": 4, "tensor": 2}])
+def test_copies_and_experts_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ConfigError, match=r"copies of the model over|experts over"):
+        Plan(1024, **wrong)
 
 
 def test_short_sequences_are_not():
