@@ -195,8 +195,9 @@ def publication(source: str) -> str:
 
 def coverage(found: list[Compared]) -> Iterator[str]:
     """How often the intervals hold for what they were not made of."""
-    yield (f"\nIntervals are to hold {intervals.SHARE:.0%} of true values. They are made of the errors on this page, of "
-           "speed by regime, of memory all together (`course_lib/planning/intervals.py`), and measured on what they are not made of: each source (a "
+    yield (f"\nIntervals are to hold {intervals.SHARE:.0%} of true values. They are made of the errors on this page, "
+           "those of speed by regime, those of memory all together (`course_lib/planning/intervals.py`), and measured "
+           "on what they are not made of: each source (a "
            "table of a paper, a page of a repository) is left out in its turn, and its rows are held against the "
            "intervals of all others; then each whole publication, with all of its tables.\n\n"
            "| | a source left out | a publication left out |\n| --- | ---: | ---: |")
@@ -263,9 +264,9 @@ def report(found: list[Compared], left: list[str]) -> Iterator[str]:
            f"{statistics.median(abs(each.error) for each in other):.1%}.\n\n"
            "nanotron compiles nothing, so its rows are read as plain PyTorch; its own kernels for RMS norms and rotary "
            "positions are not counted, and it is faster than predicted for that.\n\n"
-           "Not explained: nanotron's slowest rows; torchtitan's contexts split over eight ranks, which reach half of the predicted "
-           "speed; float8 with a scale for each row, which its source calls slow itself; ZeRO-3 of 2021 across 48 and "
-           "96 nodes.")
+           "Not explained: nanotron's slowest rows; torchtitan's contexts split over eight ranks, which reach half of "
+           "the predicted speed; float8 with a scale for each row, which its source calls slow itself; ZeRO-3 of 2021 "
+           "across 48 and 96 nodes.")
     yield "\n## Worst rows\n\n| row | quantity | measured | predicted | error |\n| --- | --- | ---: | ---: | ---: |"
     for each in sorted(found, key=lambda each: -abs(each.error))[:15]:
         yield f"| {each.row} | {each.quantity} | {each.measured:,.4g} | {each.predicted:,.4g} | {each.error:+.0%} |"

@@ -276,7 +276,8 @@ def easy_context(row: dict[str, Any]) -> Setting:
     shared = c["gpus"] if c["how"] == "ring attention" else 1
     plan = Plan(c["seq"], "deepspeed", 3, data=c["gpus"] // shared, context=shared, checkpointing="full",
                 offload="parameters", loss="linear")
-    return models.load(c["model"]), plan, hardware.cluster(c["gpu"], c["gpus"]), row["value"]["tokens_per_s"] / c["gpus"]
+    measured = row["value"]["tokens_per_s"] / c["gpus"]
+    return models.load(c["model"]), plan, hardware.cluster(c["gpu"], c["gpus"]), measured
 
 
 READERS: dict[str, tuple[str, Callable[[dict[str, Any]], Setting | None]]] = {

@@ -5,9 +5,9 @@
     pip install openpyxl                            # reads the first one's spreadsheets; nothing else needs it
     python -m benchmarks.planner_sweep layouts/data vtrain/data/ground_truth_single.csv   # writes planner-sweep.md
 
-Sources: arXiv 2311.05610: Llamas of 13, 30 and 65 B parameters with a vocabulary of 128,000 on 32 to 256 A100-80, ZeRO-1,
-2,048 sequences of 2,048 tokens a step or 512 of 8,192. arXiv 2312.12391: GPTs of 0.2 to 1.3 B on one node of A100,
-Megatron-DeepSpeed, 1,024 tokens, attention written out, whole blocks recomputed.
+Sources: arXiv 2311.05610: Llamas of 13, 30 and 65 B parameters with a vocabulary of 128,000 on 32 to 256 A100-80,
+ZeRO-1, 2,048 sequences of 2,048 tokens a step or 512 of 8,192. arXiv 2312.12391: GPTs of 0.2 to 1.3 B on one node of
+A100, Megatron-DeepSpeed, 1,024 tokens, attention written out, whole blocks recomputed.
 """
 
 import argparse
@@ -83,12 +83,14 @@ def runs(folder: Path) -> list[Run]:
     files = sorted(folder.rglob("*.xlsx"))
     if not files:
         raise SystemExit(f"no spreadsheet in {folder}: clone the repository that the module's docstring names")
-    return [run for file in files for row in pandas.read_excel(file, header=1).dropna(subset=["kernel"]).to_dict("records")
-            if (run := read(file.name, row))]
+    rows = [(file.name, row) for file in files
+            for row in pandas.read_excel(file, header=1).dropna(subset=["kernel"]).to_dict("records")]
+    return [run for name, row in rows if (run := read(name, row))]
 
 
 def read_small(row: dict[str, Any]) -> tuple[Plan, float]:
-    """A row of the second sweep, by the columns' titles: the plan, and its predicted step over the measured, less one."""
+    """A row of the second sweep, by the columns' titles: its plan, and the predicted over the measured step, less one.
+    """
     data, micro = row["data parallelism"], row["micro batch"]
     model = gpt(row["hidden size"], row["# layers"], row["attention heads"], 50257, row["sequence length"])
     plan = Plan(row["sequence length"], "megatron", data=data, tensor=row["tensor parallelism"],
@@ -107,8 +109,10 @@ def of_small_models(rows: list[dict[str, Any]]) -> Iterator[str]:
            "them; the others were left out. Error of the step's time:\n\n"
            "| | chosen by | left out |\n| --- | ---: | ---: |")
     kinds: list[tuple[str, Callable[[Plan], bool]]] = [("all, median of its absolute value", lambda plan: True)]
-    kinds += [(f"micro-batch {size}, median", lambda plan, size=size: plan.micro_batch == size) for size in (1, 2, 4, 8)]
-    kinds += [(f"{size} tensor ranks, median", lambda plan, size=size: plan.tensor == size) for size in (1, 2, 4, 8)]
+    for size in (1, 2, 4, 8):
+        kinds.append((f"micro-batch {size}, median", lambda plan, size=size: plan.micro_batch == size))
+    for size in (1, 2, 4, 8):
+        kinds.append((f"tensor ranks {size}, median", lambda plan, size=size: plan.tensor == size))
     for name, chosen in kinds:
         errors = [[error for plan, error in half if chosen(plan)] for half in halves]
         cells = [f"{statistics.median(map(abs, half)):.1%}" if "absolute" in name else f"{statistics.median(half):+.0%}"

@@ -11,14 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from course_lib.config import Config
 from course_lib.config_files import load
 from course_lib.errors import ConfigError
-from course_lib.planning import benchmark, cost, hardware, memory, models
+from course_lib.planning import benchmark, cost, memory, models
 from course_lib.planning.hardware import Cluster
-from course_lib.planning.host_launch import launch_seconds
 from course_lib.planning.plan import Engine, Plan
 
 STEPS = 5
@@ -41,7 +38,7 @@ class Calibrated:
         measured: tokens/s of all ranks, the median over the lines of the record.
         before: tokens/s that the planner said with the catalogue's share.
         share: of peak, the catalogue's and the measured.
-        launch: seconds per operation, the catalogue's and this host's; the second is None where it has no such device.
+        launch: seconds per operation, assumed and of this host; the second is None where it has no such device.
         peak: bytes of the fullest GPU, planned and measured; measured is None on CPUs.
     """
 
@@ -65,10 +62,12 @@ class Calibrated:
                  f"Moved: the share of {self.plan.precision}'s peak that matmuls reach, {self.share[0]:.3g} to "
                  f"{self.share[1]:.3g}."]
         assumed, here = self.launch
-        lines.append(f"Moved: the host's time for one operation, {1e6 * assumed:.3g} to {1e6 * here:.3g} microseconds, "
-                     "measured on this host." if here else
-                     f"Not moved: the host's time for one operation, {1e6 * assumed:.3g} microseconds: this host has no "
-                     f"{self.cluster.accelerator.name} to measure it with.")
+        if here:
+            lines.append(f"Moved: the host's time for one operation, {1e6 * assumed:.3g} to {1e6 * here:.3g} "
+                         "microseconds, measured on this host.")
+        else:
+            lines.append(f"Not moved: the host's time for one operation, {1e6 * assumed:.3g} microseconds: this host "
+                         f"has no {self.cluster.accelerator.name} to measure it with.")
         if held:
             lines.append(f"Not moved: memory, {planned / 2**30:.1f} GiB planned and {held / 2**30:.1f} measured "
                          f"({planned / held - 1:+.0%}).")
@@ -104,24 +103,17 @@ def calibrate(cluster: Cluster, run: Path) -> Calibrated:
     model = models.load(name if name.exists() else config.model.model, head=not classes)
     there = replace(cluster, gpus=plan.gpus, gpus_per_node=min(cluster.gpus_per_node, plan.gpus))
     before = cost.estimate(model, plan, there).tokens_per_second
-    device = _here(cluster)
-    launch = launch_seconds(device) if device else None
+    from course_lib.planning import host_launch  # here: it takes torch and transformers, seconds
+
+    device = host_launch.device_here(chip.name)
+    launch = host_launch.launch_seconds(device) if device else None
     there = replace(there, launch=launch or cluster.launch)
     share = benchmark.matmul_share(model, plan, there, rate)
     moved = replace(chip, matmul={**chip.matmul, plan.precision: share})
     held = max(summary.get("memory", {}).get("peak_bytes") or [0]) if summary["device"] != "cpu" else None
     return Calibrated(replace(cluster, accelerator=moved, launch=there.launch), run, config.model.model, plan, steps,
-                      rate, before, (chip.matmul[plan.precision], share), (cluster.launch, launch), (memory.estimate(model, plan).total, held))
-
-
-def _here(cluster: Cluster) -> torch.device | None:
-    """This machine's device of the cluster's kind."""
-    if cluster.accelerator.name == "CPU":
-        return torch.device("cpu")
-    if torch.cuda.is_available() and hardware.of_device(torch.cuda.get_device_name()) == hardware.accelerator(
-            cluster.accelerator.name):
-        return torch.device("cuda")
-    return None
+                      rate, before, (chip.matmul[plan.precision], share), (cluster.launch, launch),
+                      (memory.estimate(model, plan).total, held))
 
 
 def measured(record: list[dict[str, Any]], run: Path) -> tuple[int, float, int]:

@@ -36,9 +36,9 @@ MATMUL_SHARE = 0.5
 """Share of peak for accelerators of which no training step is known; see ``catalogue/calibration.yaml``."""
 LAUNCH = 25e-6
 """Seconds of the host for one operation in PyTorch: Python, autograd, dispatcher, driver. With
-:data:`course_lib.planning.work.MEGATRON_OPERATIONS` as every second of 1,440 runs of small models on a node of A100 says
-(arXiv 2312.12391; benchmarks/planner-sweep.md has the others); how the two share what those runs say is an assumption.
-`course plan --calibrate` measures it on this host."""
+:data:`course_lib.planning.work.MEGATRON_OPERATIONS` as every second of 1,440 runs of small models on a node of A100
+says (arXiv 2312.12391; benchmarks/planner-sweep.md has the others); how the two share what those runs say is an
+assumption. `course plan --calibrate` measures it on this host."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from course_lib.planning import models, work
+from course_lib.planning import hardware, models, work
 from course_lib.planning.plan import Plan
 
 LAYERS = (2, 10)
@@ -15,6 +15,14 @@ PASSES = 20
 """Timed passes of each, after a quarter as many untimed."""
 NARROW = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
           "num_key_value_heads": 4}
+
+
+def device_here(accelerator: str) -> torch.device | None:
+    """This machine's device of a kind, by the catalogue's name; None where it has none."""
+    if accelerator == "CPU":
+        return torch.device("cpu")
+    chip = hardware.of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return torch.device("cuda") if chip and chip.name == accelerator else None
 
 
 def launch_seconds(device: torch.device) -> float:

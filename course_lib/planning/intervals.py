@@ -29,7 +29,7 @@ TAIL = Fraction(1, 10)
 SHARE = float(1 - 2 * TAIL)
 """Of true values that an interval is to hold."""
 ENOUGH = int(1 / TAIL) - 1
-"""Rows from which on a regime has intervals of its own: with fewer, no row is the one in ten that lies beyond an end."""
+"""Rows from which on a regime has intervals of its own: with fewer, none is the one in ten that lies beyond an end."""
 RESERVED = (16842 / 16549.94, 5458 / 4607.5)
 """Bytes that PyTorch's allocator reserved by those that were allocated at the peak, in the two published logs that say
 both (huggingface.co/nanotron/old_bench): what a GPU has to hold."""

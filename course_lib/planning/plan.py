@@ -138,8 +138,8 @@ class Plan:
             raise ConfigError(f"{self.engine} at ZeRO stage {self.stage}",
                               "FSDP is stage 3; DDP is 0, Megatron 0 or 1, DeepSpeed 1 to 3")
         if self.replicas > 1 and (self.engine != "fsdp" or self.data * self.context % self.replicas):
-            raise ConfigError(f"{self.replicas} copies of the model over {self.data * self.context} ranks of {self.engine}",
-                              "copies are FSDP's, and divide its ranks")
+            raise ConfigError(f"{self.replicas} copies of the model over {self.data * self.context} ranks of "
+                              f"{self.engine}", "copies are FSDP's, and divide its ranks")
         if self.expert > 1 and (self.engine != "megatron" or self.data % self.expert
                                 or self.tensor * self.pipeline * self.context > 1):
             raise ConfigError(f"experts over {self.expert} of {self.data} data-parallel ranks of {self.engine}, beside "

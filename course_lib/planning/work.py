@@ -23,8 +23,8 @@ BACKWARD_OPERATIONS = 1.8
 COLLECTIVE_OPERATIONS = 1
 """Operations that a collective counts for, by the same runs as :data:`course_lib.planning.hardware.LAUNCH`."""
 MEGATRON_OPERATIONS = 2
-"""Times the host's work of Megatron's fused blocks to that of as many operations of a compiled block: autograd functions
-around each matmul, random states that are saved and set, hooks, scripted kernels."""
+"""Host's work of a fused operation in Megatron's blocks to that of one in a compiled block: there are autograd
+functions around matmuls, random states that are saved and set, hooks, scripted kernels."""
 BACKWARD_TRAFFIC = 1.5
 """Bytes that element-wise work moves in the backward pass, to those of the forward."""
 
@@ -108,8 +108,8 @@ def operations(model: Model, plan: Plan) -> tuple[float, float]:
     In plain PyTorch operations: each matmul and fused attention one, an RMS norm 8 (with its casts to and from fp32), a
     LayerNorm 1, rotary positions of queries and keys 10, SwiGLU 2, a written-out GELU 8, a dropout 1, two residual
     sums, attention without a fused kernel 5; autocast casts once more before each matmul and twice beside each norm.
-    Fused, all between two matmuls is one, and costs Megatron's host twice as much. The backward has 1.8 times as many, as counted on transformers' Llama block
-    (40 and 73; tests/planning/test_launching.py counts again).
+    Fused, all between two matmuls is one, and counts twice under Megatron. The backward has 1.8 times as many, as
+    counted on transformers' Llama block (40 and 73; tests/planning/test_launching.py counts again).
     """
     matmuls = 7 if model.gated else 6
     attention = 1 if plan.flash else 5 + (1 if model.dropout else 0)

@@ -137,7 +137,8 @@ def test_it_says_which_rows_to_distrust(lesson):
     speeds = off[[not kind.endswith("memory") and not kind.startswith(("all", "two ranks")) for kind in off.index]]
     assert set(speeds[speeds > 50].index) == {"ZeRO-3 against 3-D", "nanotron, best", "nanotron, logs", "torchtitan CP",
                                               "torchtitan TP", "EasyContext"}
-    assert {"torchtitan FSDP", "Megatron, weak scaling", "MosaicML FSDP", "NeMo, long sequences"} <= set(speeds[speeds <= 20].index)
+    assert {"torchtitan FSDP", "Megatron, weak scaling", "MosaicML FSDP", "NeMo, long sequences"} <= set(
+        speeds[speeds <= 20].index)
     assert lesson["rows_compared"] == margins.THROUGHPUT.rows
     assert lesson["median_error"] == pytest.approx(100 * margins.THROUGHPUT.median)
     assert says(lesson, "Distrust most what is like “nanotron, logs”: 129.0%.")

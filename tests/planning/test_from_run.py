@@ -63,11 +63,11 @@ def test_the_hosts_time_for_an_operation_is_measured_where_the_device_is(tmp_pat
     here = hardware.replace(cluster, launch=0.01)
     rate = cost.estimate(model, plan, here).tokens_per_second
     assert cost.estimate(model, plan, here).launch > 0 == cost.estimate(model, plan, cluster).launch
-    monkeypatch.setattr(from_run, "launch_seconds", lambda device: 0.01 if device.type == "cpu" else None)
+    monkeypatch.setattr(host_launch, "launch_seconds", lambda device: 0.01 if device.type == "cpu" else None)
     taught = from_run.calibrate(cluster, run_of(tmp_path / "run", plan, "gpt2", rate, device="cpu"))
     assert taught.cluster.launch == 0.01 and taught.launch == (hardware.LAUNCH, 0.01)
     assert taught.cluster.accelerator.matmul["bf16"] <= taught.share[0] * (1 + 1e-6)
-    assert "the host's time for one operation, 25 to 1e+04 microseconds, measured on this host" in " ".join(taught.lines())
+    assert "time for one operation, 25 to 1e+04 microseconds, measured on this host" in " ".join(taught.lines())
 
 
 def test_an_operation_takes_the_host_some_time():

@@ -114,7 +114,8 @@ def test_too_little_host_memory_is_what_the_explanation_names():
     assert "GiB of host memory per GPU short; fits from 3 GPUs on" in line
     missing = float(line.split(" is ")[1].split(" GiB")[0])
     failed = next(failure for failure in result.failed if failure.family == "FSDP")
-    assert missing == pytest.approx((failed.memory.host / memory.HOST_USABLE - result.cluster.host_memory) / 2**30, abs=0.05)
+    short = failed.memory.host / memory.HOST_USABLE - result.cluster.host_memory
+    assert missing == pytest.approx(short / 2**30, abs=0.05)
     none = replace(result.cluster, gpus=1, gpus_per_node=1, host_memory=2**20)
     plan = Plan(1024, "deepspeed", 1, offload="optimizer")
     assert strategy.remedy(models.load("gpt2"), none, plan).endswith("GiB of host memory for each GPU")
