@@ -60,13 +60,14 @@ def test_the_middle_ranks_count():
 def states_of_the_fullest(model, plan):
     """Bytes of states that the fullest GPU holds at least, counted from the model's own numbers and nothing of ours."""
     block = (model.attention + model.mlp) / plan.tensor
-    fullest = -(-model.layers // plan.pipeline) * block
-    recipe, shards = plan.bytes, plan.data * plan.context
-    kept = recipe.parameters / (shards if plan.stage == 3 else 1)
+    blocks = -(-model.layers // plan.pipeline)
+    fullest = blocks * (block - model.experts * model.expert * (1 - 1 / plan.expert))  # of whole states, on this rank
+    recipe, share = plan.bytes, blocks * block / (plan.data * plan.context // plan.replicas)  # of sharded ones
+    kept = recipe.parameters * (share if plan.stage == 3 else fullest)
     if plan.offload != "none":
-        return 0.0 if plan.offload == "parameters" else kept * fullest
-    kept += (recipe.gradients + recipe.accumulated) / (shards if plan.stage >= 2 else 1) * (plan.engine != "fsdp")
-    return fullest * (kept + (recipe.master + recipe.moments) / (shards if plan.stage >= 1 else 1))
+        return 0.0 if plan.offload == "parameters" else kept
+    kept += (recipe.gradients + recipe.accumulated) * (share if plan.stage >= 2 else fullest) * (plan.engine != "fsdp")
+    return kept + (recipe.master + recipe.moments) * (share if plan.stage >= 1 else fullest)
 
 
 def no_plan_exceeds(searches, seed):
