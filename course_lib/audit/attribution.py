@@ -67,6 +67,13 @@ def distinct(batches: Sequence[Any]) -> tuple[list[Any], list[int]]:
     return kept, owner
 
 
+def untried(error: BaseException) -> str:
+    """Why nothing was explained by batches, as a sentence: what one process raised with a rank's batch."""
+    told = str(error).partition("\n")[0]
+    return ("what the ranks' own batches explain was not tried, since one process does not take them: "
+            f"{type(error).__name__}{told and f': {told}'}")
+
+
 def _has(name: str, reference: Record, found: Sequence[Record], parts: Sequence[Mapping[str, Tensor | None]]) -> bool:
     wanted = reference.gradients[name]
     return wanted is not None and all(

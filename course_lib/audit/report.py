@@ -49,6 +49,8 @@ def sentences(verdict: Verdict) -> Iterator[str]:
     yield from told[:SHOWN]
     if len(told) > SHOWN:
         yield f"and {len(told) - SHOWN} more, see --json"
+    if verdict.untried:
+        yield verdict.untried
     if verdict.loss_is:
         yield verdict.loss_is
     hidden = [what for what, apart in (("the losses", verdict.loss_apart), ("the weights after them",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from course_lib.audit.attribution import attributed, distinct
+from course_lib.audit.attribution import attributed, distinct, untried
 from course_lib.audit.layouts import Layout
 from course_lib.audit.subject import Make, Record, observe, observe_parts
 from course_lib.audit.verdict import Verdict, judge
@@ -112,8 +112,8 @@ def _attributed(verdict: Verdict, reference: Record, found: list[Record], make: 
         return verdict
     try:
         (parts,) = _on_ranks(Layout(), timeout, observe_parts, make, batches, dropout)
-    except (CourseError, NotImplementedError):
-        return verdict  # one process cannot take a rank's batch, so that nothing is known of its gradient
+    except (CourseError, NotImplementedError) as error:
+        return dataclasses.replace(verdict, untried=untried(error))
     return dataclasses.replace(verdict, gradients=attributed(
         verdict.gradients, reference, found, verdict.layout, parts, owner, verdict.within))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from course_lib.audit.attribution import attributed, distinct
+from course_lib.audit.attribution import attributed, distinct, untried
 from course_lib.audit.layouts import Layout
 from course_lib.audit.session import check_reaches
 from course_lib.audit.subject import Record, Subject, gradients_of, plain_name, weights_of
@@ -32,7 +32,8 @@ class GradientDiffers(CourseError):
         self.verdict = verdict
         wrong = verdict.told or [f"the loss is {verdict.loss_apart:.2g} of its size away from one process"]
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        super().__init__(f"{verdict.layout}: {wrong[0]}{more}", "see `error.verdict`")
+        super().__init__(f"{verdict.layout}: {wrong[0]}{more}{verdict.untried and f'; {verdict.untried}'}",
+                         "see `error.verdict`")
 
     def __reduce__(self):
         return type(self), (self.verdict,)
@@ -193,7 +194,8 @@ def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], lay
         own, owner = distinct(batches)
         try:
             parts = [_computed(replace(reference, clip=None), found[0].start, batch).gradients for batch in own]
-        except Exception:  # whatever a foreign loss makes of a part of its batch; the verdict is said without it
+        except Exception as error:  # whatever a foreign loss makes of a part of its batch
+            verdict.untried = untried(error)
             return verdict
         verdict.gradients = attributed(verdict.gradients, right, found, layout, parts, owner, verdict.within)
     return verdict

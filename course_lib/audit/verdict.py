@@ -56,6 +56,8 @@ class Verdict:
         buffers: the buffers that differ.
         within: relative tolerance.
         loss_is: how the ranks' losses make up that of one process, in a sentence; empty for their mean.
+        untried: why it was not tried whether the ranks' own batches explain what is wrong, in a sentence; empty where
+            it was tried, or need not be.
     """
 
     layout: Layout
@@ -67,6 +69,7 @@ class Verdict:
     buffers: list[str] = field(default_factory=list)
     within: float = 0.0
     loss_is: str = ""
+    untried: str = ""
 
     @property
     def loss_apart(self) -> float:
@@ -100,7 +103,7 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"layout": self.layout.used, "clean": self.clean, "losses_apart": self.losses_apart,
-                "loss_is": self.loss_is, "norm": self.norm, "told": self.told,
+                "loss_is": self.loss_is, "untried": self.untried, "norm": self.norm, "told": self.told,
                 "within": self.within, "weights": self.weights, "weights_apart": self.weights_apart,
                 "buffers": self.buffers,
                 "gradients": [asdict(finding) for finding in self.gradients]}

@@ -185,11 +185,12 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
             moved / cluster.accelerator.pcie)
     if plan.shards == 1:
         return 0.0
-    shared = model.layers * model.experts * model.expert / plan.expert if plan.expert > 1 else 0.0
-    weights -= shared * plan.expert
+    parts = [(weights, plan.shards, plan.tensor)]
+    if plan.expert > 1:
+        experts = model.layers * model.experts * model.expert
+        parts = [(weights - experts, plan.shards, 1), (experts / plan.expert, plan.shards // plan.expert, plan.expert)]
     sync = update = 0.0
-    for part, ranks, stride in [(weights, plan.shards, plan.tensor), *(
-            [(shared, plan.shards // plan.expert, plan.expert)] if plan.expert > 1 else [])]:
+    for part, ranks, stride in parts:
         if plan.stage == 0:
             sync += collective("all_reduce", part * plan.bytes.gradients, ranks, stride, cluster)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from course_lib.errors import ConfigError
 from course_lib.planning.models import Model
-from course_lib.planning.plan import Plan
+from course_lib.planning.plan import WHOLE, Plan
 
 MASKED = ("bert", "distilbert", "roberta")
 """Architectures that are trained to fill masks; the others predict the next token."""
@@ -45,8 +45,14 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return f"may not know where to cut {model.family} into stages, which the planner has not tried"
     if plan.expert > 1 and model.family not in SPREAD:
         return f"does not share experts of {model.family}, only of {', '.join(SPREAD)}"
-    if plan.expert > 1 and plan.optimizer == "adamw-8bit":
-        return f"has no optimizer {plan.optimizer}"
+    if plan.pipeline * plan.expert > 1 and plan.optimizer in WHOLE:
+        return f"steps pipelines and shared experts by AdamW and SGD, not by {plan.optimizer}"
+    if plan.replicas > 1 and plan.tensor > 1:
+        return "does not split layers in copies of FSDP"
+    if plan.offload != "none" and (plan.tensor * plan.pipeline > 1 or plan.engine in ("ddp", "megatron")
+                                   or (plan.offload == "parameters" and plan.stage < 3)):
+        return ("offloads the optimizer under ZeRO-1 and ZeRO-2, all states under ZeRO-3 and FSDP, and nothing where "
+                "layers are split or in pipelines")
     if plan.tensor > 1 and model.family not in SPLITTABLE:
         return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
     if plan.checkpointing not in ("none", "full"):
@@ -132,7 +138,7 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
                     "megatron": f"zero{plan.stage}" if plan.stage else "ddp"}
         asked |= {"strategy": strategy[plan.engine], "batch_size": plan.micro_batch,
                   "gradient_accumulation_steps": plan.accumulation}
-        if plan.compiled and plan.engine != "deepspeed" and plan.tensor == plan.context == 1:
+        if plan.compiled and plan.engine != "deepspeed" and plan.tensor * plan.context * plan.expert == 1:
             asked["torch_compile"] = True
     if plan.tensor > 1:
         chunks = plan.tensor * plan.context

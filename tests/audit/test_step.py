@@ -123,12 +123,26 @@ def test_ranks_that_are_weighed_alike_are_told_in_the_job():
     assert "weigh alike, and in one process 0.0833, 0.917" in message
 
 
-def of_uneven_rows():
+def test_a_loss_that_takes_no_part_of_a_batch_leaves_that_cause_untried_and_says_so():
+    (message,) = set(launch(of_uneven_rows, Reference(subjects.small, of_twelve_rows), num_processes=2, device="cpu",
+                            timeout=160, stream=False))
+    assert "`embedding.weight`" in message and "what the ranks' own batches explain was not tried, since one process " \
+        "does not take them: ValueError: twelve rows, not 1" in message
+
+
+def of_twelve_rows(model, batch):
+    """A loss that is for whole batches alone."""
+    if len(batch[0]) != 12:
+        raise ValueError(f"twelve rows, not {len(batch[0])}")
+    return subjects.mean_loss(model, batch)
+
+
+def of_uneven_rows(reference=REFERENCE):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(subjects.small())
     batch = subjects.part_of(Layout(dp=2), dist.get_rank(), uneven=True)
     try:
-        with step(model, REFERENCE, batch=batch):
+        with step(model, reference, batch=batch):
             subjects.mean_loss(model, batch).backward()
     except GradientDiffers as error:
         return str(error)

@@ -22,7 +22,7 @@ from course_lib.parallel.tensor_plans import PLANS
 from course_lib.planning import hardware, models, strategy, to_launchers
 from course_lib.planning import layouts as proposed
 from course_lib.planning.families import FAMILIES
-from course_lib.planning.plan import Plan
+from course_lib.planning.plan import OPTIMIZERS, Plan
 from course_lib.training.engines import build_engine
 from course_lib.training.run import build_trainer
 from tests.forked_process import import_deepspeed
@@ -123,6 +123,9 @@ def test_emit_writes_the_run_of_the_fastest_that_runs_here(tmp_path, ranks):
     (Plan(LENGTH, "megatron", 1, data=4, expert=2), "mixtral", None),
     (Plan(LENGTH, "megatron", data=2, expert=2), "qwen3_moe", "does not share experts of qwen3_moe, only of mixtral"),
     (Plan(LENGTH, "megatron", data=2, expert=2, precision="fp16"), "olmoe", "no loss scaler"),
+    (Plan(LENGTH, "megatron", pipeline=2, optimizer="muon"), "gpt2", "steps pipelines and shared experts by AdamW"),
+    (Plan(LENGTH, "fsdp", 3, data=4, replicas=2, tensor=2), "gpt2", "does not split layers in copies of FSDP"),
+    (Plan(LENGTH, "deepspeed", 2, data=2, offload="parameters"), "gpt2", "offloads the optimizer under ZeRO-1"),
 ])
 def test_what_is_not_trained_here_says_why(plan, family, reason):
     model = models.load({"model_type": family})
@@ -132,6 +135,46 @@ def test_what_is_not_trained_here_says_why(plan, family, reason):
         assert reason in said and reason in to_launchers.launch_line(plan, 8, model)
         with pytest.raises(ConfigError, match=reason):
             to_launchers.options(plan, model)
+
+
+def a_plan(draw):
+    """Any combination of a plan's fields; ConfigError where there is no such plan."""
+    engine, stage = draw.choice([("ddp", 0), ("fsdp", 3), ("megatron", 0), ("megatron", 1), ("megatron", 2),
+                                 *(("deepspeed", stage) for stage in (1, 2, 3))])
+    sizes = {name: draw.choice((1, 1, 1, 2)) for name in ("tensor", "pipeline", "context", "replicas", "expert")}
+    return Plan(LENGTH, engine, stage, **sizes, data=draw.choice((1, 2, 4, 8)), virtual=draw.choice((1, 1, 2)),
+                context_by=draw.choice(("ring", "gather", "ulysses")), accumulation=draw.choice((1, 2, 4)),
+                checkpointing=draw.choice(("none", "none", "full")), compiled=draw.random() < 0.4,
+                offload=draw.choice(("none", "none", "optimizer", "parameters")), optimizer=draw.choice(OPTIMIZERS),
+                precision=draw.choice(("bf16", "fp32", "fp16")),
+                schedule=draw.choice(("1f1b", "gpipe", "zb_h1", "interleaved")))
+
+
+def runs_that_nothing_refuses(draws, seed):
+    """Plans drawn by hand that are said to run here; the config, engine and grid of each are made."""
+    draw, made = random.Random(seed), Counter()
+    for _ in range(draws):
+        model = TINY[draw.choice(sorted(TINY))]
+        try:
+            plan = a_plan(draw)
+        except ConfigError:
+            continue
+        if plan.gpus == 1 or not to_launchers.runs_here(plan, model):
+            continue
+        config = config_of(plan, model, 8, num_processes=plan.gpus)
+        engine = build_engine(config)
+        engine.refuse(torch.device("cuda"), config.run.mixed_precision)
+        engine.num_processes = plan.gpus
+        assert sizes(engine.make_grid()) == (plan.data, plan.pipeline, plan.context, plan.tensor)
+        made[plan.engine] += 1
+    return made
+
+
+@pytest.mark.parametrize("draws", [2000, pytest.param(20_000, marks=pytest.mark.long)])
+def test_what_is_said_to_run_here_is_refused_by_nobody(draws):
+    """Of plans that no search proposes too: fields beside each other as they are drawn."""
+    made = runs_that_nothing_refuses(draws, seed=draws)
+    assert set(made) == {"ddp", "fsdp", "deepspeed", "megatron"} and sum(made.values()) > draws / 20, made
 
 
 def test_copies_and_shared_experts_have_their_options():

@@ -231,8 +231,8 @@ class Engine:
         return autocast("no" if self.casts else self.precision, self.device)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch: whole gradients travel with the last alone, those that ranks
-        share with each, since a rank would otherwise keep all of them meanwhile."""
+        """Around forward and backward of a micro-batch. Gradients that every rank keeps whole travel with the last
+        alone; those of which it keeps a piece are reduced with each."""
         raise NotImplementedError
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:

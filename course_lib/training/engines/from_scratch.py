@@ -22,6 +22,10 @@ from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.training.engines.sharded import ShardedEngine, gradients_of, without_weights
 
+GATHERED = ("zero3", "fsdp")
+"""Strategies that leave a rank pieces of parameters and gradients: they cast what they gather, and keep no whole
+gradients between micro-batches."""
+
 
 class Scratch(ShardedEngine):
     """``--engine scratch``: :mod:`course_lib.parallel` around the model; the optimizer is torch's own."""
@@ -42,7 +46,7 @@ class Scratch(ShardedEngine):
 
     @property
     def casts(self) -> bool:  # type: ignore[override]
-        return self.strategy in ("zero3", "fsdp")
+        return self.strategy in GATHERED
 
     def refuse(self, device: torch.device, precision: str) -> None:
         if self.strategy == "ddp" and precision == "fp16":
@@ -85,7 +89,7 @@ class Scratch(ShardedEngine):
                                                     reduce_dtype=torch.float32)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last or self.casts else self.wrapped.no_sync()
+        return contextlib.nullcontext() if last or self.strategy in GATHERED else self.wrapped.no_sync()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         (loss * self.gradient_ranks).backward()  # they all take the mean over the ranks
