@@ -239,7 +239,7 @@ def explain(result: Search) -> list[str]:
     best, spent = result.best, result.best.cost
     shares = sorted(((getattr(spent, name) / spent.step, name) for name in WAITING), reverse=True)
     rest = ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
-    free = result.cluster.accelerator.memory - needed(best.memory)
+    free = result.cluster.accelerator.memory - RUNTIME - best.memory.total
     likely = [candidate for candidate in result.candidates if candidate.chance >= LIKELY]
     here = [candidate for candidate in likely if to_launchers.runs_here(candidate.plan, result.model)]
     among = (f"{len(likely)} of them with a chance of {LIKELY:.0%} or more" if likely
@@ -251,7 +251,7 @@ def explain(result: Search) -> list[str]:
     first = "the fastest that `course train` runs" if passed else "the fastest"
     lines = [f"{best.plan.strategy} is {first} of {len(result.candidates)} layouts that fit, {among}, of "
              f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
-             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free."]
+             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free by this count."]
     if elsewhere and passed:
         lines.append(f"Faster by {faster:.0%} with {to_launchers.elsewhere(elsewhere.plan, result.model)}: "
                      f"{elsewhere.plan.strategy}, micro-batch {elsewhere.plan.micro_batch}, with a chance of "
