@@ -1,0 +1,156 @@
+"""Figures of lesson 17: operators under the roofs, where a step goes, changes in turns, attention, rounding to 8 bits."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
+from course_lib.metering.roofline import Operator, Peaks
+
+KINDS = {"matmul": COLOURS["backward"], "attention": COLOURS["forward"], "pointwise": COLOURS["gradients"],
+         "reduction": COLOURS["activations"], "optimizer": COLOURS["optimizer"], "move": COLOURS["data"]}
+"""Colour of each kind of operator; those of the optimizer are one."""
+
+
+def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure:
+    """Operators by FLOPs per byte and FLOP/s, under the roofs of memory and of matrix products; both logarithmic.
+
+    Args:
+        operators: timed, by the label that each gets; the area of a point is its seconds.
+        peaks: of the machine.
+        title: the finding.
+    """
+    peak = max(peaks.flops.values())
+    longest = max(row.seconds for row in operators.values())
+    with canvas(title, width=8, height=4.4) as (figure, axes):
+        intensity = np.geomspace(0.03, 400, 200)
+        axes.plot(intensity, np.minimum(peak, peaks.memory * intensity) / 1e9, color=COLOURS["neutral"])
+        axes.axvline(peaks.ridge, color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
+        axes.annotate(f"ridge: {peaks.ridge:.0f} FLOPs per byte", (peaks.ridge, 0.45), xytext=(4, 0),
+                      textcoords="offset points", fontsize=9, color=COLOURS["neutral"])
+        axes.annotate(f"memory, {peaks.memory / 1e9:.0f} GB/s", (0.04, 0.04 * peaks.memory / 1e9), xytext=(-2, 12),
+                      textcoords="offset points", fontsize=9, rotation=37, color=COLOURS["neutral"])
+        axes.annotate(f"matrix products, {peak / 1e9:.0f} GFLOP/s", (400, peak / 1e9), xytext=(0, 5),
+                      textcoords="offset points", ha="right", fontsize=9, color=COLOURS["neutral"])
+        for label, row in operators.items():
+            colour = KINDS["optimizer" if row.phase == "optimizer" else row.kind or "pointwise"]
+            point = row.intensity, row.rate / 1e9
+            axes.scatter(*point, s=30 + 400 * row.seconds / longest, color=colour, alpha=0.75, edgecolor="white")
+            axes.annotate(label, point, xytext=(0, -5 - 9 * (row.seconds / longest) ** 0.5), va="top", ha="center",
+                          textcoords="offset points", fontsize=8, color=colour, fontweight="bold")
+        axes.set(xscale="log", yscale="log", xlim=(0.03, 450), ylim=(0.3, 2 * peak / 1e9),
+                 xlabel="FLOPs per byte", ylabel="GFLOP/s; larger points take longer")
+        axes.grid(axis="x")
+    return figure
+
+
+def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
+    """Shares of a step's FLOPs, bytes and seconds by kind of operator, a bar for each.
+
+    Args:
+        by_kind: by what is shared (``FLOPs`` …), by kind: the share, summing to 1.
+        title: the finding.
+    """
+    with canvas(title, width=8, height=2.5) as (figure, axes):
+        for row, (name, parts) in enumerate(by_kind.items()):
+            left = 0.0
+            for kind, share in parts.items():
+                axes.barh(row, 100 * share, left=100 * left, height=0.62, color=KINDS[kind])
+                if share > 0.06:
+                    dark = kind in ("matmul", "optimizer")
+                    axes.annotate(f"{kind}\n{share:.0%}", (100 * (left + share / 2), row), ha="center", va="center",
+                                  fontsize=8, color="white" if dark else "black")
+                left += share
+        axes.set_yticks(range(len(by_kind)), list(by_kind))
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.set(xlim=(0, 100), xlabel="share of one training step, %")
+    return figure
+
+
+def ladder(seconds: Mapping[str, Sequence[float]], held: Mapping[str, int | None], title: str) -> Figure:
+    """Seconds of a step and the most that it holds, for one way after the other; every try is a point.
+
+    Args:
+        seconds: by way, of each try.
+        held: bytes by way; None where they were not counted.
+        title: the finding.
+    """
+    with canvas(title, width=9, height=0.9 + 0.36 * len(seconds), ncols=2, sharey=True,
+                gridspec_kw={"width_ratios": (3, 2)}) as (figure, (left, right)):
+        for row, (way, tries) in enumerate(seconds.items()):
+            left.barh(row, 1000 * min(tries), height=0.6, color=COLOURS["backward"], alpha=0.85)
+            left.plot([1000 * value for value in tries], [row] * len(tries), "|", color="black", markersize=7,
+                      markeredgewidth=1)
+            left.annotate(f"{1000 * min(tries):.0f}", (3, row), va="center", color="white", fontsize=9,
+                          fontweight="bold")
+            if (size := held[way]) is not None:
+                right.barh(row, size / 2**20, height=0.6, color=COLOURS["activations"])
+                right.annotate(f"{size / 2**20:.0f}", (size / 2**20, row), xytext=(4, 0), va="center",
+                               textcoords="offset points", fontsize=9)
+        left.set_yticks(range(len(seconds)), list(seconds))
+        left.invert_yaxis()
+        left.set_xlabel("ms per step: the fastest; a stroke for each try")
+        right.set_xlabel("most that the step held, MiB")
+        for axes in (left, right):
+            axes.grid(axis="y", visible=False)
+            axes.grid(axis="x")
+        right.margins(x=0.15)
+    return figure
+
+
+def by_tokens(panels: Mapping[str, Mapping[str, Mapping[int, float]]], title: str) -> Figure:
+    """How something grows with the tokens of a row, a panel for each measure; both axes logarithmic.
+
+    Args:
+        panels: by what is measured, with its unit, by way, by tokens: the value.
+        title: the finding.
+    """
+    with canvas(title, width=9, height=3.3, ncols=len(panels)) as (figure, axes_):
+        for axes, (measure, ways) in zip(axes_, panels.items(), strict=True):
+            for colour, (way, points) in zip(SERIES, ways.items(), strict=False):
+                axes.plot(list(points), list(points.values()), marker="o", markersize=4, color=colour)
+                end_label(axes, max(points), points[max(points)], way, colour)
+            tokens = sorted({at for points in ways.values() for at in points})
+            axes.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel=measure)
+            axes.set_xticks(tokens, [str(at) for at in tokens])
+            axes.minorticks_off()
+    return figure
+
+
+def eight_bits(errors: Mapping[str, Mapping[float, float]], losses: Mapping[str, Sequence[float]], title: str) -> Figure:
+    """Errors of rounding beside an outlier, and losses of trainings whose products are rounded so.
+
+    Args:
+        errors: by way of rounding, by the factor of the outlier: relative error of all other elements.
+        losses: by training, of each step; smoothed here over eight steps.
+        title: the finding.
+    """
+    with canvas(title, width=9.5, height=3.5, ncols=2) as (figure, (left, right)):
+        for colour, (way, points) in zip(SERIES, errors.items(), strict=False):
+            left.plot(list(points), list(points.values()), marker="o", markersize=3, color=colour)
+        left.set(xscale="log", yscale="log", xlabel="outlier, times as large as the rest",
+                 ylabel="relative error of the rest")
+        _label_ends(left, {way: list(points.values())[-1] for way, points in errors.items()},
+                    max(map(max, errors.values())))
+        for colour, (way, values) in zip(SERIES, losses.items(), strict=False):
+            smooth = np.convolve(values, np.ones(8) / 8, "valid")
+            right.plot(np.arange(len(smooth)) + 8, smooth, color=colour)
+        right.set(xlabel="optimizer step", ylabel="loss, mean of 8 steps", ylim=(None, 4.0))
+        _label_ends(right, {way: float(np.mean(values[-8:])) for way, values in losses.items()},
+                    len(next(iter(losses.values()))))
+    return figure
+
+
+def _label_ends(axes: Axes, ends: Mapping[str, float], x: float) -> None:
+    """Name lines at their right ends, at least a line of text apart."""
+    transform = axes.transData.transform
+    below = -np.inf
+    for way in sorted(ends, key=lambda way: ends[way]):
+        height = max(transform((x, ends[way]))[1], below + 15)
+        below = height
+        colour = SERIES[list(ends).index(way)]
+        axes.annotate(way, (x, axes.transData.inverted().transform((0, height))[1]), xytext=(6, 0), va="center",
+                      textcoords="offset points", color=colour, fontweight="bold", fontsize=9, annotation_clip=False)
