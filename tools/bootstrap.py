@@ -39,7 +39,7 @@ NOT_AT_START = r"/tests?/|/transformers/models/(?!auto|bert|gpt2|llama)\w+/|/tor
 
 # What pip or uv says, and what to do about it; the first that matches.
 ADVICE = (
-    (r"No space left on device", "free some disk: the CPU set-up takes about 2.5 GB, the CUDA one about 9 GB"),
+    (r"No space left on device", "free some disk: the CPU set-up takes about 3.5 GB, the CUDA one about 9 GB"),
     (r"DO NOT MATCH THE HASHES", "a package is not the one that was pinned: do not install it; try another mirror"),
     (r"NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Could not fetch URL|Read timed out|"
      r"Failed to fetch|error sending request",

@@ -1,12 +1,13 @@
-"""Figures of lesson 17: operators under the roofs, where a step goes, changes in turns, attention, rounding to 8 bits."""
+"""Figures of lesson 17: operators under the roofs, shares of a step, changes in turns, attention, 8 bits."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
+from course_lib.figures.style import COLOURS, SERIES, canvas
 from course_lib.metering.roofline import Operator, Peaks
 
 KINDS = {"matmul": COLOURS["backward"], "attention": COLOURS["forward"], "pointwise": COLOURS["gradients"],
@@ -34,16 +35,33 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
                       textcoords="offset points", fontsize=9, rotation=37, color=COLOURS["neutral"])
         axes.annotate(f"matrix products, {peak / 1e9:.0f} GFLOP/s", (400, peak / 1e9), xytext=(0, 5),
                       textcoords="offset points", ha="right", fontsize=9, color=COLOURS["neutral"])
-        for label, row in operators.items():
-            colour = KINDS["optimizer" if row.phase == "optimizer" else row.kind or "pointwise"]
-            point = row.intensity, row.rate / 1e9
-            axes.scatter(*point, s=30 + 400 * row.seconds / longest, color=colour, alpha=0.75, edgecolor="white")
-            axes.annotate(label, point, xytext=(0, -5 - 9 * (row.seconds / longest) ** 0.5), va="top", ha="center",
-                          textcoords="offset points", fontsize=8, color=colour, fontweight="bold")
+        for row in operators.values():
+            axes.scatter(row.intensity, row.rate / 1e9, s=30 + 400 * row.seconds / longest, color=_colour(row),
+                         alpha=0.75, edgecolor="white")
+        by_rate = sorted(operators, key=lambda label: operators[label].rate)
+        by_memory = [label for label in by_rate if operators[label].intensity < peaks.ridge]
+        _callouts(axes, operators, by_memory, 0.5, "left")
+        _callouts(axes, operators, [label for label in reversed(by_rate) if label not in by_memory], 32, "right")
         axes.set(xscale="log", yscale="log", xlim=(0.03, 450), ylim=(0.3, 2 * peak / 1e9),
                  xlabel="FLOPs per byte", ylabel="GFLOP/s; larger points take longer")
         axes.grid(axis="x")
     return figure
+
+
+def _colour(row: Operator) -> str:
+    return KINDS["optimizer" if row.phase == "optimizer" else row.kind or "pointwise"]
+
+
+def _callouts(axes: Axes, operators: Mapping[str, Operator], labels: Sequence[str], place: float, side: str) -> None:
+    """Names in a column beside their points, each at its point's height or next to the name before it."""
+    step, height = (1.45, 0.0) if side == "left" else (1 / 1.45, float("inf"))
+    for label in labels:
+        row = operators[label]
+        rate = row.rate / 1e9
+        height = max(rate, step * height) if side == "left" else min(rate, step * height)
+        axes.annotate(label, (row.intensity, rate), xytext=(place, height), ha=side, va="center", fontsize=9,
+                      color=_colour(row), fontweight="bold",
+                      arrowprops={"arrowstyle": "-", "color": _colour(row), "linewidth": 0.7, "shrinkB": 4})
 
 
 def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
@@ -54,7 +72,7 @@ def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         title: the finding.
     """
     with canvas(title, width=8, height=2.5) as (figure, axes):
-        for row, (name, parts) in enumerate(by_kind.items()):
+        for row, parts in enumerate(by_kind.values()):
             left = 0.0
             for kind, share in parts.items():
                 axes.barh(row, 100 * share, left=100 * left, height=0.62, color=KINDS[kind])
@@ -110,17 +128,18 @@ def by_tokens(panels: Mapping[str, Mapping[str, Mapping[int, float]]], title: st
     """
     with canvas(title, width=9, height=3.3, ncols=len(panels)) as (figure, axes_):
         for axes, (measure, ways) in zip(axes_, panels.items(), strict=True):
-            for colour, (way, points) in zip(SERIES, ways.items(), strict=False):
+            for colour, points in zip(SERIES, ways.values(), strict=False):
                 axes.plot(list(points), list(points.values()), marker="o", markersize=4, color=colour)
-                end_label(axes, max(points), points[max(points)], way, colour)
             tokens = sorted({at for points in ways.values() for at in points})
             axes.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel=measure)
             axes.set_xticks(tokens, [str(at) for at in tokens])
             axes.minorticks_off()
+            _label_ends(axes, {way: points[max(points)] for way, points in ways.items()}, max(tokens))
     return figure
 
 
-def eight_bits(errors: Mapping[str, Mapping[float, float]], losses: Mapping[str, Sequence[float]], title: str) -> Figure:
+def eight_bits(errors: Mapping[str, Mapping[float, float]], losses: Mapping[str, Sequence[float]],
+               title: str) -> Figure:
     """Errors of rounding beside an outlier, and losses of trainings whose products are rounded so.
 
     Args:
@@ -129,13 +148,13 @@ def eight_bits(errors: Mapping[str, Mapping[float, float]], losses: Mapping[str,
         title: the finding.
     """
     with canvas(title, width=9.5, height=3.5, ncols=2) as (figure, (left, right)):
-        for colour, (way, points) in zip(SERIES, errors.items(), strict=False):
+        for colour, points in zip(SERIES, errors.values(), strict=False):
             left.plot(list(points), list(points.values()), marker="o", markersize=3, color=colour)
         left.set(xscale="log", yscale="log", xlabel="outlier, times as large as the rest",
                  ylabel="relative error of the rest")
         _label_ends(left, {way: list(points.values())[-1] for way, points in errors.items()},
                     max(map(max, errors.values())))
-        for colour, (way, values) in zip(SERIES, losses.items(), strict=False):
+        for colour, values in zip(SERIES, losses.values(), strict=False):
             smooth = np.convolve(values, np.ones(8) / 8, "valid")
             right.plot(np.arange(len(smooth)) + 8, smooth, color=colour)
         right.set(xlabel="optimizer step", ylabel="loss, mean of 8 steps", ylim=(None, 4.0))
@@ -154,3 +173,40 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], x: float) -> None:
         colour = SERIES[list(ends).index(way)]
         axes.annotate(way, (x, axes.transData.inverted().transform((0, height))[1]), xytext=(6, 0), va="center",
                       textcoords="offset points", color=colour, fontweight="bold", fontsize=9, annotation_clip=False)
+
+
+PHASES = {"data": COLOURS["data"], "forward": COLOURS["forward"], "backward": COLOURS["backward"],
+          "optimizer": COLOURS["optimizer"]}
+
+
+def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """The second recorded step of a trace, in three lanes per rank: phases, operators, collectives.
+
+    Args:
+        events: of a trace that ``course train --profile`` wrote.
+        title: the finding.
+    """
+    spans = [event for event in events if event["ph"] == "X"]
+    ranks = sorted({event["pid"] for event in spans})
+    _, step, *_ = sorted((event for event in spans if event["cat"] == "step" and event["pid"] == 0),
+                         key=lambda event: event["ts"])
+    begin, end = step["ts"], step["ts"] + step["dur"]
+    lanes_ = {"phase": 0, "host": 1, "collective": 2}
+    with canvas(title, width=9.5, height=0.8 + 0.95 * len(ranks)) as (figure, axes):
+        for rank in ranks:
+            for cat, lane in lanes_.items():
+                inside = [e for e in spans if (e["pid"], e["cat"]) == (rank, cat) and begin <= e["ts"] < end]
+                colours = [PHASES.get(e["name"], COLOURS["communication"]) if cat != "host" else COLOURS["neutral"]
+                           for e in inside]
+                axes.broken_barh([((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in inside],
+                                 (4 * rank + lane, 0.85), facecolors=colours)
+                for e in inside:
+                    if cat == "phase" and e["dur"] > 0.06 * (end - begin):
+                        axes.annotate(e["name"], ((e["ts"] - begin + e["dur"] / 2) / 1e3, 4 * rank + 0.45), ha="center",
+                                      va="center", fontsize=8, color="white" if e["name"] != "forward" else "black")
+        axes.set_yticks([4 * rank + lane + 0.45 for rank in ranks for lane in lanes_.values()],
+                        [f"{name}, rank {rank}" for rank in ranks for name in ("phases", "operators", "collectives")])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set(xlim=(0, (end - begin) / 1e3), xlabel="ms from the begin of the step, all ranks on one clock")
+    return figure

@@ -1,4 +1,4 @@
-"""Lesson 17's experiment: a small Llama whose training step is written in several ways, and what each takes and holds."""
+"""Lesson 17's experiment: the training step of a small Llama, what it takes and holds when written in several ways."""
 
 import dataclasses
 import time
@@ -66,7 +66,7 @@ def fastest_operators(model: nn.Module, optimizer: torch.optim.Optimizer, step: 
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """The most that a step held at once of what it allocated itself; a warm-up has to have made the optimizer's state."""
+    """The most bytes that a step held at once of what it allocated itself; the optimizer has its states by then."""
     with AllocationLog() as log:
         log.start()
         step()
@@ -79,5 +79,5 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
 
 def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of selective checkpointing: results of matrix products and of attention stay, all else is computed again."""
+    """The policy of selective checkpointing: what products and attention gave stays, all else is computed again."""
     return CheckpointPolicy.MUST_SAVE if operator in KEEP else CheckpointPolicy.PREFER_RECOMPUTE

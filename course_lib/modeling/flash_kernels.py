@@ -119,7 +119,7 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         q, k, v, keep, o, lse = ctx.saved_tensors
-        grad, (B, KV, T, _), blocks = grad.contiguous(), k.shape, triton.cdiv(q.shape[2], ctx.shape["SIZE"])
+        grad, (B, KV), blocks = grad.contiguous(), k.shape[:2], triton.cdiv(q.shape[2], ctx.shape["SIZE"])
         delta = (grad.float() * o.float()).sum(-1)  # of a row: the sum over its keys of p times dp
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         given = q, k, v, keep, grad, lse, delta
