@@ -25,7 +25,7 @@ from course_lib.config_sections.fields import Strict
 from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
 from course_lib.config_sections.parallel import ENGINES, ParallelConfig, PipelineConfig
 from course_lib.config_sections.unread import first_unread
-from course_lib.config_sections.watching import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig
+from course_lib.config_sections.watching import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig, check_profile
 from course_lib.errors import ConfigError, near, nearest
 
 
@@ -186,6 +186,7 @@ def _check_together(config: Config) -> Config:
     if run.cpu_kernels == "fast" and config.model.torch_compile:
         raise ConfigError("cpu_kernels fast is not for torch_compile, which makes kernels of its own",
                           "leave one of the two out")
+    check_profile(config.monitor, run, config.model)
     if run.global_batch_size and (run.gradient_accumulation_steps > 1 or run.training_type == "pipeline"):
         raise ConfigError("global_batch_size decides gradient_accumulation_steps, and is not for pipelines",
                           "give one of the two, or batch_size as rows per pipeline")

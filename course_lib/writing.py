@@ -12,10 +12,16 @@ from typing import Any, TextIO
 @contextlib.contextmanager
 def written_beside(path: str | Path) -> Iterator[TextIO]:
     """A UTF-8 file to write, beside ``path``; flushed to disk and renamed at the end: it is never half there."""
+    with _beside(path, "w", "utf-8") as out:
+        yield out
+
+
+@contextlib.contextmanager
+def _beside(path: str | Path, mode: str, encoding: str | None = None) -> Iterator[Any]:
     path = Path(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+        with os.fdopen(descriptor, mode, encoding=encoding) as out:
             yield out
             out.flush()
             os.fsync(out.fileno())
@@ -30,6 +36,12 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a file beside its place, flush it to disk and rename it."""
     with written_beside(path) as out:
         out.write(text)
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """The same for bytes."""
+    with _beside(path, "wb") as out:
+        out.write(content)
 
 
 def write_part(path: Path, begin: str, end: str, part: str) -> None:

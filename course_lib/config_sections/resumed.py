@@ -67,7 +67,7 @@ APPLIED = Rule("applied", "it is read afresh at each start", (
 LOOKED = Rule("applied, and not in the run's history", "it says when to look and to save, not what a step does", (
     "eval_batch_size", "logging_steps", "logging_first_step", "eval_steps", "eval_delay", "baselines", "save_steps",
     "save_total_limit", "async_save", "watch", "watch_steps", "log_predictions", "memory_steps", "memory_alert",
-    "imbalance_alert", "communication_steps", "profile_steps", "profile_wait", "profile_warmup", "watchdog",
+    "imbalance_alert", "communication_steps", "profile", "profile_steps", "profile_wait", "profile_warmup", "watchdog",
     "desync_check", "desync_steps"))
 ELSEWHERE = Rule("applied, and not said", "it says where a run is and who hears of it, not what it does", (
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "hub_private", "progress_bar",

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from course_lib.config_sections.fields import NotNegative, Positive, Strict
+from course_lib.config_sections.learning import ModelConfig, RunConfig
+from course_lib.errors import ConfigError
 
 TRACKERS = ("jsonl", "trackio", "wandb", "tensorboard")
 """Trackers that can be named in ``tracker``."""
@@ -60,12 +62,19 @@ class MonitorConfig(Strict):
     """Memory of the fullest rank by that of the emptiest at which they are reported, once."""
     communication_steps: NotNegative = 0
     """Optimizer steps between two whose communication is metered on every rank; 0: none."""
+    profile: bool = False
+    """Record some steps of all ranks in one trace, and tell where the step went and which roof bounds each part."""
     profile_steps: NotNegative = 0
-    """Steps that torch.profiler records on every rank, for Perfetto and TensorBoard; 0: none."""
-    profile_wait: NotNegative = 1
-    """Steps before the profiler begins."""
+    """Steps that torch.profiler records on every rank, for Perfetto and TensorBoard; 0: none, and 3 with `profile`."""
+    profile_wait: NotNegative = 2
+    """Steps before the profiler begins; `profile` counts the operators of the last two."""
     profile_warmup: NotNegative = 1
     """Steps that are profiled and thrown away, since the profiler's start slows them."""
+
+    @property
+    def profiled_steps(self) -> int:
+        """How many are recorded."""
+        return self.profile_steps or (3 if self.profile else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +88,22 @@ class GuardConfig(Strict):
 of their elements, or of all."""
     desync_steps: Positive = 100
     """Optimizer steps between two such comparisons; the first is before the first step."""
+
+
+def check_profile(monitor: MonitorConfig, run: RunConfig, model: ModelConfig) -> None:
+    """Refuse a profile that could not be taken."""
+    if not monitor.profile:
+        return
+    if model.torch_compile:
+        raise ConfigError("profile counts PyTorch's operators, which torch_compile replaces by kernels of its own",
+                          "leave one of the two out, or record with --profile_steps alone",
+                          cure={"profile": None, "profile_steps": str(monitor.profiled_steps)})
+    if monitor.profile_wait < 2:
+        raise ConfigError("profile counts operators in the last two steps that it waits, and profile_wait is "
+                          f"{monitor.profile_wait}", "use 2 or more", cure={"profile_wait": "2"})
+    needed = monitor.profile_wait + monitor.profile_warmup + monitor.profiled_steps
+    if run.max_steps and run.max_steps < needed:
+        raise ConfigError(f"profile takes {needed} steps ({monitor.profile_wait} waiting, {monitor.profile_warmup} to "
+                          f"warm up, {monitor.profiled_steps} recorded), and max_steps is {run.max_steps}",
+                          f"use --max_steps {needed}, or lower profile_wait, profile_warmup or profile_steps",
+                          cure={"max_steps": str(needed)})

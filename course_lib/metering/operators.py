@@ -119,8 +119,9 @@ class OperatorCounter:
     @property
     def operators(self) -> list[Operator]:
         """The rows so far, in the order of their first calls."""
-        return [Operator(*key, int(calls), int(flops), int(size), seconds if self.timed else math.nan)
-                for key, (calls, flops, size, seconds) in self._rows.items()]
+        return [Operator(name, module, phase, kind, dtype, int(calls), int(flops), int(size),
+                         seconds if self.timed else math.nan)
+                for (name, module, phase, kind, dtype), (calls, flops, size, seconds) in self._rows.items()]
 
     def __enter__(self) -> "OperatorCounter":
         with contextlib.ExitStack() as stack:

@@ -5,6 +5,7 @@ at least B / memory bandwidth; which is longer goes by its intensity F / B, besi
 more roofs bound what training does: a collective's bytes on the link, and the host's time to start an operator.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,9 +93,10 @@ def measure_peaks(device: torch.device | str = "cpu", dtype: torch.dtype = torch
     """Measure this machine's roofs, in about ``seconds``.
 
     The rule is the fastest of all tries: a roof is what can be reached, and what else the machine does only lowers a
-    try. Matrix products are square, of several sizes; memory is a triad ``a = b + s c`` and a copy of arrays beyond
-    the last cache, two reads and a write, and one of each (a CPU may read more: the line it is about to write);
-    launching is an addition to one element. Where all ranks measure at once, each gets its share of the machine.
+    try. Matrix products are square, of several sizes; memory is a triad ``a = b + s c``, a copy, and a sum in place
+    ``a += b`` of arrays beyond the last cache, of which what goes in and comes out counts (the sum is fastest on a CPU,
+    which has to read a line of memory before it writes to it); launching is an addition to one element. Where all ranks
+    measure at once, each gets its share of the machine.
 
     Args:
         device: what is measured.
@@ -105,17 +107,17 @@ def measure_peaks(device: torch.device | str = "cpu", dtype: torch.dtype = torch
     wait = _waiting(device)
     rate, taken = 0.0, 0.0
     sizes = SIZES.get(device.type, SIZES["cpu"])
+    generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers stay as they are
     for size in sizes:
         if taken * 8 * (TRIES + 1) > seconds / 2:
             break
-        left, right = torch.randn(2, size, size, device=device).to(dtype)
+        left, right = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
         out = torch.empty_like(left)
-        taken = _fastest(lambda left=left, right=right, out=out: torch.mm(left, right, out=out), wait,
-                         seconds / 2 / len(sizes))
+        taken = _fastest(functools.partial(torch.mm, left, right, out=out), wait, seconds / 2 / len(sizes))
         rate = max(rate, 2 * size**3 / taken)
     a, b, c = (torch.ones(_array_bytes(device) // 4, device=device) for _ in range(3))
-    triad = _fastest(lambda: torch.add(b, c, alpha=3.0, out=a), wait, seconds / 5)
-    copy = _fastest(lambda: a.copy_(b), wait, seconds / 5)
+    streams = [(3, lambda: torch.add(b, c, alpha=3.0, out=a)), (2, lambda: a.copy_(b)), (3, lambda: a.add_(b))]
+    memory = max(arrays * a.nbytes / _fastest(call, wait, seconds / 8) for arrays, call in streams)
     one = torch.ones(1, device=device)
 
     def small() -> None:
@@ -123,7 +125,7 @@ def measure_peaks(device: torch.device | str = "cpu", dtype: torch.dtype = torch
             one.add_(one)
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Peaks({str(dtype).removeprefix("torch."): rate}, max(3 * a.nbytes / triad, 2 * a.nbytes / copy),
+    return Peaks({str(dtype).removeprefix("torch."): rate}, memory,
                  _fastest(small, wait, seconds / 20) / 1000, name, torch.get_num_threads())
 
 

@@ -181,7 +181,9 @@ def test_the_lowest_roof_is_the_bound():
 
 
 def test_peaks_are_measured_and_written_as_json():
+    before = torch.get_rng_state()
     peaks = measure_peaks(seconds=0.05)
+    assert torch.equal(torch.get_rng_state(), before)
     assert list(peaks.flops) == ["float32"] and peaks.device == "cpu" and peaks.threads == torch.get_num_threads()
     assert min(*peaks.flops.values(), peaks.memory, peaks.launch, peaks.ridge) > 0 and peaks.link is None
     assert Peaks(**json.loads(json.dumps(asdict(peaks)))) == peaks

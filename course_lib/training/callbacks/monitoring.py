@@ -19,6 +19,7 @@ from course_lib.errors import DataError
 from course_lib.metering.meter import Meter
 from course_lib.system import machine
 from course_lib.training.callbacks.base import Callback
+from course_lib.training.callbacks.step_profile import StepProfile
 from course_lib.training.checkpoints.run_folder import MONITOR
 from course_lib.writing import write_text
 
@@ -38,7 +39,9 @@ def monitors(config: Config) -> list[Callback]:
         monitors.append(MemoryMonitor(chosen.memory_steps, chosen.memory_alert, chosen.imbalance_alert))
     if chosen.communication_steps:
         monitors.append(CommunicationMonitor(chosen.communication_steps))
-    if chosen.profile_steps:
+    if chosen.profile:
+        monitors.append(StepProfile(chosen.profile_wait, chosen.profile_warmup, chosen.profiled_steps))
+    elif chosen.profile_steps:
         monitors.append(Profiler(chosen.profile_wait, chosen.profile_warmup, chosen.profile_steps))
     return monitors
 
