@@ -37,7 +37,7 @@ def llama(layers: int = 2, width: int = 256, tokens: int = 256, vocabulary: int 
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 43 // 16, num_hidden_layers=layers,
         num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=tokens,
-        attn_implementation=attention))
+        attn_implementation=attention, use_cache=False))
 
 
 def seconds_in_turns(steps: Mapping[str, Callable[[], object]], tries: int) -> dict[str, list[float]]:

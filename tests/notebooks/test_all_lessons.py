@@ -16,7 +16,7 @@ from tests.notebooks.conftest import NOTEBOOKS
 LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
            "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
            "10_faults_and_hangs", "11_wandb", "12_sagemaker", "13_capstone", "14_long_contexts", "15_experts",
-           "16_gradient_audit", "18_talking_less")
+           "16_gradient_audit", "17_where_the_time_goes", "18_talking_less")
 SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "When it goes wrong", "Exercises",
             "Questions", "Read next")
 
@@ -38,13 +38,16 @@ SUBJECTS = {
     "15_experts": ("class AllToAll(torch.autograd.Function):",),
     "16_gradient_audit": ("def explain(parts, right, sizes, small):  # parts: (ranks, *shape), what each rank has in "
                           "place of `right`",),
+    "17_where_the_time_goes": ("class ChunkedCrossEntropy(torch.autograd.Function):",
+                               "class TinyFlash(torch.autograd.Function):", "class Product8(torch.autograd.Function):",
+                               "text = communication_lab.texts()[\"train\"]"),
     "18_talking_less": ("class EveryStep:  # data parallelism", "class TinyLocalSGD(EveryStep):",
                         "class TinyTopK(EveryStep):", "class TinyPowerSGD(EveryStep):")}
 """First lines of the cells that hold a lesson's subject whole: up to 40 lines, all others up to 20."""
 
 
 def test_every_notebook_is_in_the_list():
-    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 18
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 19
 
 
 @pytest.fixture(params=LESSONS)
