@@ -162,7 +162,8 @@ class StepTable:
         heads = ["phase", "operators", "ms", "share", *["most, on rank"] * several, "calls", "GFLOP", "MB", "bound by",
                  "roof, ms", "of roof"]
         lines, small = [heads], 0.0
-        for key in sorted(keys, key=lambda key: order.index(key[0])):
+        whole = {key: sum(rows[key].seconds for rows in by_rank if key in rows) for key in keys}
+        for key in sorted(keys, key=lambda key: (order.index(key[0]), -whole[key])):
             own = [rows[key] for rows in by_rank if key in rows]
             mean = {name: sum(getattr(row, name) for row in own) / ranks
                     for name in ("seconds", "calls", "flops", "bytes", "floor")}
