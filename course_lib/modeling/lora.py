@@ -110,11 +110,16 @@ def add_lora(model: nn.Module, r: int, alpha: float | None = None, dropout: floa
     return list(chosen)
 
 
+def linear_layers(model: nn.Module) -> list[str]:
+    """Names of the linear layers of a model's blocks."""
+    return [f"{block}.{name}" for block, module in blocks(model).items()
+            for name, layer in module.named_modules() if isinstance(layer, LINEAR)]
+
+
 def _chosen(model: nn.Module, targets: Collection[str] | None) -> dict[str, nn.Module]:
     """The layers to put adapters beside, by name."""
     if targets is None:
-        return {f"{block}.{name}": layer for block, module in blocks(model).items()
-                for name, layer in module.named_modules() if isinstance(layer, LINEAR)}
+        return {name: model.get_submodule(name) for name in linear_layers(model)}
     chosen = {name: module for name, module in model.named_modules() for target in targets
               if name == target or name.endswith(f".{target}")}
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR)})
@@ -150,6 +155,12 @@ def merge(model: nn.Module) -> None:
     """Add each adapter to the weight beside it, and leave the layers as they were without, in place."""
     for name, layer in adapted(model).items():
         replace(model, name, layer.merged())
+
+
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """Names in the state dict of the parameters that are not trained, where a model has adapters; else none."""
+    every = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in every if not p.requires_grad) if adapted(model) else frozenset()
 
 
 def trained_names(model: nn.Module) -> list[str]:

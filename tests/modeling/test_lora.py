@@ -9,7 +9,7 @@ import transformers
 
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
-from course_lib.modeling import adapter_files, loading, lora
+from course_lib.modeling import loading, lora, lora_files
 from tests.long_cases import some
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the green hill", "it rained all day and we read"] * 4
@@ -93,13 +93,13 @@ def test_peft_loads_what_we_save(case, tmp_path):
     lora.add_lora(loaded.model, 4, dropout=0.1)
     expected = logits(trained_a_little(loaded.model, batch), batch)
     (tmp_path / "adapter").mkdir()
-    adapter_files.save_adapter(loaded.model, tmp_path / "adapter", str(base))
+    lora_files.save_adapter(loaded.model, tmp_path / "adapter", str(base))
     again = load(base, task).model
     assert (logits(again, batch) - expected).abs().max() > 1e-3
     theirs = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
     assert torch.allclose(logits(theirs, batch), expected, atol=1e-6)
     ours = load(base, task).model
-    adapter_files.load_adapter(ours, tmp_path / "adapter")
+    lora_files.load_adapter(ours, tmp_path / "adapter")
     assert torch.equal(logits(ours, batch), expected)
     assert set(lora.trained_names(ours)) == set(lora.trained_names(loaded.model))
 
@@ -116,7 +116,7 @@ def test_what_peft_saves_we_load(name, task, more, tmp_path):
     theirs = trained_a_little(peft.get_peft_model(loaded.model, config), batch)
     theirs.save_pretrained(tmp_path / "adapter")
     ours = load(base, task).model
-    adapter_files.load_adapter(ours, tmp_path / "adapter")
+    lora_files.load_adapter(ours, tmp_path / "adapter")
     assert torch.allclose(logits(ours, batch), logits(theirs, batch), atol=1e-6)
 
 
@@ -139,19 +139,19 @@ def test_other_adapters_are_refused(change, told, tmp_path):
     loaded = load("tiny-bert", "classification")
     base = saved(loaded, tmp_path / "base")
     lora.add_lora(loaded.model, 2)
-    adapter_files.save_adapter(loaded.model, tmp_path, str(base))
+    lora_files.save_adapter(loaded.model, tmp_path, str(base))
     file = tmp_path / "adapter_config.json"
     file.write_text("" if change is None else json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ModelError, match=told):
-        adapter_files.load_adapter(load(base, "classification").model, tmp_path)
+        lora_files.load_adapter(load(base, "classification").model, tmp_path)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     loaded = load("tiny-bert", "classification")
     lora.add_lora(loaded.model, 2)
-    adapter_files.save_adapter(loaded.model, tmp_path, "base")
+    lora_files.save_adapter(loaded.model, tmp_path, "base")
     with pytest.raises(ModelError, match="adapter of another model"):
-        adapter_files.load_adapter(load("tiny-gpt2", "classification").model, tmp_path)
+        lora_files.load_adapter(load("tiny-gpt2", "classification").model, tmp_path)
     config = transformers.BertConfig(hidden_size=32, num_hidden_layers=6, num_attention_heads=2, intermediate_size=32)
     with pytest.raises(ModelError, match=r"is \(2, 192\) in the adapter and \(2, 32\) in the model"):
-        adapter_files.load_adapter(transformers.BertForSequenceClassification(config), tmp_path)
+        lora_files.load_adapter(transformers.BertForSequenceClassification(config), tmp_path)

@@ -13,10 +13,12 @@ from transformers.pytorch_utils import Conv1D
 
 from course_lib.errors import ModelError
 from course_lib.modeling import nf4
+from course_lib.modeling.checkpoint_files import INDEXES
 from course_lib.modeling.lora import LoraLinear, adapted, adapter_state, replace
 from course_lib.writing import write_text
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WHOLE = tuple(name for pair in INDEXES.items() for name in pair)
 PREFIX = "base_model.model."
 TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM"}
 """What PEFT calls a model's task, by the end of its class's name; it knows none of masked models."""
@@ -27,7 +29,8 @@ REFUSED = {"use_dora": "DoRA", "rank_pattern": "ranks by layer", "alpha_pattern"
 """Settings of PEFT's LoRA that are not read here, and what they ask for."""
 
 
-def save_adapter(model: nn.Module, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_adapter(model: nn.Module, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None, *,
+                 revision: str | None = None) -> None:
     """Write a model's adapters so that ``peft.PeftModel.from_pretrained`` puts them beside the same base model.
 
     Args:
@@ -35,6 +38,7 @@ def save_adapter(model: nn.Module, folder: Path, base: str, weights: Mapping[str
         folder: that exists.
         base: name or folder of the base model.
         weights: see :func:`~course_lib.modeling.lora.adapter_state`.
+        revision: of a base on the Hub.
     """
     layers = adapted(model)
     first = next(iter(layers.values()))
@@ -44,8 +48,9 @@ def save_adapter(model: nn.Module, folder: Path, base: str, weights: Mapping[str
     beside = [name for name in {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
               if not name.endswith(("lora_A", "lora_B"))]
     about = {"peft_type": "LORA", "task_type": next((TASKS[end] for end in TASKS if kind.endswith(end)), None),
-             "base_model_name_or_path": base, "r": first.lora_A.out_features, "lora_alpha": first.alpha,
-             "lora_dropout": first.dropout.p, "target_modules": _shortest(model, list(layers)), "bias": "none",
+             "base_model_name_or_path": base, "revision": revision, "r": first.lora_A.out_features,
+             "lora_alpha": first.alpha, "lora_dropout": first.dropout.p,
+             "target_modules": _shortest(model, list(layers)), "bias": "none",
              "fan_in_fan_out": _is_conv1d(first.base), "modules_to_save": sorted(beside) or None,
              "inference_mode": True}
     write_text(folder / CONFIG, json.dumps(about, indent=1) + "\n")
@@ -63,8 +68,13 @@ def _shortest(model: nn.Module, names: list[str]) -> list[str]:
     return sorted(ends if meant == set(names) else names)
 
 
-def base_of(folder: Path) -> tuple[str, bool]:
-    """The base model that an adapter's folder names, and whether its weights were in NF4.
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter and no whole model."""
+    return (folder / CONFIG).is_file() and not any((folder / name).is_file() for name in WHOLE)
+
+
+def base_of(folder: Path) -> tuple[str, str | None, bool]:
+    """The base model that an adapter's folder names, its revision, and whether its weights were in NF4.
 
     Raises:
         ModelError: the folder holds no LoRA adapter that is read here.
@@ -74,7 +84,7 @@ def base_of(folder: Path) -> tuple[str, bool]:
     if not base:
         raise ModelError(f"{folder}: {CONFIG} names no base model", "write it there, as base_model_name_or_path")
     with _opened(folder) as file:
-        return base, (file.metadata() or {}).get(BASE_BITS) == "4"
+        return base, about.get("revision"), (file.metadata() or {}).get(BASE_BITS) == "4"
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
