@@ -145,6 +145,24 @@ def check_trained(folder: str | Path) -> None:
     _locate_base(Path(folder))
 
 
+def task_of(folder: Path) -> str:
+    """The task that an adapter was trained for, by the class of its model.
+
+    Raises:
+        ModelError: it is none of :data:`HEADS`.
+    """
+    if (kind := lora_files.kind_of(folder)) is not None:
+        return {"SEQ_CLS": "classification", "CAUSAL_LM": "causal_lm"}[kind]
+    own = Origin(str(folder), "", {"local_files_only": True})
+    architecture = _read_config(own if (folder / "config.json").is_file() else _locate_base(folder))
+    name = next(iter(architecture.architectures or ()), "no model class")
+    for task, (_, classes) in HEADS.items():
+        if type(architecture) in classes and classes[type(architecture)].__name__ == name:
+            return task
+    raise ModelError(f"{folder} is an adapter of {name}, and models for {', '.join(HEADS)} are merged here",
+                     "merge it in PEFT: model.merge_and_unload().save_pretrained(OUT)")
+
+
 def _locate_base(folder: Path) -> Origin:
     """The place of the model that an adapter is for."""
     base, revision, _ = lora_files.base_of(folder)

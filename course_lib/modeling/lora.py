@@ -157,6 +157,13 @@ def merge(model: nn.Module) -> None:
         replace(model, name, layer.merged())
 
 
+def unpack(model: nn.Module) -> None:
+    """Put layers with plain weights, fp32, into the place of those in NF4, in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Nf4Linear):
+            replace(model, name, module.dequantized())
+
+
 def frozen_names(model: nn.Module) -> frozenset[str]:
     """Names in the state dict of the parameters that are not trained, where a model has adapters; else none."""
     every = model.named_parameters(remove_duplicate=False)

@@ -87,6 +87,12 @@ def base_of(folder: Path) -> tuple[str, str | None, bool]:
         return base, about.get("revision"), (file.metadata() or {}).get(BASE_BITS) == "4"
 
 
+def kind_of(folder: Path) -> str | None:
+    """What PEFT calls the task of an adapter, of those in ``TASKS``; None where its file does not say."""
+    kind = _config(folder).get("task_type")
+    return kind if kind in TASKS.values() else None
+
+
 def load_adapter(model: nn.Module, folder: Path) -> None:
     """Put the adapters of a folder beside a base model's layers, in place; what is trained is their state.
 

@@ -117,7 +117,8 @@ class ShardedModule(nn.Module):
             dist.broadcast(buffer, group=group, group_src=0)
 
         # --- phase 2: shard. The root first, as its forward begins first. A unit is of one dtype, all trainable or all
-        # frozen: a block with adapters is two units, of which one has a gradient, is reduced, and stepped. The root is kept: its forward ends with the whole model's, and its backward begins right after it. ---
+        # frozen: a block with adapters is two units, of which one has a gradient, is reduced, and stepped. The root is
+        # kept: its forward ends with the whole model's, and its backward begins right after it. ---
         owner = partition.owners(module, chosen)
         self.units = [self.unit_type(member, parameters, group, param_dtype, reduce_dtype,
                                      keep_after_forward=member is module or not reshard_after_forward)

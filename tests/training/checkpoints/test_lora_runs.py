@@ -9,12 +9,13 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
+from course_lib import cli
 from course_lib.config import build
 from course_lib.errors import CheckpointError, ConfigError, ModelError
 from course_lib.launching.launch import launch
-from course_lib.modeling import load_trained
+from course_lib.modeling import checkpoint_files, load_trained, nf4
 from course_lib.training import run as runs
-from course_lib.training.checkpoints import checkpoint, formats, safetensors_tree, sharded
+from course_lib.training.checkpoints import checkpoint, formats, merging, safetensors_tree, sharded
 from tests.narrow_presets import narrowed
 
 OPTIONS = {"dataset": "tweets", "max_train_samples": 40, "max_eval_samples": 16, "max_length": 24, "model": "tiny-bert",
@@ -23,6 +24,7 @@ OPTIONS = {"dataset": "tweets", "max_train_samples": 40, "max_eval_samples": 16,
            "tracker": "none", "save_total_limit": None, "best_metric": "loss"}
 WAYS = {"basic": {"training_type": "basic"}, "ddp torch": {}, "fsdp scratch": {"strategy": "fsdp", "engine": "scratch"},
         "zero3 deepspeed": {"strategy": "zero3", "engine": "deepspeed"},
+        "4 bits": {"strategy": "fsdp", "engine": "scratch", "load_in_4bit": True},
         "fsdp torch": {"strategy": "fsdp", "engine": "torch"}, "zero1 torch": {"strategy": "zero1", "engine": "torch"}}
 LONG = ("zero3 deepspeed", "fsdp torch", "zero1 torch")
 
@@ -184,3 +186,48 @@ def test_what_adapters_do_not_go_with_is_refused(given, told):
     with pytest.raises(ConfigError, match=told) as error:
         build({"lora_r": 8} | given)
     assert "\n" not in str(error.value)
+
+
+def test_an_adapter_is_merged_into_a_model_that_transformers_loads(finished, tmp_path, capsys):
+    assert cli.main(["merge", str(finished / "model"), "--output", str(tmp_path / "whole")]) == 0
+    assert "6 adapters merged" in capsys.readouterr().out
+    adapted = load_trained(finished / "model", "classification")
+    batch = adapted.tokenizer(["the cat ran home", "what a terrible day"], return_tensors="pt", padding=True)
+    whole = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(finished / "base").eval()
+    assert set(whole.state_dict()) == set(base.state_dict())
+    with torch.no_grad():
+        wanted = adapted.model.eval()(**batch).logits
+        assert torch.allclose(whole(**batch).logits, wanted, atol=2e-6)
+        assert (base(**batch).logits - wanted).abs().max() > 1e-2
+    assert "LABEL_0" not in whole.config.label2id
+    checkpoint_files.check(tmp_path / "whole")
+
+
+def test_beside_four_bits_what_was_trained_is_what_is_merged(tmp_path):
+    launch(trained, tmp_path, ["4 bits"], training_type="basic", strategy="ddp", engine=None, num_processes=1,
+           timeout=300)
+    folder = tmp_path / "4 bits/model"
+    adapted = load_trained(folder, "classification")
+    assert any(isinstance(module, nf4.Nf4Linear) for module in adapted.model.modules())
+    found = merging.merge_folder(folder, tmp_path / "whole")
+    assert found.difference < 1e-5 and found.layers == 6
+    summary = json.loads((tmp_path / "4 bits/summary.json").read_text())
+    data = {"max_train_samples": 40, "max_eval_samples": 16, "max_length": 24, "training_type": "basic",
+            "device": "cpu"}
+    for path in (folder, tmp_path / "whole"):
+        scores = runs.evaluate(build(data | {"model": str(path)}), "test")
+        assert scores["loss"] == pytest.approx(summary["eval"]["loss"], abs=1e-5), path
+
+
+def test_what_cannot_be_merged_is_refused_in_a_line_and_leaves_nothing(finished, tmp_path, capsys):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").write_text("mine")
+    cases = [(finished / "base", "whole", "holds no adapter"), (tmp_path / "nothing", "whole", "is no folder"),
+             (finished / "model", "taken", "is there already")]
+    for folder, output, told in cases:
+        assert cli.main(["merge", str(folder), "--output", str(tmp_path / output)]) != 0
+        said = capsys.readouterr().err
+        assert told in said and len(said.strip().splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
+    assert (tmp_path / "taken/file").read_text() == "mine"

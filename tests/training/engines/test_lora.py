@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from course_lib.config import ModelConfig
+from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.modeling import loading, lora, nf4
 from course_lib.training.engines.compose import keep_low
@@ -38,3 +39,38 @@ def test_adapters_by_every_pair_are_those_of_one_process(tmp_path, world_size):
     cells = parity.matrix(tmp_path, (world_size,), steps=4, **ADAPTERS)
     assert Counter(cell.engine for cell in cells) == {"torch": 5, "scratch": 5, "deepspeed": 3}
     assert [cell for cell in cells if not cell.agrees] == []
+
+
+def test_adapters_beside_four_bits_are_those_of_one_process(tmp_path):
+    """Packed bytes are replicated under ddp and ZeRO-1 and 2, and sharded and gathered under ZeRO-3 and FSDP."""
+    pairs = [pair for pair in parity.PAIRS if pair[1] != "deepspeed"]
+    cells = parity.matrix(tmp_path, (2,), pairs, steps=3, load_in_4bit=True, **ADAPTERS)
+    assert len(cells) == 10 and [cell for cell in cells if not cell.agrees] == []
+    plain = parity.trace(parity.task(tmp_path / "plain", 1, training_type="basic", max_steps=3, **ADAPTERS))
+    packed = parity.trace(parity.task(tmp_path / "packed", 1, training_type="basic", max_steps=3, load_in_4bit=True,
+                                      **ADAPTERS))
+    assert 1e-5 < max(abs(a - b) for a, b in zip(plain.losses, packed.losses, strict=True)) < 0.1
+
+
+def test_adapters_beside_bf16_by_engines(tmp_path):
+    """Rounding differs by engine; that weights beside the adapters are of 16 bits and these of 32 does not."""
+    import_deepspeed()
+    options = {"max_steps": 3, "mixed_precision": "bf16", **ADAPTERS}
+    one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", **options))
+    for engine in ("torch", "scratch", "deepspeed"):
+        pairs = [(strategy, engine) for strategy in ("ddp", "zero2", "zero3", "fsdp") if (strategy, engine)
+                 in parity.PAIRS]
+        runs = launch(parity.traces, tmp_path / engine, 2, pairs, **options, num_processes=2, timeout=300)[0]
+        for pair, run in zip(pairs, runs, strict=True):
+            assert run.losses == pytest.approx(one.losses, abs=0.03), pair
+            assert {tensor.dtype for tensor in run.weights.values()} == {torch.float32}, pair
+
+
+def test_ranks_that_share_tokens_train_the_same_adapters(tmp_path):
+    one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=3, **ADAPTERS))
+    rows = {(f"{strategy} {way}", engine): {"strategy": strategy, "engine": engine, "context_parallel_size": 2,
+                                            "context_parallel": way, "max_steps": 3, **ADAPTERS}
+            for strategy, engine, way in (("ddp", "torch", "zigzag"), ("fsdp", "scratch", "ring"))}
+    runs = launch(parity._shared_traces, tmp_path / "two", 2, rows, num_processes=2, timeout=300)[0]
+    for row, run in zip(rows, runs, strict=True):
+        assert parity.compare(run, one, *row, 2).agrees, row
