@@ -33,6 +33,7 @@ from course_lib.commands import (
     doctor,
     evaluate,
     grade,
+    merge,
     meter,
     once,
     plan,
@@ -51,8 +52,8 @@ from course_lib.commands import (
 from course_lib.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 
-COMMANDS = (train, evaluate, audit, watch, meter, schedule, plan, simulate, select, bench, runs, dashboard, sweep,
-            submit, push, check, progress, grade, release, doctor)
+COMMANDS = (train, evaluate, merge, audit, watch, meter, schedule, plan, simulate, select, bench, runs, dashboard,
+            sweep, submit, push, check, progress, grade, release, doctor)
 
 LESS_MEMORY = {
     "train": "take a smaller --batch_size and as much more of --gradient_accumulation_steps, then "

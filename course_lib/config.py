@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, validated as a whole.
 
-A run is eleven sections of plain fields. Leaf names are unique over the sections, so that
+A run is twelve sections of plain fields. Leaf names are unique over the sections, so that
 ``learning_rate`` means one thing in a YAML file, flat or sectioned, and on the command line
 (``config_files`` reads both). This module imports no torch.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from course_lib.config_sections import schedules, service_names
+from course_lib.config_sections.adapters import AdapterConfig, check_adapters
 from course_lib.config_sections.communication import CommunicationConfig, check_communication
 from course_lib.config_sections.context import lengths_to_cut
 from course_lib.config_sections.experts import check_experts
@@ -35,6 +36,7 @@ class Config(Strict):
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
@@ -181,6 +183,7 @@ def _check_together(config: Config) -> Config:
         config = _check_pipeline(config)
     else:
         _check_parallel(config)
+    check_adapters(config.adapter, config.model, config.optim, config.parallel, config.communication, run)
     if run.device == "cpu" and run.mixed_precision == "fp16":
         raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
     if run.cpu_kernels == "fast" and config.model.torch_compile:

@@ -7,9 +7,9 @@ from course_lib.errors import EXIT_USAGE, CourseError
 
 COURSE = "distributed-transformers-course"
 BROUGHT_BY = {
-    "train": ("transformers", "datasets", "accelerate", "evaluate", "deepspeed", "sklearn", "pandas", "pyarrow",
-              "tokenizers", "safetensors", "huggingface_hub", "charset_normalizer", "pydantic", "tqdm", "psutil",
-              "ninja"),
+    "train": ("transformers", "datasets", "accelerate", "peft", "evaluate", "deepspeed", "sklearn", "pandas",
+              "pyarrow", "tokenizers", "safetensors", "huggingface_hub", "charset_normalizer", "pydantic", "tqdm",
+              "psutil", "ninja"),
     "notebooks": ("matplotlib", "ipywidgets", "IPython", "nbformat", "nbconvert", "papermill", "jupyterlab"),
     "tracking": ("wandb", "trackio", "tensorboard"),
     "sagemaker": ("sagemaker", "boto3", "botocore", "moto"),

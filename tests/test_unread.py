@@ -132,6 +132,7 @@ def test_what_circumstances_excuse_exists_and_is_not_refused_by_a_rule():
     ({"tracker": "none", "log_model": True}, "name a --tracker"),
     ({"profile_warmup": 3}, "add --profile_steps"),
     ({"hub_private": True}, "add --push_to_hub"),
+    ({"load_in_4bit": True}, "it is for adapters: give --lora_r too"),
 ])
 def test_refusals_say_who_reads_it_and_what_to_do(given, told):
     with pytest.raises(ConfigError) as error:
@@ -145,7 +146,7 @@ def test_every_rule_refuses_and_lets_pass():
     others = {"training_type": "pipeline", "engine": "deepspeed", "strategy": "fsdp", "optimizer": "sgd",
               "task": "masked_lm", "split_spec": "h.1:end", "watch": "all", "tracker": "none", "memory_steps": 1,
               "profile_steps": 1, "desync_check": "off", "push_to_hub": "x", "eval_steps": 0,
-              "context_parallel_size": 2}
+              "context_parallel_size": 2, "lora_r": 8}
     streams = {"diloco_overlap": 1}  # of which diloco_keep is a part
     for reader in READERS:
         given = [*others.items(), *(("communication", way) for way in option("communication").choices)]

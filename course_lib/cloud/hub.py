@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import validate_repo_id
 
 from course_lib.errors import CourseError, ModelError
-from course_lib.modeling import checkpoint_files
+from course_lib.modeling import checkpoint_files, lora_files
 from course_lib.system import hub_reachable
 from course_lib.tracking.redact import redact
 
@@ -45,7 +45,8 @@ def push(folder: Path, repo: str, *, private: bool = False, message: str = "Trai
     """Send a model's folder as one commit; files that are there already are not sent again.
 
     Args:
-        folder: with ``config.json``, as :func:`course_lib.training.checkpoints.model_folder.write_model` leaves it.
+        folder: with ``config.json``, or an adapter, as
+            :func:`course_lib.training.checkpoints.model_folder.write_model` leaves it.
             In the card that is sent, the folder's name is the repository's.
         repo: as for :func:`prepare`.
         private: as for :func:`prepare`.
@@ -58,7 +59,8 @@ def push(folder: Path, repo: str, *, private: bool = False, message: str = "Trai
     if not folder.is_dir() or not any(folder.iterdir()):
         raise HubError(f"{folder} holds no model", "give a folder with config.json, such as runs/NAME/model")
     try:
-        checkpoint_files.check_finite(checkpoint_files.check(folder))
+        alone = lora_files.is_adapter(folder)
+        checkpoint_files.check_finite([folder / lora_files.WEIGHTS] if alone else checkpoint_files.check(folder))
     except ModelError as error:
         raise HubError(error.what, error.instead) from None
     with _said(repo, f"the model is whole in {folder}; go on with `course push {folder} --push_to_hub {repo}`"):

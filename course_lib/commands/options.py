@@ -16,6 +16,7 @@ MATTER = ("model", "dataset", "task", "output_dir", "num_epochs", "batch_size", 
           "num_processes", "strategy")
 """The ten options of most command lines, in the order of the help."""
 SECTIONS = {"data": "which examples, and how text becomes batches", "model": "how the model is run",
+            "adapter": "training of few parameters beside frozen ones (LoRA, QLoRA)",
             "optim": "how a gradient becomes a step", "parallel": "how ranks share one model",
             "communication": "what ranks say to each other, for slow links (--strategy ddp --engine scratch)",
             "pipeline": "stages of the model on ranks (--training_type pipeline)", "run": "how long, on what",

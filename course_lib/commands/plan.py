@@ -62,9 +62,10 @@ def register(parser: argparse.ArgumentParser) -> None:
                         f"[{plan_page.STAND_IN}]")
     parser.add_argument("--families", nargs="+", metavar="NAME", help=f"plan only with these: {', '.join(FAMILIES)}")
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS, help="whose states are planned for [adamw]")
-    parser.add_argument("--lora_rank", type=int, default=0, metavar="R", help="train adapters of this rank alone")
+    parser.add_argument("--lora_rank", "--lora_r", type=int, default=0, metavar="R",
+                        help="train adapters of this rank alone")
     parser.add_argument("--base_bits", type=int, default=16, choices=(4, 16),
-                        help="what the weights beside adapters are kept in; 4 is QLoRA [16]")
+                        help="bits of the weights beside adapters; 4 is QLoRA, `course train --load_in_4bit` [16]")
     parser.add_argument("--loss", choices=LOSSES, help="of all logits in fp32, in chunks of rows, or joined with the "
                         "output layer [chunked and linear are tried]")
     parser.add_argument("--what_if", metavar="OPTION=A,B,C", help="vary one thing: gpus, gpu, max_memory_gb, "

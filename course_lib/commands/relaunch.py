@@ -97,12 +97,12 @@ def look_for_inputs(config: Config, trained: bool) -> None:
     with importing():
         from course_lib.data import sources
         from course_lib.data.cache import progress_bars
-        from course_lib.modeling import model_sources, presets
+        from course_lib.modeling import loading, model_sources, presets
 
     with progress_bars(config.run.progress_bar):
         sources.find(config.data)
     if trained:
-        model_sources.local(config.model.model)
+        loading.check_trained(config.model.model)
     elif config.model.model not in presets.TINY:
         model_sources.locate(config.model)
 

@@ -55,8 +55,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--local", action="store_true", help="run the request here, with SageMaker's own drivers")
     how.add_argument("--local_dir", type=Path, default=Path("runs/sagemaker"), metavar="DIR",
                      help="where a job's request, description and model are put [runs/sagemaker]")
-    add_config_options(parser, ("data", "model", "optim", "parallel", "communication", "pipeline", "run", "output",
-                                "tracking", "monitor", "guard"))
+    add_config_options(parser, ("data", "model", "adapter", "optim", "parallel", "communication", "pipeline", "run",
+                                "output", "tracking", "monitor", "guard"))
 
 
 def run(args: argparse.Namespace) -> int:

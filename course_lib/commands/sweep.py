@@ -22,8 +22,8 @@ def register(parser: argparse.ArgumentParser) -> None:
                         help="write the sweep for `wandb sweep` and run nothing")
     parser.add_argument("--sweep_dir", type=Path, metavar="FOLDER",
                         help="where the runs go [runs/sweeps/NAME]")
-    add_config_options(parser, ("data", "model", "optim", "parallel", "communication", "pipeline", "run", "output",
-                                "tracking", "monitor", "guard"))
+    add_config_options(parser, ("data", "model", "adapter", "optim", "parallel", "communication", "pipeline", "run",
+                                "output", "tracking", "monitor", "guard"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,8 +12,8 @@ HELP = "train a model on one process or many, and score it beside honest baselin
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_config_options(parser, ("data", "model", "optim", "parallel", "communication", "pipeline", "run", "output",
-                                "tracking", "monitor", "guard"))
+    add_config_options(parser, ("data", "model", "adapter", "optim", "parallel", "communication", "pipeline", "run",
+                                "output", "tracking", "monitor", "guard"))
     parser.add_argument("--explain", metavar="OPTION",
                         help="tell an option's meaning, type and default, who reads it and its place in YAML, and stop")
 

@@ -34,6 +34,8 @@ class Rule:
 
 SAME = Rule("refused", "the data position or the optimizer's state would mean something else", (
     "task", "revision", "optimizer", "seed", "data_seed", "group_by_length", "drop_last"))
+ADAPTER = Rule("refused", "the checkpoint holds these adapters, for these frozen weights", (
+    "lora_r", "lora_alpha", "lora_targets", "load_in_4bit"))
 MODEL = Rule("refused where name or architecture differ", "the weights are kept from the checkpoint, and only a folder "
              "of the same name may lie elsewhere", ("model",))
 ROWS = Rule("refused where the tokens differ", "a row of the data position has to be the same row", (
@@ -49,7 +51,7 @@ JUDGING = Rule("applied, and the best evaluation so far does not count", "it was
 APPLIED = Rule("applied", "it is read afresh at each start", (
     # data and model
     "pad_to_multiple_of", "dynamic_padding", "num_workers", "pin_memory", "activation_checkpointing", "torch_compile",
-    "attention", "attention_dropout",
+    "attention", "attention_dropout", "lora_dropout",
     # how a gradient becomes a step
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum", "max_grad_norm",
     "label_smoothing_factor", "router_aux_loss_coef", "lr_scheduler", "lr_scheduler_kwargs", "warmup_ratio",
@@ -72,7 +74,7 @@ LOOKED = Rule("applied, and not in the run's history", "it says when to look and
 ELSEWHERE = Rule("applied, and not said", "it says where a run is and who hears of it, not what it does", (
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "push_to_hub", "hub_private", "progress_bar",
     "tracker", "project", "run_name", "run_group", "track_every_rank", "track_system", "log_model", "env_file"))
-RULES = (APPLIED, LOOKED, JUDGING, BATCH, ROWS, MODEL, SAME, ELSEWHERE)
+RULES = (APPLIED, LOOKED, JUDGING, BATCH, ROWS, MODEL, ADAPTER, SAME, ELSEWHERE)
 """Every field of a config stands in one of them."""
 
 KEEPS_RANK_STATE = ("outer_lr", "outer_momentum", "diloco_keep", "topk_density", "quantization_block")
@@ -91,6 +93,8 @@ def effective(leaves: Leaves) -> dict[str, Any]:
                                  ("engine", "strategy", lambda strategy: ENGINES[strategy][0])):
         if name in found and found[name] is None and other in found:
             found[name] = default(found[other])
+    if found.get("lora_r") and found.get("lora_alpha", 0) is None:
+        found["lora_alpha"] = 2.0 * found["lora_r"]
     if found.get("clean_text", True) is None:
         found["clean_text"] = found.get("task") == "classification" or found.get("dataset") in OFFLINE_NAMES
     return found
@@ -119,7 +123,7 @@ def refused(changes: Mapping[str, Change], *, same_rows: bool, same_batch: bool)
         same_rows: whether the tokens of all splits are those of the checkpoint.
         same_batch: whether a step has as many rows.
     """
-    found = among(changes, SAME)
+    found = among(changes, SAME, ADAPTER)
     if "model" in changes and len({PurePath(path).name for path in changes["model"]}) > 1:
         found["model"] = changes["model"]
     if not same_rows:

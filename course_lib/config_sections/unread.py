@@ -76,6 +76,8 @@ READERS = (
            "models that are neither in a pipeline nor compiled"),
     Reader(("label_column",), lambda leaves: leaves["task"] == "classification", "--task classification"),
     Reader(("mlm_probability",), lambda leaves: leaves["task"] == "masked_lm", "--task masked_lm"),
+    Reader(("lora_alpha", "lora_dropout", "lora_targets", "load_in_4bit"), lambda leaves: leaves["lora_r"] is not None,
+           "adapters", "give --lora_r too, or leave it out", {"lora_r": "8"}),
     Reader(("split_by",), lambda leaves: leaves["split_spec"] is None, "models that split_spec does not cut",
            "keep one of the two"),
     Reader(("watch_steps",), lambda leaves: leaves["watch"] != "none", "--watch",

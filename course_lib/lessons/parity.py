@@ -31,6 +31,7 @@ from course_lib.launching.launch import launch
 from course_lib.modeling.loading import LoadedModel
 from course_lib.system.seeding import seed_everything
 from course_lib.training.callbacks import Callback
+from course_lib.training.run import adapt
 from course_lib.training.trainer import Trainer
 
 GLOBAL_ROWS = 8
@@ -164,7 +165,10 @@ def trace(config: Config) -> Trace:
     loaded, data, processor = prepared(config.data, config.model, config.run.seed)
     kept = _Keep()
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(config, replace(loaded, model=copy.deepcopy(loaded.model)), data, processor, [kept])
+    loaded = replace(loaded, model=copy.deepcopy(loaded.model))
+    if config.adapter.lora_r is not None:
+        adapt(loaded, config.adapter, config.run.seed)
+    trainer = Trainer(config, loaded, data, processor, [kept])
     trainer.train()
     weights = {name: tensor.detach().clone() for name, tensor in trainer.engine.whole_weights().items()}
     return Trace(kept.losses, kept.norms, weights)
@@ -192,7 +196,7 @@ def compare(actual: Trace, wanted: Trace, strategy: str, engine: str, world_size
 
 
 def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list[tuple[str, str]] | None = None,
-           *, steps: int = STEPS, model: str = "tiny-gpt2", timeout: float = 300.0) -> list[Cell]:
+           *, steps: int = STEPS, model: str = "tiny-gpt2", timeout: float = 300.0, **more: Any) -> list[Cell]:
     """Every pair at every world size, each against the plain loop on one process.
 
     Args:
@@ -203,8 +207,9 @@ def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list
         steps: optimizer steps.
         model: a causal preset with learned positions, which are frozen.
         timeout: seconds for the pairs of one world size.
+        more: options of all of them, such as ``lora_r``.
     """
-    options: dict[str, Any] = {"max_steps": steps, "model": model}
+    options: dict[str, Any] = {"max_steps": steps, "model": model} | more
     alone = functools.cache(lambda rows: trace(task(folder / f"one-{rows}", 1, rows=rows, training_type="basic",
                                                     **options)))
     cells = []

@@ -141,25 +141,30 @@ def _refuse_adapter(folder: Path, names: list[str], whole: list[str]) -> None:
     if "adapter_config.json" not in names:
         return
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except ValueError:
-        base = None
-    raise adapter(str(folder), base, beside=whole[0] if whole else "")
+        about = {}
+    raise adapter(str(folder), about.get("base_model_name_or_path"), beside=whole[0] if whole else "",
+                  is_lora=about.get("peft_type") == "LORA")
 
 
-def adapter(name: str, base: str | None, beside: str = "") -> ModelError:
+def adapter(name: str, base: str | None, beside: str = "", is_lora: bool = False) -> ModelError:
     """What to say of an adapter of PEFT.
 
     Args:
         name: of its folder or repository.
         base: the model that it is for; None where it does not say.
         beside: name of whole weights in the same folder.
+        is_lora: whether it is in a folder here, and of a kind that ``course merge`` reads.
     """
     if beside:
         return ModelError(f"{name} holds an adapter beside {beside}, and which of them is meant cannot be told",
                           "where they are merged already take adapter_config.json away, else merge them")
-    return ModelError(f"{name} is an adapter (LoRA or another of PEFT's) of {base or 'a model that it does not name'}, "
-                      "and no whole model", f"merge it: PeftModel.from_pretrained(AutoModel….from_pretrained("
+    what = (f"{name} is an adapter (LoRA or another of PEFT's) of {base or 'a model that it does not name'}, and no "
+            "whole model")
+    if is_lora and base:
+        return ModelError(what, f"make one of it by `course merge {name} --output OUT`, and give OUT")
+    return ModelError(what, f"merge it: PeftModel.from_pretrained(AutoModel….from_pretrained("
                       f"{base or 'BASE'!r}), {name!r}).merge_and_unload().save_pretrained(OUT), with the tokenizer")
 
 

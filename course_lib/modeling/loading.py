@@ -1,6 +1,7 @@
 """Loads a model by name, with a tokenizer, so that they fit the task and each other."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from transformers.utils import logging
 
 from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
-from course_lib.modeling import checkpoint_files, model_sources, presets, weight_names
+from course_lib.modeling import checkpoint_files, lora, lora_files, model_sources, nf4, presets, weight_names
+from course_lib.modeling.model_sources import Origin
 from course_lib.modeling.recomputing import recompute_activations
 
 HEADS: dict[str, tuple[Any, Any]] = {
@@ -51,6 +53,10 @@ class LoadedModel:
     """One line: where it is from, what was verified, which weights are new."""
     max_positions: int | None
     """Tokens that the model can place; None where it has no limit."""
+    base: str | None = None
+    """Folder or Hub name with the same weights; None where some outside of ``new`` are from nowhere else."""
+    new: tuple[str, ...] = ()
+    """Modules whose weights are new, beside pretrained ones."""
 
 
 def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, texts: Iterable[str], seed: int,
@@ -71,6 +77,7 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
         ModelError: unknown, out of reach, damaged, or without a head for the task.
     """
     tokenizer: PreTrainedTokenizerBase
+    base, new = None, []
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
         if config.model in presets.TINY:
@@ -87,11 +94,14 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
             _set_dropout(architecture, config)
             auto = _prepare_head(architecture, task, label_names, config.model)
             model, new = _read_model(origin, auto, architecture, config.attention)
-            tokenizer = _read_tokenizer(origin)
+            tokenizer, base = _read_tokenizer(origin), origin.path
             source = origin.source + (f", new weights from seed {seed}: {', '.join(new)}" if new else "")
         if task == "masked_lm" and tokenizer.mask_token is None:
             raise ModelError(f"the tokenizer of `{config.model}` has no mask token", "use another model or task")
+        rows = model.get_input_embeddings().weight.shape
         loaded = _fit(model, tokenizer, source)
+        same = base if model.get_input_embeddings().weight.shape == rows else None
+        loaded = dataclasses.replace(loaded, base=same, new=tuple(new))
     if config.activation_checkpointing:
         _checkpoint_activations(model, config.model)
     return loaded
@@ -107,6 +117,8 @@ def load_trained(folder: str | Path, task: str, *, attention: str = "auto") -> L
     Raises:
         ModelError: no such folder, or the model in it is damaged or not trained for the task.
     """
+    if lora_files.is_adapter(Path(folder)):
+        return _load_adapted(Path(folder), task, attention)
     origin = model_sources.local(folder)
     with torch.random.fork_rng(devices=[]), _quiet():
         architecture = _read_config(origin)
@@ -119,6 +131,70 @@ def load_trained(folder: str | Path, task: str, *, attention: str = "auto") -> L
         if new:
             raise ModelError(f"{folder}: the weights lack {', '.join(new)}", "give the folder of a finished run")
         return _fit(model, _read_tokenizer(origin), f"trained model in {folder}")
+
+
+def check_trained(folder: str | Path) -> None:
+    """See that there is what :func:`load_trained` would load: a model, or an adapter and its base model.
+
+    Raises:
+        ModelError: what is there instead.
+    """
+    if not lora_files.is_adapter(Path(folder)):
+        model_sources.local(folder)
+        return
+    _locate_base(Path(folder))
+
+
+def task_of(folder: Path) -> str:
+    """The task that an adapter was trained for, by the class of its model.
+
+    Raises:
+        ModelError: it is none of :data:`HEADS`.
+    """
+    if (kind := lora_files.kind_of(folder)) is not None:
+        return {"SEQ_CLS": "classification", "CAUSAL_LM": "causal_lm"}[kind]
+    own = Origin(str(folder), "", {"local_files_only": True})
+    architecture = _read_config(own if (folder / "config.json").is_file() else _locate_base(folder))
+    name = next(iter(architecture.architectures or ()), "no model class")
+    for task, (_, classes) in HEADS.items():
+        if type(architecture) in classes and classes[type(architecture)].__name__ == name:
+            return task
+    raise ModelError(f"{folder} is an adapter of {name}, and models for {', '.join(HEADS)} are merged here",
+                     "merge it in PEFT: model.merge_and_unload().save_pretrained(OUT)")
+
+
+def _locate_base(folder: Path) -> Origin:
+    """The place of the model that an adapter is for."""
+    base, revision, _ = lora_files.base_of(folder)
+    try:
+        return model_sources.locate(ModelConfig(model=base, revision=revision))
+    except ModelError as error:
+        raise ModelError(f"{folder} is an adapter (LoRA) of {base}, which cannot be had: {error.what}",
+                         f"write where it is into {folder / lora_files.CONFIG}, as base_model_name_or_path") from None
+
+
+def _load_adapted(folder: Path, task: str, attention: str) -> LoadedModel:
+    """An adapter's base model, and the adapter beside its layers."""
+    base, _, packed = lora_files.base_of(folder)
+    origin = _locate_base(folder)
+    own = Origin(str(folder), "", {"local_files_only": True})
+    with torch.random.fork_rng(devices=[]), _quiet():
+        # With an adapter beside it, a folder's config.json says what its head's classes are.
+        architecture = _read_config(own if (folder / "config.json").is_file() else origin)
+        auto, classes = HEADS[task]
+        if type(architecture) not in classes:
+            raise ModelError(f"{folder} is an adapter of {base}, which has no head for the task {task}",
+                             "give the folder of a run with that task")
+        model, new = _read_model(origin, auto, architecture, attention)
+        if packed:
+            nf4.quantize_linear(model, lora.linear_layers(model))
+        lora_files.load_adapter(model, folder)
+        lacking = [name for name in new if not any(p.requires_grad for p in model.get_submodule(name).parameters())]
+        if lacking:
+            raise ModelError(f"{folder}: neither the adapter nor {base} has weights of {', '.join(lacking)}",
+                             "give the folder of a run with that task")
+        has_own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+        return _fit(model, _read_tokenizer(own if has_own else origin), f"adapter in {folder} beside {base}")
 
 
 @contextlib.contextmanager
@@ -167,7 +243,7 @@ def _set_dropout(architecture: PreTrainedConfig, config: ModelConfig) -> None:
         setattr(architecture, name, config.attention_dropout)
 
 
-def _read_config(origin: model_sources.Origin) -> PreTrainedConfig:
+def _read_config(origin: Origin) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(origin.path, trust_remote_code=False, **origin.options)
     except Exception as error:  # whatever a foreign file makes of its reader is that file's fault
@@ -175,7 +251,7 @@ def _read_config(origin: model_sources.Origin) -> PreTrainedConfig:
                          "give an architecture that transformers itself knows") from error
 
 
-def _read_tokenizer(origin: model_sources.Origin) -> PreTrainedTokenizerBase:
+def _read_tokenizer(origin: Origin) -> PreTrainedTokenizerBase:
     mend = "the folder needs the files that tokenizer.save_pretrained writes"
     try:
         tokenizer = AutoTokenizer.from_pretrained(origin.path, trust_remote_code=False, **origin.options)
@@ -186,7 +262,7 @@ def _read_tokenizer(origin: model_sources.Origin) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_model(origin: model_sources.Origin, auto: Any, architecture: PreTrainedConfig,
+def _read_model(origin: Origin, auto: Any, architecture: PreTrainedConfig,
                 attention: str) -> tuple[PreTrainedModel, list[str]]:
     """A model with its pretrained weights, and the names of the modules of its head whose weights are new.
 
@@ -209,7 +285,7 @@ def _read_model(origin: model_sources.Origin, auto: Any, architecture: PreTraine
     return model, sorted({key.rpartition(".")[0] if ".pooler." in key else key.partition(".")[0] for key in new})
 
 
-def _from_pretrained(origin: model_sources.Origin, auto: Any, architecture: PreTrainedConfig, attention: str,
+def _from_pretrained(origin: Origin, auto: Any, architecture: PreTrainedConfig, attention: str,
                      renamed: dict[str, str]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """What transformers loads, and its report; ``renamed``: what to put in the place of patterns in names of weights.
 

@@ -23,6 +23,7 @@ Sources: Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), section 5.3; Zhao e
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
@@ -116,7 +117,8 @@ class ShardedModule(nn.Module):
             dist.broadcast(buffer, group=group, group_src=0)
 
         # --- phase 2: shard. The root first, as its forward begins first. A unit is of one dtype, all trainable or all
-        # frozen. The root is kept: its forward ends with the whole model's, and its backward begins right after it. ---
+        # frozen: a block with adapters is two units, of which one has a gradient, is reduced, and stepped. The root is
+        # kept: its forward ends with the whole model's, and its backward begins right after it. ---
         owner = partition.owners(module, chosen)
         self.units = [self.unit_type(member, parameters, group, param_dtype, reduce_dtype,
                                      keep_after_forward=member is module or not reshard_after_forward)
@@ -124,6 +126,12 @@ class ShardedModule(nn.Module):
                       for parameters in partition.alike(p for p in owner if owner[p] is member)]
         self._pieces = {parameter: piece for unit in self.units for parameter, piece in unit.pieces.items()}
         repoint(optimizer, {parameter: piece.data for parameter, piece in self._pieces.items()})
+
+        # Which units to gather ahead of which: those of the next block, or of the one before in backward, when the last
+        # unit of a block is whole.
+        stages = [units for member in [module, *chosen] if (units := [u for u in self.units if u.module is member])]
+        self._next = {first[-1]: second for first, second in itertools.pairwise(stages)}
+        self._before = {second[-1]: first for first, second in itertools.pairwise(stages)}
 
         # --- phase 3: hooks around the forward of each unit; those of the backward are set anew in each forward, on the
         # tensors that go into the unit and come out of it ---
@@ -162,8 +170,9 @@ class ShardedModule(nn.Module):
         unit.wait()
         # Prefetch, after the wait: what is needed now has had the link for itself. In a backward, where activation
         # checkpointing runs the forward again, the unit after this one has been done already.
-        if self.prefetch and not unit.in_backward and index + 1 < len(self.units):
-            self.units[index + 1].gather()
+        if self.prefetch and not unit.in_backward:
+            for following in self._next.get(unit, ()):
+                following.gather()
         if self.param_dtype is not None:
             args, kwargs = map_tensors(self._cast, (args, kwargs))
         # Backward is over when the gradients of all inputs are there, which may lie in tuples, dicts and dataclasses.
@@ -199,8 +208,9 @@ class ShardedModule(nn.Module):
         unit.gather()
         unit.wait()
         # Prefetch, in reverse. Only what had a forward in this step: a block that was left out has no backward.
-        if self.prefetch and index > 0 and self.units[index - 1].awaits_backward:
-            self.units[index - 1].gather()
+        for before in self._before.get(unit, ()) if self.prefetch else ():
+            if before.awaits_backward:
+                before.gather()
 
     def _post_backward(self, index: int) -> None:
         """Free the unit and send its gradient on its way."""
@@ -259,7 +269,7 @@ class ShardedModule(nn.Module):
         self._gradients.heed()
         gradients = [piece.data.grad for piece in self._pieces.values() if piece.data.grad is not None]
         # Each element is on one rank: the ranks' sums of squares add up to that of the whole gradient. 0-D.
-        square = sum_of_squares(gradients, self.device, norm_dtype(unit.shard for unit in self.units))
+        square = sum_of_squares(gradients, self.device, norm_dtype(unit.shard for unit in self.units if unit.trainable))
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         scale_down_(gradients, norm, max_norm)

@@ -72,7 +72,8 @@ class ShardedUnit:
         self.has_padding = self.total > sum(parameter.numel() for parameter in parameters)
         own_dtype = parameters[0].dtype
         whole = parameters[0].new_zeros(self.total, dtype=self.shard_dtype(own_dtype), requires_grad=False)  # (E,)
-        self.flat = whole.to(param_dtype or own_dtype)  # (E,) in the dtype of the computation; filled by gathers
+        computed_in = (param_dtype if own_dtype.is_floating_point else None) or own_dtype  # packed bytes stay bytes
+        self.flat = whole.to(computed_in)  # (E,) in the dtype of the computation; filled by gathers
         self.reduce_dtype = reduce_dtype or self.flat.dtype
         self.starts: dict[nn.Parameter, int] = dict(zip(parameters, starts, strict=True))
         self.views: dict[nn.Parameter, Tensor] = {}
@@ -91,8 +92,9 @@ class ShardedUnit:
             self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(
                 self.shard[self.shard_slices[parameter]], requires_grad=self.trainable))
         # What a parameter is while it is SHARDED: one NaN in the parameter's shape, so that whoever reads a weight that
-        # nobody gathered gets NaN, and no old value.
-        self.absent = self.flat.new_full((), float("nan"))
+        # nobody gathered gets NaN, and no old value. Bytes of 255 are NaN too, unpacked as floats of 8 or 32 bits.
+        floating = self.flat.is_floating_point()
+        self.absent = self.flat.new_full((), float("nan") if floating else torch.iinfo(self.flat.dtype).max)
         self.work: dist.Work | None = None
         self.gradient: Tensor | None = None
         self.used: set[nn.Parameter] = set()  # reached by this rank's backwards since gradients were forgotten

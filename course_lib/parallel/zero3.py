@@ -42,7 +42,8 @@ class PerParamUnit(ShardedUnit):
         super().__init__(module, parameters, group, param_dtype, reduce_dtype, keep_after_forward)
 
     def shard_dtype(self, own_dtype: torch.dtype) -> torch.dtype:
-        return own_dtype if own_dtype.itemsize >= 4 else torch.float32
+        # Masters, for steps too small for a low precision; frozen parameters make none.
+        return own_dtype if own_dtype.itemsize >= 4 or not self.trainable else torch.float32
 
     def lay_out(self, parameters: list[nn.Parameter]) -> tuple[int, list[int]]:
         starts = [self.world * offset for offset, _ in self.param_columns]
@@ -89,8 +90,8 @@ class PerParamUnit(ShardedUnit):
 class Zero3(ShardedModule):
     """A module whose parameters, gradients and optimizer states are split over a group of ranks.
 
-    Its blocks are the units. Of parameters in a lower precision the pieces are fp32 masters, and they are gathered in
-    their own. A model that is all in one low precision has floating-point inputs cast to that.
+    Its blocks are the units. Of trained parameters in a lower precision the pieces are fp32 masters, and they are
+    gathered in their own. A model that is all in one low precision has floating-point inputs cast to that.
     Arguments are those of :class:`~course_lib.parallel.sharded_module.ShardedModule`.
     """
 

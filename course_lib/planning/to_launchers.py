@@ -61,14 +61,27 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return f"does not compute in {plan.precision}"
     if plan.loss == "linear":
         return "computes all logits before the loss"
-    if plan.lora_rank:
-        return "trains all parameters, and no adapters"
+    if plan.lora_rank and (reason := _why_no_adapters(plan, model)):
+        return reason
     if plan.optimizer not in COURSE_OPTIMIZERS:
         return f"has no optimizer {plan.optimizer}"
     if plan.optimizer != "adamw" and plan.engine == "deepspeed" and plan.offload != "none":
         return "steps on the host by AdamW alone under DeepSpeed"
     if plan.precision == "fp16" and (plan.tensor * plan.pipeline * plan.expert > 1 or plan.engine == "fsdp"):
         return f"has no loss scaler for {plan.strategy} in fp16, which this GPU has in place of bf16"
+    return None
+
+
+def _why_no_adapters(plan: Plan, model: Model) -> str | None:
+    """Why ``course train`` does not run a plan of adapters; None where it runs it."""
+    if model.experts > 1:
+        return "puts no adapters beside experts"
+    if plan.tensor * plan.pipeline > 1:
+        return "puts adapters beside whole layers alone"
+    if plan.offload != "none":
+        return "offloads nothing beside adapters"
+    if plan.base_bits == 4 and plan.engine == "deepspeed":
+        return "keeps weights in 4 bits under DDP and FSDP, not under DeepSpeed"
     return None
 
 
@@ -156,6 +169,11 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         asked["activation_checkpointing"] = True
     if plan.offload != "none":
         asked["offload"] = plan.offload
+    if plan.lora_rank:
+        asked["lora_r"] = plan.lora_rank
+    if plan.base_bits == 4:
+        asked["load_in_4bit"] = True
+        asked.pop("torch_compile", None)
     asked |= COURSE_OPTIMIZERS[plan.optimizer]
     if dataset:
         asked["dataset"] = dataset

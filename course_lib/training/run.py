@@ -12,12 +12,15 @@ import torch
 
 from course_lib import modeling
 from course_lib.config import Config
+from course_lib.config_sections.adapters import AdapterConfig
 from course_lib.data import DataConnector, DataProcessor, TextData
 from course_lib.data.cache import progress_bars
 from course_lib.data.class_names import Classes
 from course_lib.errors import DataError, TrainingInterrupted
 from course_lib.launching import launch_environment
 from course_lib.launching.determinism import PROMISE, deterministic
+from course_lib.modeling import lora, nf4
+from course_lib.modeling.loading import LoadedModel
 from course_lib.system import machine
 from course_lib.system.seeding import seed_everything
 from course_lib.training import baselines, launchfiles
@@ -34,11 +37,30 @@ def build_trainer(config: Config, callbacks: Iterable[Callback] = ()) -> tuple[T
     """Load the data and the model that a config names, and make the trainer for them."""
     text = DataConnector(config.data, config.run.seed).load()
     seed_everything(config.run.seed)
-    loaded = modeling.load(config.model, config.data.task, label_names=text.label_names,
-                           texts=text.splits["train"]["text"], seed=config.run.seed, max_length=config.data.max_length)
+    loaded = load_base(config, text)
+    if config.adapter.lora_r is not None:
+        adapt(loaded, config.adapter, config.run.seed)
     processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
     trainer = Trainer(config, loaded, processor.process(text), processor, callbacks)
     return trainer, text
+
+
+def load_base(config: Config, text: TextData) -> LoadedModel:
+    """The model that a config names, for its data, before anything is put beside its weights."""
+    return modeling.load(config.model, config.data.task, label_names=text.label_names,
+                         texts=text.splits["train"]["text"], seed=config.run.seed, max_length=config.data.max_length)
+
+
+def adapt(loaded: LoadedModel, adapter: AdapterConfig, seed: int) -> None:
+    """Freeze a model's weights, in 4 bits where asked for, and put adapters beside them, in place.
+
+    Modules whose weights are new, a head's above all, are trained whole.
+    """
+    assert adapter.lora_r is not None
+    if adapter.load_in_4bit:
+        nf4.quantize_linear(loaded.model, lora.linear_layers(loaded.model))
+    lora.add_lora(loaded.model, adapter.lora_r, adapter.lora_alpha, adapter.lora_dropout, adapter.targets, loaded.new,
+                  seed=seed)
 
 
 def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
@@ -129,9 +151,10 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
         summary["baselines"] = score_baselines(config, text, split)
     summary["seconds"]["total"] = round(time.perf_counter() - started, 3)
     if is_main:
-        card = model_folder.model_card(config, summary, trainer.source)
+        base = model_folder.base_folder(config, trainer.origin, lambda: load_base(config, text))
+        card = model_folder.model_card(config, summary, trainer.source, base)
         model_folder.write_model(config.output_dir / run_folder.MODEL, trainer.engine.bare_model(), weights,
-                                 trainer.tokenizer, card)
+                                 trainer.tokenizer, card, base, config.model.revision)
         run_folder.write_summary(config, summary)
     tracking.finish(trainer, config.output_dir / run_folder.MODEL)
     return summary

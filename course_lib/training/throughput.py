@@ -28,6 +28,8 @@ class Throughput:
         task: ``classification``, ``causal_lm`` or ``masked_lm``.
         device: of this rank.
         precision: ``no``, ``fp16`` or ``bf16``.
+        adapters: of each weight's three products the one that gives its gradient is left out; those of the adapters
+            are not counted.
 
     Attributes:
         model: as the planner knows it; None where it does not.
@@ -37,8 +39,8 @@ class Throughput:
     """
 
     def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, architecture: Any, task: str, device: torch.device,
-                 precision: str):
-        self.lengths = lengths
+                 precision: str, adapters: bool = False):
+        self.lengths, self.adapters = lengths, adapters
         self.name, self.peak, self.note = peak_of(device, precision)
         self.model: models.Model | None = None
         try:
@@ -61,6 +63,8 @@ class Throughput:
         if self.model:
             # linear in the length but for attention, whose FLOPs grow with its square
             a_token, a_pair = self.model.flops(0), self.model.flops(1) - self.model.flops(0)
+            if self.adapters:
+                a_token *= 2 / 3
             state.flops += a_token * float(lengths.sum()) + a_pair * float(np.square(lengths, dtype=np.float64).sum())
 
     def rates(self, state: TrainState, ranks: int) -> dict[str, float]:

@@ -20,10 +20,12 @@ from course_lib.data.cache import column
 from course_lib.data.collating import unpadded_rows
 from course_lib.data.processing import DataProcessor, ProcessedData
 from course_lib.errors import ConfigError
+from course_lib.hangs.desync import digest_of
 from course_lib.launching import interrupts
 from course_lib.launching.interrupts import StopRequest, stop_requests
 from course_lib.metering.phases import Phases, Stopwatch
 from course_lib.modeling.loading import LoadedModel
+from course_lib.modeling.lora import frozen_names
 from course_lib.modeling.masks import padding_known
 from course_lib.parallel.clock import Clock
 from course_lib.system.seeding import seed_everything
@@ -61,6 +63,8 @@ class Trainer:
         model: the bare ``nn.Module``, whose weights are saved.
         wrapped: what the forward pass calls; the model itself, or what the engine put around it.
         state: progress, see :class:`TrainState`.
+        origin: folder or Hub name of the weights that training began with; None where they are nowhere else.
+        base: a digest of the frozen weights beside adapters; None where there are none.
         changes: what each resumed part of the run was told other than the part before: the ``step`` after which it
             began, and ``changed``, values by option as [before, from then on].
         phases: seconds by phase.
@@ -71,7 +75,7 @@ class Trainer:
     def __init__(self, config: Config, loaded: LoadedModel, data: ProcessedData, processor: DataProcessor,
                  callbacks: Iterable[Callback] = ()):
         self.config, self.data = config, data
-        self.tokenizer, self.source = loaded.tokenizer, loaded.source
+        self.tokenizer, self.source, self.origin = loaded.tokenizer, loaded.source, loaded.base
         self.output_dir, self.task = config.output_dir, data.task
         self.architecture = second_start.architecture(loaded.model.config)
         self.num_labels = len(data.label_names) if data.label_names else None
@@ -106,6 +110,8 @@ class Trainer:
         self.callbacks: list[Callback] = [ExpertLoad(loaded.model.config.model_type), ProgressBar(),
                                           JsonLinesLog(self.output_dir / "metrics.jsonl")]
         self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
+        frozen = [loaded.model.get_parameter(name).detach().flatten() for name in sorted(frozen_names(loaded.model))]
+        self.base = digest_of(frozen) if frozen else None
         compose(engine, loaded.model, self.before_wrapping)
         coefficient = config.optim.router_aux_loss_coef
         self.router_loss = RouterLoss(engine.model, coefficient) if coefficient else None
@@ -115,7 +121,8 @@ class Trainer:
         self.eval_loaders = {split: engine.deal(loader) for split, loader in self.eval_loaders.items()}
         self.scheduler = make_scheduler(self.optimizer, config.optim, self.state.max_steps)
 
-        self.throughput = Throughput(self.sampler.lengths, loaded.model.config, self.task, self.device, self.precision)
+        self.throughput = Throughput(self.sampler.lengths, loaded.model.config, self.task, self.device, self.precision,
+                                     adapters=bool(engine.frozen))
         self.clock, self.stop_request = Clock(self.device), StopRequest()
         self.phases = Phases(self.clock)
         self.saver = saving.Saver(self)

@@ -163,8 +163,8 @@ def _cut_pickle(folder):
 
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
 KINDS = {
-    "adapter": (_adapter, "an adapter .* of bert-base-uncased.*merge_and_unload"),
-    "adapter without config": (_adapter_alone, "an adapter .* of bert-base-uncased.*merge_and_unload"),
+    "adapter": (_adapter, "an adapter .* of bert-base-uncased.*(course merge .* --output OUT|cannot be had)"),
+    "adapter without config": (_adapter_alone, "an adapter .* of bert-base-uncased.*(course merge|cannot be had)"),
     "adapter beside weights": (_merged, "an adapter beside model.safetensors"),
     "bitsandbytes": (lambda f: _config(f, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
                      "quantized .*bitsandbytes of 4 bits.*dequantize"),
@@ -201,7 +201,7 @@ def test_what_a_folder_is(copy, kind):
     folder = copy("tiny-bert")
     spoil(folder)
     hows = [load, lambda folder: load_trained(folder, "classification")]
-    if kind != "pickle cut":  # a pickle is not read before it is sent
+    if kind not in ("pickle cut", "adapter", "adapter without config"):  # what is not read, or may be sent
         hows.append(lambda folder: hub.push(folder, "x"))
     for how in hows:
         with pytest.raises(Exception, match=told) as caught:

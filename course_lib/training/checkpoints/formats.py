@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.errors import CheckpointError
@@ -56,10 +55,11 @@ def put_back(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def read_into_whole(model: nn.Module, optimizer: Optimizer, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+def read_into_whole(engine: Engine, folder: Path) -> None:
     """Fill a model and an optimizer that every rank holds whole, from either form."""
+    model, optimizer, shapes = engine.model, engine.optimizer, engine.shapes()
     if not is_sharded(folder):
-        model.load_state_dict(safetensors_tree.load(folder / MODEL))
+        engine.load_whole_weights(safetensors_tree.load(folder / MODEL))
         put_back(optimizer, safetensors_tree.load(folder / OPTIMIZER))
         return
     weights = safetensors_tree.load(folder / BUFFERS)
@@ -78,7 +78,7 @@ def write_whole(engine: Engine, folder: Path) -> None:
     if engine.shards_state:
         safetensors_tree.save(cast("ShardedEngine", engine).buffers(), folder / BUFFERS)
     else:
-        safetensors_tree.save(engine.model.state_dict(), folder / MODEL)
+        safetensors_tree.save(engine.stored_weights(), folder / MODEL)
         safetensors_tree.save(engine.optimizer.state_dict(), folder / OPTIMIZER)
 
 
@@ -94,7 +94,7 @@ def check(engine: Engine, folder: Path) -> None:
 def read(engine: Engine, folder: Path) -> None:
     """Fill model and optimizer from a checkpoint. A collective call."""
     if not engine.shards_state:
-        return read_into_whole(engine.model, engine.optimizer, folder, engine.shapes())
+        return read_into_whole(engine, folder)
     read_pieces(cast("ShardedEngine", engine), folder)
 
 
@@ -102,7 +102,7 @@ def read_pieces(engine: ShardedEngine, folder: Path) -> None:
     """Fill the pieces of an engine that shards its state from either form."""
     if is_sharded(folder):
         room = engine.prepare_optimizer_pieces(sharded.sizes(folder, "optimizer/"))
-        engine.load_tensors({f"model/{name}": piece for name, piece in engine.pieces().items()}
+        engine.load_tensors({f"model/{name}": piece for name, piece in engine.stored_pieces().items()}
                             | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
         engine.load_buffers(safetensors_tree.load(folder / BUFFERS))
     else:

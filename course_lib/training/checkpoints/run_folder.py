@@ -20,6 +20,7 @@ from course_lib.training.checkpoints import checkpoint
 from course_lib.writing import write_text
 
 CONFIG, SUMMARY, METRICS, MODEL, BEST = "config.yaml", "summary.json", "metrics.jsonl", "model", "best.safetensors"
+BASE = "base"  # the model beside whose weights adapters were trained, where it is nowhere else
 LOCK = ".lock"
 MONITOR = "monitor"  # what the monitors of a run keep
 
@@ -121,7 +122,7 @@ def claim(config: Config) -> None:
     with checkpoint.saving(f"the config of the run in {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         if config.output.overwrite_output_dir:
-            for path in [*checkpoint.in_order(folder), folder / MODEL, folder / MONITOR]:
+            for path in [*checkpoint.in_order(folder), folder / MODEL, folder / BASE, folder / MONITOR]:
                 if path.exists():
                     shutil.rmtree(path)  # or a later run might go on from what is left of it
             for name in (CONFIG, SUMMARY, METRICS, BEST, checkpoint.LATEST):

@@ -37,7 +37,7 @@ def architecture(config: PreTrainedConfig) -> dict[str, Any]:
 def identity(trainer: Trainer) -> dict[str, Any]:
     """What has to be the same for a data position to mean the same rows, and the weights the same model."""
     return {"data": trainer.data.fingerprint, "global_batch_size": trainer.sampler.global_batch_size,
-            "architecture": trainer.architecture}
+            "architecture": trainer.architecture, "base": trainer.base}
 
 
 def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[str, Change]:
@@ -69,6 +69,9 @@ def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[st
     for name, value in run.get("architecture", {}).items():
         if value != (here := own["architecture"].get(name, value)):
             raise _cannot({f"a model of {name}": Change(value, here)}, folder, "give the --model it was trained from")
+    if run.get("base") != own["base"]:
+        raise CheckpointError(f"checkpoint {folder} holds adapters for other frozen weights than those of "
+                              f"{trainer.config.model.model}", f"give the --model it was trained from, {ANEW}")
     if (step := saved["state"]["step"]) > (end := trainer.state.max_steps):
         raise CheckpointError(f"checkpoint {folder} is of step {step}, and this run ends after {end}",
                               "give a larger --max_steps or --num_epochs, or go on from an earlier checkpoint")

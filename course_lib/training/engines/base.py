@@ -87,6 +87,8 @@ class Engine:
     model: nn.Module
     wrapped: nn.Module
     optimizer: Optimizer
+    frozen: frozenset[str] = frozenset()
+    """Names in the state dict of what no file of the run holds: the frozen weights beside adapters."""
 
     def __init__(self, config: Config):
         self.config, self.strategy = config, config.parallel.strategy
@@ -364,13 +366,18 @@ class Engine:
         return [(self.part, self.parameters())]
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        """The model's state dict, whole, on the main rank; elsewhere nothing. A collective call."""
-        return self.model.state_dict() if self.is_main else {}
+        """The model's state dict, whole but for ``frozen``, on the main rank; elsewhere nothing. A collective call."""
+        return self.stored_weights() if self.is_main else {}
 
     def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Put whole weights in, the same on every rank. A collective call."""
-        self.model.load_state_dict(weights)
+        held = {name: tensor for name, tensor in self.model.state_dict().items() if name in self.frozen}
+        self.model.load_state_dict(held | dict(weights))
+
+    def stored_weights(self) -> dict[str, torch.Tensor]:
+        """Of the model's state dict on this rank, what a file of the run holds: all, but for ``frozen``."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in self.frozen}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every tensor of the model's state dict."""
-        return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        """Whole shape of every tensor that a file of the run holds."""
+        return {name: tuple(tensor.shape) for name, tensor in self.stored_weights().items()}

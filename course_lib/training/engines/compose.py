@@ -4,9 +4,28 @@ from collections.abc import Callable
 
 from torch import nn
 
+from course_lib.modeling.lora import frozen_names
 from course_lib.training.compiling import compile_blocks
 from course_lib.training.engines.base import Engine
 from course_lib.training.optimization import make_optimizer
+from course_lib.training.precision import DTYPES
+
+
+def keep_low(model: nn.Module, precision: str) -> frozenset[str]:
+    """Keep the frozen weights beside adapters in the low precision that they are multiplied in; gives their names.
+
+    No optimizer adds small steps to them, which fp32 would be for.
+
+    Args:
+        model: changed in place.
+        precision: ``no``, ``fp16`` or ``bf16``.
+    """
+    frozen = frozen_names(model)
+    for name in frozen if precision != "no" else ():
+        parameter = model.get_parameter(name)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(DTYPES[precision])
+    return frozen
 
 
 def compose(engine: Engine, whole: nn.Module, before_wrapping: Callable[[], None]) -> None:
@@ -26,6 +45,7 @@ def compose(engine: Engine, whole: nn.Module, before_wrapping: Callable[[], None
         ModelError: there is no plan for its layers, or it has no blocks.
     """
     config = engine.config
+    engine.frozen = keep_low(whole, engine.precision)
     # Tensor parallelism replaces the parameters themselves, by pieces. Whoever keeps a list of parameters comes later;
     # and while the model is still in one, an embedding that is the head too is split once, and stays one weight.
     engine.split_layers(whole)

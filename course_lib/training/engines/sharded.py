@@ -46,7 +46,7 @@ class ShardedEngine(Engine):
 
     def tensors(self) -> dict[str, Shard]:
         """This rank's pieces of all that a checkpoint stores in pieces, as runs of the whole tensors; collective."""
-        own = ({f"model/{name}": piece for name, piece in self.stored(self.pieces()).items()}
+        own = ({f"model/{name}": piece for name, piece in self.stored(self.stored_pieces()).items()}
                | {f"optimizer/{name}": piece for name, piece in self.stored(self.optimizer_pieces()).items()})
         if self.tensor is None:
             return own
@@ -54,6 +54,10 @@ class ShardedEngine(Engine):
         own = {key: piece for key, piece in own.items() if key.split("/")[1] in held}
         group = self.layer_group if self.shards_pieces else self.groups.tp
         return as_runs(own, self.split_of, self.groups.tp, group, self.device)
+
+    def stored_pieces(self) -> dict[str, Shard]:
+        """:meth:`pieces` of what a file of the run holds: of all, but for ``frozen``."""
+        return {name: piece for name, piece in self.pieces().items() if name not in self.frozen}
 
     def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> Mapping[str, Shard]:
         """Of some pieces, by ``name`` or ``name/state``, those that this rank stores."""
@@ -137,7 +141,7 @@ class ShardedEngine(Engine):
         del self.names  # it would hold every parameter whole, beside the shards that FSDP2 puts in their place
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(shape) for name, shape in self.state_shapes.items()}
+        return {name: tuple(shape) for name, shape in self.state_shapes.items() if name not in self.frozen}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that a state dict holds, the same on every rank."""
@@ -145,17 +149,17 @@ class ShardedEngine(Engine):
         return {name: there[name] for name in self.buffer_names}
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        whole = gather_whole(self.stored(self.pieces(), keep_shape=True), self.copy_group)
+        whole = gather_whole(self.stored(self.stored_pieces(), keep_shape=True), self.copy_group)
         if self.tensor is not None:  # the first copies of all pieces are on as many ranks
             whole = {name: self.tensor.splits[name].whole(each.to(self.device), self.groups.tp).cpu()
                      if name in self.tensor.splits else each for name, each in whole.items()}
         if not self.is_main:
             return {}
         whole |= {name: buffer.detach().cpu() for name, buffer in self.buffers().items()}
-        return whole | {name: whole[first] for name, first in self.ties.items()}
+        return whole | {name: whole[first] for name, first in self.ties.items() if name not in self.frozen}
 
     def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        scatter_whole(self.own_share(weights), self.pieces())
+        scatter_whole(self.own_share(weights), self.stored_pieces())
         self.load_buffers(weights)
         self.refresh()
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 from torch.optim import Optimizer
+from transformers.integrations import unset_hf_deepspeed_config
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
@@ -166,6 +167,10 @@ class DeepSpeedZero(ShardedEngine):
     @property
     def step_was_skipped(self) -> bool:  # type: ignore[override]
         return bool(self.zero.overflow)
+
+    def close(self) -> None:
+        super().close()
+        unset_hf_deepspeed_config()  # or transformers would share out what a rank loads from here on
 
     def homes(self) -> dict[str, _Home]:
         """Where each trained parameter's run is kept on this rank, for those that have one here."""

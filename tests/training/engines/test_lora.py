@@ -1,0 +1,76 @@
+"""Adapters by every strategy and engine: what one process trains, what moves, what stays on a rank, what is stored."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from course_lib.config import ModelConfig
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
+from course_lib.modeling import loading, lora, nf4
+from course_lib.training.engines.compose import keep_low
+from tests.forked_process import import_deepspeed
+
+pytestmark = pytest.mark.usefixtures("two_blocks")
+
+ADAPTERS = {"lora_r": 4, "learning_rate": 1e-2}
+
+
+def tiny(name="tiny-gpt2", task="causal_lm"):
+    return loading.load(ModelConfig(model=name), task, label_names=["no", "yes"], texts=["a b c d"] * 9, seed=0,
+                        max_length=32).model
+
+
+def test_frozen_weights_are_kept_in_the_low_precision_and_adapters_in_fp32():
+    model = tiny()
+    assert keep_low(model, "bf16") == frozenset() and model.dtype == torch.float32, "nothing is frozen for good here"
+    nf4.quantize_linear(model, lora.linear_layers(model)[:1])
+    lora.add_lora(model, 2)
+    frozen = keep_low(model, "bf16")
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {model.get_parameter(name).dtype for name in frozen} == {torch.bfloat16, torch.uint8}
+    assert "lm_head.weight" in frozen and "transformer.wte.weight" in frozen, "a tied weight under both names"
+
+
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 4))])
+def test_adapters_by_every_pair_are_those_of_one_process(tmp_path, world_size):
+    import_deepspeed()
+    cells = parity.matrix(tmp_path, (world_size,), steps=4, **ADAPTERS)
+    assert Counter(cell.engine for cell in cells) == {"torch": 5, "scratch": 5, "deepspeed": 3}
+    assert [cell for cell in cells if not cell.agrees] == []
+
+
+def test_adapters_beside_four_bits_are_those_of_one_process(tmp_path):
+    """Packed bytes are replicated under ddp and ZeRO-1 and 2, and sharded and gathered under ZeRO-3 and FSDP."""
+    pairs = [pair for pair in parity.PAIRS if pair[1] != "deepspeed"]
+    cells = parity.matrix(tmp_path, (2,), pairs, steps=3, load_in_4bit=True, **ADAPTERS)
+    assert len(cells) == 10 and [cell for cell in cells if not cell.agrees] == []
+    plain = parity.trace(parity.task(tmp_path / "plain", 1, training_type="basic", max_steps=3, **ADAPTERS))
+    packed = parity.trace(parity.task(tmp_path / "packed", 1, training_type="basic", max_steps=3, load_in_4bit=True,
+                                      **ADAPTERS))
+    assert 1e-5 < max(abs(a - b) for a, b in zip(plain.losses, packed.losses, strict=True)) < 0.1
+
+
+def test_adapters_beside_bf16_by_engines(tmp_path):
+    """Rounding differs by engine; that weights beside the adapters are of 16 bits and these of 32 does not."""
+    import_deepspeed()
+    options = {"max_steps": 3, "mixed_precision": "bf16", **ADAPTERS}
+    one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", **options))
+    for engine in ("torch", "scratch", "deepspeed"):
+        pairs = [(strategy, engine) for strategy in ("ddp", "zero2", "zero3", "fsdp") if (strategy, engine)
+                 in parity.PAIRS]
+        runs = launch(parity.traces, tmp_path / engine, 2, pairs, **options, num_processes=2, timeout=300)[0]
+        for pair, run in zip(pairs, runs, strict=True):
+            assert run.losses == pytest.approx(one.losses, abs=0.03), pair
+            assert {tensor.dtype for tensor in run.weights.values()} == {torch.float32}, pair
+
+
+def test_ranks_that_share_tokens_train_the_same_adapters(tmp_path):
+    one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=3, **ADAPTERS))
+    rows = {(f"{strategy} {way}", engine): {"strategy": strategy, "engine": engine, "context_parallel_size": 2,
+                                            "context_parallel": way, "max_steps": 3, **ADAPTERS}
+            for strategy, engine, way in (("ddp", "torch", "zigzag"), ("fsdp", "scratch", "ring"))}
+    runs = launch(parity._shared_traces, tmp_path / "two", 2, rows, num_processes=2, timeout=300)[0]
+    for row, run in zip(rows, runs, strict=True):
+        assert parity.compare(run, one, *row, 2).agrees, row
