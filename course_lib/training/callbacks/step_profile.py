@@ -126,6 +126,7 @@ class StepProfile(Callback):
                 trainer.clock.settle()
             self.profile.step()
             if self.steps == first:
+                trainer.engine.barrier()  # starting the profiler takes one rank longer than another
                 self.phases.begins, self._flops = [], trainer.state.flops
                 self.log.start()
                 self._listening, self._begun = True, time.perf_counter()
