@@ -19,7 +19,7 @@ from course_lib.errors import DataError
 from course_lib.metering.meter import Meter
 from course_lib.system import machine
 from course_lib.training.callbacks.base import Callback
-from course_lib.training.callbacks.step_profile import StepProfile
+from course_lib.training.callbacks.step_profile import StepProfile, quiet
 from course_lib.training.checkpoints.run_folder import MONITOR
 from course_lib.writing import write_text
 
@@ -175,6 +175,7 @@ class Profiler(Callback):
     def on_train_begin(self, trainer: "Trainer") -> None:
         self.folder, self.rank, self.recorded = trainer.output_dir / MONITOR, trainer.rank, False
         devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (trainer.device.type == "cuda")
+        quiet()
         self.profile = profile(activities=devices, schedule=self.schedule, on_trace_ready=self._ready,
                                profile_memory=self.memory)
         self.profile.start()

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import socket
 import statistics
 import time
@@ -92,6 +93,7 @@ class StepProfile(Callback):
         trainer.phases = self.phases = MarkedPhases(trainer.phases)
         self._hook = trainer.model.register_forward_pre_hook(self._forward, with_kwargs=True)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (trainer.device.type == "cuda")
+        quiet()
         self.profile = profile(activities=activities, schedule=schedule(
             wait=self.wait, warmup=self.warmup, active=self.active, repeat=1))
         self.log = CollectiveLog(trainer.clock, lambda tensors: None, lambda begin, end: None)
@@ -124,6 +126,7 @@ class StepProfile(Callback):
                 trainer.clock.settle()
             self.profile.step()
             if self.steps == first:
+                trainer.engine.barrier()  # starting the profiler takes one rank longer than another
                 self.phases.begins, self._flops = [], trainer.state.flops
                 self.log.start()
                 self._listening, self._begun = True, time.perf_counter()
@@ -189,6 +192,11 @@ class StepProfile(Callback):
             folder = trainer.output_dir / MONITOR
             trainer.say(f"where the step went, and its bound\n{self.table.markdown()}\n"
                         f"trace of all ranks: {folder / TRACE}, for https://ui.perfetto.dev")
+
+
+def quiet() -> None:
+    """Let torch.profiler's library not write to standard error that it begins and ends."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def read(profiled: profile, rank: int, before: int, window: tuple[float, float], begins: Sequence[float],
