@@ -89,6 +89,8 @@ class ShardedModule(nn.Module):
         param_dtype: of the gathered parameters, of floating-point inputs, and so of the computation; by default the
             parameters' own. The pieces keep theirs.
         reduce_dtype: in which gradients are added up, over micro-batches and ranks; ``param_dtype`` by default.
+        filled_later: the parameters have no values yet, and lie on the meta device; this rank's :meth:`pieces` are
+            filled afterwards, on the device of the buffers, else on the CPU, and :meth:`refresh` is called.
     Raises:
         ConfigError: an optimizer that is not elementwise, has made steps, or has another module's parameters; units
             that overlap; no units found.
@@ -101,8 +103,10 @@ class ShardedModule(nn.Module):
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None,
                  group: dist.ProcessGroup | None, reshard_after_forward: bool, prefetch: bool,
-                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None):
+                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, filled_later: bool = False):
         super().__init__()
+        if filled_later:
+            without_values(module, optimizer)
         check_elementwise(optimizer, self.strategy)
         check_kinds(module, type(self).__name__)
         check_ranks_agree(module, group)
@@ -121,7 +125,8 @@ class ShardedModule(nn.Module):
         # kept: its forward ends with the whole model's, and its backward begins right after it. ---
         owner = partition.owners(module, chosen)
         self.units = [self.unit_type(member, parameters, group, param_dtype, reduce_dtype,
-                                     keep_after_forward=member is module or not reshard_after_forward)
+                                     keep_after_forward=member is module or not reshard_after_forward,
+                                     filled_later=filled_later)
                       for member in [module, *chosen]
                       for parameters in partition.alike(p for p in owner if owner[p] is member)]
         self._pieces = {parameter: piece for unit in self.units for parameter, piece in unit.pieces.items()}
@@ -318,6 +323,20 @@ class ShardedModule(nn.Module):
                 "gradients": [gradient for gradient in gradients if gradient is not None],
                 "optimizer states": [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, Tensor)],
                 "communication buffers": travelling + [tensor for unit in self.units for tensor in unit.buffers()]}
+
+
+def without_values(module: nn.Module, optimizer: Optimizer) -> None:
+    """Put parameters of one number, spread over their shapes, into the place of those on the meta device, in place."""
+    device = next((buffer.device for buffer in module.buffers() if buffer.device.type != "meta"), torch.device("cpu"))
+    spread = {parameter: nn.Parameter(torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape),
+                                      parameter.requires_grad)
+              for parameter in module.parameters() if parameter.is_meta}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in spread:
+                setattr(part, name, spread[parameter])
+    repoint(optimizer, {parameter: spread.get(parameter, parameter)  # type: ignore[call-overload]
+                        for group in optimizer.param_groups for parameter in group["params"]})
 
 
 def _refuse(*_: Any) -> NoReturn:

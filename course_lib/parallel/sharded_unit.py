@@ -62,7 +62,8 @@ class ShardedUnit:
     """
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], group: dist.ProcessGroup | None,
-                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool):
+                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool,
+                 filled_later: bool = False):
         self.module, self.group, self.keep_after_forward = module, group, keep_after_forward
         self.trainable = parameters[0].requires_grad
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -71,20 +72,25 @@ class ShardedUnit:
         self.total, starts = self.lay_out(parameters)
         self.has_padding = self.total > sum(parameter.numel() for parameter in parameters)
         own_dtype = parameters[0].dtype
-        whole = parameters[0].new_zeros(self.total, dtype=self.shard_dtype(own_dtype), requires_grad=False)  # (E,)
+        kept_in, there = self.shard_dtype(own_dtype), 0 if filled_later else self.total
+        whole = parameters[0].new_zeros(there, dtype=kept_in, requires_grad=False)  # (E,), or nothing
         computed_in = (param_dtype if own_dtype.is_floating_point else None) or own_dtype  # packed bytes stay bytes
-        self.flat = whole.to(computed_in)  # (E,) in the dtype of the computation; filled by gathers
+        # (E,) in the dtype of the computation; filled by gathers
+        self.flat = whole.new_empty(self.total, dtype=computed_in) if filled_later else whole.to(computed_in)
         self.reduce_dtype = reduce_dtype or self.flat.dtype
         self.starts: dict[nn.Parameter, int] = dict(zip(parameters, starts, strict=True))
         self.views: dict[nn.Parameter, Tensor] = {}
         for parameter, start in self.starts.items():
             run = slice(start, start + parameter.numel())
-            whole[run].copy_(parameter.detach().flatten())
+            if not filled_later:
+                whole[run].copy_(parameter.detach().flatten())
             self.views[parameter] = self.flat[run].view(parameter.shape)
-        dist.broadcast(whole, group=group, group_src=0)
+        if not filled_later:
+            dist.broadcast(whole, group=group, group_src=0)
 
         # --- phase 2: this rank's part of them, and of each parameter, for the optimizer ---
-        self.shard = self.local_part(whole)  # (E,) -> (E / N,)
+        # (E,) -> (E / N,)
+        self.shard = whole.new_zeros(self.total // self.world) if filled_later else self.local_part(whole)
         self.pieces: dict[nn.Parameter, Shard] = {}
         self.shard_slices: dict[nn.Parameter, slice] = {}
         for index, parameter in enumerate(parameters):

@@ -33,13 +33,14 @@ class PerParamUnit(ShardedUnit):
     """
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], group: dist.ProcessGroup | None,
-                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool):
+                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool,
+                 filled_later: bool = False):
         world = dist.get_world_size(group)
         # Before `__init__` of the base class, which asks `lay_out`. c_j is rounded up: the last ranks' may be short.
         chunks = [padded(parameter.numel(), world) // world for parameter in parameters]
         self.param_columns = [(sum(chunks[:j]), chunk) for j, chunk in enumerate(chunks)]  # o_j, c_j
         self.arrived: Tensor | None = None  # (N, L), while it travels
-        super().__init__(module, parameters, group, param_dtype, reduce_dtype, keep_after_forward)
+        super().__init__(module, parameters, group, param_dtype, reduce_dtype, keep_after_forward, filled_later)
 
     def shard_dtype(self, own_dtype: torch.dtype) -> torch.dtype:
         # Masters, for steps too small for a low precision; frozen parameters make none.
@@ -99,9 +100,9 @@ class Zero3(ShardedModule):
     unit_type = PerParamUnit
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
-                 param_dtype: torch.dtype | None = None):
+                 param_dtype: torch.dtype | None = None, filled_later: bool = False):
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if param_dtype is None and len(dtypes) == 1 and min(dtype.itemsize for dtype in dtypes) < 4:
             (param_dtype,) = dtypes
         super().__init__(module, optimizer, units=None, group=group, reshard_after_forward=True, prefetch=True,
-                         param_dtype=param_dtype, reduce_dtype=None)
+                         param_dtype=param_dtype, reduce_dtype=None, filled_later=filled_later)

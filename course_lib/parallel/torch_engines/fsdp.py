@@ -111,7 +111,7 @@ class TorchFullyShardedDataParallel(nn.Module):
 def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None = None,
                      mesh: DeviceMesh | None = None, reshard_after_forward: bool = True,
                      param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
-                     cpu_offload: bool = False) -> TorchFullyShardedDataParallel:
+                     cpu_offload: bool = False, filled_later: bool = False) -> TorchFullyShardedDataParallel:
     """Split a model over ranks with ``fully_shard``, on CPUs (gloo) and GPUs (NCCL) by the same code path.
 
     Args:
@@ -125,6 +125,8 @@ def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collecti
         reduce_dtype: in which gradients are added up; ``param_dtype`` by default.
         cpu_offload: keep pieces, gradients and optimizer states in the memory of the host, and step there. Clipping
             then communicates on the host: start the process group with ``cpu:gloo,cuda:nccl``.
+        filled_later: the parameters have no values yet, and lie on the meta device; each rank fills its local parts
+            afterwards. ``mesh`` says on which device.
     Raises:
         ConfigError: an optimizer that is not elementwise; units that overlap; parameters tied between units; CPU
             offload without a GPU.
@@ -140,8 +142,8 @@ def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collecti
     _check_not_tied_between(module, chosen)
     # --- phase 2: all ranks begin alike, which fully_shard leaves to the caller. Along one axis after the other, from
     # the first rank of each line: after the last axis everybody has what rank 0 had. ---
-    mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
-    for tensor in [*module.parameters(), *module.buffers()]:
+    mesh = mesh or init_device_mesh("cpu" if filled_later else device.type, (dist.get_world_size(),))
+    for tensor in module.buffers() if filled_later else [*module.parameters(), *module.buffers()]:
         for axis in range(mesh.ndim):
             dist.broadcast(tensor.detach(), group=mesh.get_group(axis), group_src=0)
     # --- phase 3: shard, units before the root: what a unit has taken, the root leaves alone. A parameter (d, …) is now
@@ -154,6 +156,8 @@ def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collecti
                     offload_policy=offload)
         run_hooks_always(unit)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    if filled_later:  # now there is room to make for a share alone
+        module._apply(lambda tensor: torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor)
     # --- phase 4: the optimizer's parameters, by name, are the DTensors now ---
     sharded = dict(module.named_parameters())
     repoint(optimizer, {parameter: sharded[name] for parameter, name in names.items()})

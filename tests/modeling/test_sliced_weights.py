@@ -1,0 +1,118 @@
+"""A model that fits on no rank: what each reads, and that its peak is its pieces and one unit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from course_lib.errors import ModelError
+from course_lib.launching.launch import launch
+from course_lib.metering.allocation_log import AllocationLog
+from course_lib.modeling import sliced_weights
+from course_lib.parallel.blocks import blocks
+from course_lib.parallel.fsdp import FullyShardedDataParallel
+from course_lib.parallel.sharding import Shard
+from course_lib.parallel.torch_engines.fsdp import shard_with_torch
+from course_lib.parallel.zero3 import Zero3
+from tests.torch_versions import FSDP2_ON_CPUS, needs
+
+ENGINES = {"zero3": Zero3, "fsdp": FullyShardedDataParallel, "torch": shard_with_torch}
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=request.param))
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path, max_shard_size="200KB")
+    assert len(list(path.glob("*.safetensors"))) > 3
+    return path
+
+
+class Allocated(AllocationLog):
+    """Of tensors that have elements: those on the meta device have none."""
+
+    def hold(self, tensor, kind, module=""):
+        if not tensor.is_meta:
+            super().hold(tensor, kind, module)
+
+
+def local_pieces(wrapped, engine):
+    """This rank's pieces by name; FSDP2 deals out rows."""
+    if engine != "torch":
+        return wrapped.pieces()
+    rank, found = dist.get_rank(), {}
+    for name, p in wrapped.module.named_parameters():
+        first = min(-(-p.shape[0] // dist.get_world_size()) * rank, p.shape[0])
+        found[name] = Shard(p.shape, first * p.shape[1:].numel(), p.detach().to_local().view(-1))
+    return found
+
+
+def loaded(path, engine, whole):
+    """The loss, the largest sum of bytes alive, those read, and those of this rank's pieces."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    config = LlamaConfig.from_pretrained(path)
+    with Allocated() as log:
+        log.start()
+        if whole:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            for p in model.parameters():
+                log.hold(p, "parameters")
+        else:
+            model = sliced_weights.build_empty(AutoModelForCausalLM, config, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters())
+        wrapped = ENGINES[engine](model, optimizer, **({} if whole else {"filled_later": True}))
+        weights = sliced_weights.SlicedWeights(path)
+        pieces = local_pieces(wrapped, engine)
+        if not whole:
+            sliced_weights.fill(pieces, weights)
+            if engine != "torch":
+                wrapped.refresh()
+        log.stop()
+    alive = peak = 0
+    for change in log.changes():
+        alive += change.bytes
+        peak = max(peak, alive)
+    ids = torch.arange(16)[None] % 128
+    loss = wrapped(input_ids=ids, labels=ids).loss
+    loss.backward()
+    wrapped.step()
+    return loss.item(), peak, weights.bytes_read, sum(piece.data.nbytes for piece in pieces.values())
+
+
+def every(path):
+    return {(engine, whole): loaded(path, engine, whole) for engine in ENGINES for whole in (True, False)}
+
+
+@needs(FSDP2_ON_CPUS)
+def test_each_rank_reads_its_pieces_and_holds_no_more_than_them_and_a_unit(folder):
+    ranks = 4
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(16)[None] % 128
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    of_blocks = [sum(p.nbytes for p in block.parameters()) for block in blocks(model).values()]
+    size = sum(p.nbytes for p in model.parameters())
+    unit = max(*of_blocks, size - sum(of_blocks))
+    row = 4 * 192  # a run may begin and end within rows
+    for result in launch(every, folder, num_processes=ranks, timeout=200):
+        for (engine, whole), (loss, peak, read, pieces) in result.items():
+            assert loss == pytest.approx(expected, abs=1e-5), (engine, whole)
+            if whole:
+                assert peak > size, "what is otherwise there on every rank"
+                continue
+            tensors = len(dict(model.named_parameters()))
+            assert pieces == pytest.approx(size / ranks, rel=0.02)
+            assert pieces <= read <= pieces + 2 * row * tensors, engine
+            assert peak <= pieces + unit + 2 * row + 4096 < size / 1.5, (engine, peak, pieces, unit, size)
+
+
+def test_a_run_of_elements_is_that_of_the_whole(folder):
+    weights, name = sliced_weights.SlicedWeights(folder), "model.layers.1.mlp.down_proj.weight"
+    whole = AutoModelForCausalLM.from_pretrained(folder).get_parameter(name).detach().flatten()
+    for start, numel in ((0, 5), (191, 2), (64 * 192 - 1, 1), (100, 1000), (0, 64 * 192)):
+        assert torch.equal(weights.read(name, start, numel), whole[start : start + numel])
+    with pytest.raises(ModelError, match=r"lack lm_heat\.weight"):
+        weights.read("lm_heat.weight", 0, 1)
