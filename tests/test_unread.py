@@ -148,7 +148,8 @@ def test_every_rule_refuses_and_lets_pass():
               "context_parallel_size": 2}
     streams = {"diloco_overlap": 1}  # of which diloco_keep is a part
     for reader in READERS:
-        given = [*others.items(), *(("communication", way) for way in option("communication").choices)]
+        given = [*others.items(), ("task", "causal_lm"),
+                 *(("communication", way) for way in option("communication").choices)]
         answers = {reader.reads(defaults | streams | {name: value}) for name, value in given} | {
             reader.reads(defaults)}
         assert answers == {True, False}, reader.fields

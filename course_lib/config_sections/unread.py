@@ -75,6 +75,8 @@ READERS = (
            lambda leaves: leaves["training_type"] != "pipeline" and not leaves["torch_compile"],
            "models that are neither in a pipeline nor compiled"),
     Reader(("label_column",), lambda leaves: leaves["task"] == "classification", "--task classification"),
+    Reader(("packing",), lambda leaves: leaves["task"] == "causal_lm", "--task causal_lm",
+           "add --task causal_lm, or leave it out", {"task": "causal_lm"}),
     Reader(("mlm_probability",), lambda leaves: leaves["task"] == "masked_lm", "--task masked_lm"),
     Reader(("split_by",), lambda leaves: leaves["split_spec"] is None, "models that split_spec does not cut",
            "keep one of the two"),

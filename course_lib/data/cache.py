@@ -67,7 +67,7 @@ def column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
 
 
 def cached_map(rows: datasets.Dataset, function: Callable[[pa.Table], Mapping[str, Any]], *, key: str,
-               features: datasets.Features, describe: str) -> datasets.Dataset:
+               features: datasets.Features, describe: str, row_bytes: float = 1) -> datasets.Dataset:
     """``rows.map(function, batched=True)``, memory-mapped from the cache of `datasets` (HF_DATASETS_CACHE).
 
     Processes that ask for the same key at the same time wait for the first of them, and read what it wrote.
@@ -79,10 +79,11 @@ def cached_map(rows: datasets.Dataset, function: Callable[[pa.Table], Mapping[st
         key: names everything that the result depends on.
         features: columns of the result.
         describe: for the progress bar.
+        row_bytes: about as much memory is needed for a row, where it is more than the row itself has.
     Raises:
         DataError: the cache cannot be written.
     """
-    row_bytes = max(1, rows.data.nbytes / max(1, rows.data.num_rows))
+    row_bytes = max(row_bytes, rows.data.nbytes / max(1, rows.data.num_rows))
     size = max(1, min(BATCH_ROWS, int(BATCH_BYTES / row_bytes)))
     record = max(size, min(RECORD_ROWS, int(RECORD_BYTES / row_bytes)))
 

@@ -1,5 +1,6 @@
 """DataProcessor: from text to token ids, cached on disk, and to the collator that makes batches of them."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
 from course_lib.data.cache import FORMAT, cached_map, column, column_digest, digest, folder
-from course_lib.data.collating import Collator
+from course_lib.data.collating import IGNORE, Collator
 from course_lib.data.connector import TextData
+from course_lib.data.packed_rows import pack
 from course_lib.data.plain_files import contents
 from course_lib.data.split_facts import SplitFacts, class_counts, repeated
 from course_lib.errors import DataError, ModelError
@@ -33,8 +35,8 @@ UNCUT = datasets.Features(FEATURES | {"uncut": datasets.Value("int32")})
 TOKENS = 1
 """Part of every fingerprint, by which a checkpoint knows its data; raised when the same texts give other tokens."""
 
-Counts = tuple[int, int, int]
-"""Tokens of all texts of a split, texts that are cut, and tokens that are left out."""
+Counts = tuple[int, ...]
+"""Tokens of all texts of a split, texts that are cut, tokens that are left out, and rows that texts are packed into."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class ProcessedData:
     """Tokenized splits."""
 
     splits: dict[str, datasets.Dataset]
-    """Columns `input_ids` (list of int32), `length` (tokens, int32) and, for classification, `labels` (int64)."""
+    """Columns `input_ids` (list of int32), `length` (tokens, int32) and, for classification, `labels` (int64); where
+    whole texts share rows, `documents` (list of int32, the length of each)."""
     label_names: tuple[str, ...] | None
     task: str
     fingerprint: str
@@ -58,7 +61,9 @@ class DataProcessor:
 
     Classification truncates each text at `max_length` tokens. Language modelling joins all texts of a split, each
     ended by the tokenizer's eos (or sep) token, into one stream and cuts it into blocks of `max_length` tokens; the
-    rest that fills no block is dropped, and a block may hold parts of several texts, which see each other.
+    rest that fills no block is dropped, and a block may hold parts of several texts, which see each other. With
+    `packing` best_fit whole texts are packed into rows instead (:mod:`course_lib.data.packing`), and see each other
+    not; a longer text is cut into pieces, which count as texts.
 
     Args:
         config: task, length, padding and masking.
@@ -83,9 +88,10 @@ class DataProcessor:
             ModelError: the tokenizer lacks a token that the task needs.
         """
         classifies, tokenizer_digest = self.config.task == "classification", self._tokenizer_digest()
-        names = {split: digest(TOKENS, classifies, self.max_length, tokenizer_digest,
-                               column_digest(rows, "text")) for split, rows in data.splits.items()}
-        tokenize = self._truncate_split if classifies else self._cut_split
+        packs = self.config.packing == "best_fit"
+        names = {split: digest(TOKENS, classifies, self.max_length, tokenizer_digest, column_digest(rows, "text"),
+                               *["best_fit"] * packs) for split, rows in data.splits.items()}
+        tokenize = self._truncate_split if classifies else self._pack_split if packs else self._cut_split
         splits, facts, again = dict[str, datasets.Dataset](), dict[str, SplitFacts](), repeated(data.splits)
         for split, rows in data.splits.items():
             splits[split], counts = tokenize(rows, split, digest(FORMAT, names[split]))
@@ -154,6 +160,22 @@ class DataProcessor:
         tokens = int(counted.read_text(encoding="utf-8"))
         return blocks, (tokens, 0, tokens - len(blocks) * self.max_length)
 
+    def _pack_split(self, rows: datasets.Dataset, split: str, key: str) -> tuple[datasets.Dataset, Counts]:
+        """Whole texts packed into rows of at most max_length tokens; a longer text in pieces."""
+        separator, size = self._separator(), self.max_length
+
+        def pieces(batch: pa.Table) -> dict[str, Any]:
+            texts = [[*ids, separator] for ids in plain_tokens(self.tokenizer, batch["text"].to_pylist())]
+            parts = [ids[start:start + size] for ids in texts for start in range(0, len(ids), size)]
+            uncut = [0 if start else len(ids) for ids in texts for start in range(0, len(ids), size)]
+            return {"input_ids": parts, "length": list(map(len, parts)), "uncut": uncut}
+
+        tokens = cached_map(rows.select_columns("text"), pieces, key=digest("pieces", key), features=UNCUT,
+                            describe=f"Tokenizing {split}")
+        uncut = column(tokens, "uncut")
+        packed = pack(tokens.remove_columns("uncut"), size, key, f"Packing {split}")
+        return packed, (pc.sum(uncut).as_py(), pc.sum(pc.greater(uncut, size)).as_py(), 0, len(packed))
+
     def _separator(self) -> int:
         """The token that ends a text."""
         for token in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id):
@@ -180,6 +202,12 @@ class DataProcessor:
         return digest(state | {"truncation": None, "padding": None}, special)
 
 
+def plain_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
+    """The tokens of each text, without special ones."""
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+                     verbose=False)["input_ids"]
+
+
 class _Blocks:
     """Cuts the tokens of batch after batch, in order, into blocks; what fills none waits for the next batch."""
 
@@ -189,10 +217,8 @@ class _Blocks:
         self.tokens, self.counted = 0, counted  # written batch by batch, so that it stands once the blocks do
 
     def __call__(self, batch: pa.Table) -> dict[str, Any]:
-        texts = self.tokenizer(batch["text"].to_pylist(), add_special_tokens=False, return_attention_mask=False,
-                               return_token_type_ids=False, verbose=False)["input_ids"]
         stream = self.rest
-        for tokens in texts:
+        for tokens in plain_tokens(self.tokenizer, batch["text"].to_pylist()):
             stream += [*tokens, self.separator]
         whole = len(stream) // self.size * self.size
         self.tokens += whole
@@ -208,7 +234,18 @@ def as_torch(dataset: datasets.Dataset) -> datasets.Dataset:
     Columns `input_ids`, `attention_mask` (all ones: rows are not padded yet) and, for classification, `labels`. The
     labels of language modelling are made by a collator: :class:`Collator`, or transformers'
     DataCollatorForLanguageModeling.
+
+    Rows that texts share have `position_ids`, which begin anew at each text, and `labels`, in place of the mask: give
+    a model with ``config.use_cache = False`` these three, one row or rows of one length, and texts see each other not.
     """
+    if "documents" in dataset.column_names:
+        places = [list(itertools.chain.from_iterable(map(range, lengths))) for lengths in dataset["documents"]]
+        labels = [[token if place else IGNORE for token, place in zip(ids, row, strict=True)]
+                  for ids, row in zip(dataset["input_ids"], places, strict=True)]
+        dataset = dataset.select_columns("input_ids")
+        for name, values in (("position_ids", places), ("labels", labels)):
+            dataset = dataset.add_column(name, values, feature=datasets.List(datasets.Value("int64")))
+        return dataset.with_format("torch")
     masks = [[1] * length for length in dataset["length"][:]]
     dataset = dataset.add_column("attention_mask", masks, feature=datasets.List(datasets.Value("int8")))
     return dataset.remove_columns("length").with_format("torch")
