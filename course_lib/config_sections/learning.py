@@ -46,6 +46,13 @@ open is refused."""
     packing: Literal["wrapped", "best_fit"] = "wrapped"
     """How texts fill the rows of a causal language model: `wrapped`, all as one stream, cut into blocks; `best_fit`, \
 whole texts share a row and see each other not, and only one longer than max_length is cut."""
+    chat_template: str | None = None
+    """Jinja template that makes a text of a conversation (`messages`): `chatml` or a file; default: the tokenizer's."""
+    streaming: bool = False
+    """Read the training files (JSON lines, Parquet, Arrow, text) as they are needed, and write nothing of them; for a \
+causal language model, with max_steps, and with a validation file beside them."""
+    stream_window: Positive = 10_000
+    """Consecutive texts of a stream that are shuffled, and wrapped or packed, together; as many are held."""
     mlm_probability: Annotated[float, Gt(0), Lt(1)] = 0.15
     """Share of tokens to predict in masked language modelling."""
     clean_text: bool | None = None

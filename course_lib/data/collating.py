@@ -23,14 +23,18 @@ class Batch(dict[str, torch.Tensor]):
 
     Attributes:
         unpadded: for each row whether it has no padding; None where that is not known.
+        lengths: tokens of each row that is no filler.
+        place: of a stream, its state after this batch; None elsewhere.
     """
 
     unpadded: tuple[bool, ...] | None = None
+    lengths: tuple[int, ...] = ()
+    place: Mapping[str, int] | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The batch on a device; ``non_blocking``: from pinned memory, without waiting for it."""
         moved = type(self)({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()})
-        moved.unpadded = self.unpadded
+        moved.unpadded, moved.lengths, moved.place = self.unpadded, self.lengths, self.place
         return moved
 
 
@@ -60,7 +64,7 @@ class Collator:
     """Makes a batch of rows; holds no tokenizer, so that it travels to worker processes in no time.
 
     A row is a mapping with `input_ids` and, for classification, `labels`. It may have `documents`: the lengths of the
-    texts that share it; ``ignore``: where true, none of
+    texts that share it; `answers`: for each token whether it is learnt; ``ignore``: where true, none of
     its labels count; and ``mask_seed``, a tuple of integers that decides what is masked: see :meth:`mask`. Without it,
     the row's tokens decide, alike in each epoch.
     """
@@ -108,6 +112,9 @@ class Collator:
             labels = np.array([row["labels"] for row in rows], np.int64)
         elif self.task == "causal_lm":
             labels = np.where(real, input_ids, IGNORE)
+            if "answers" in rows[0]:
+                learnt = np.concatenate([np.asarray(row["answers"], bool) for row in rows])
+                labels[real] = np.where(learnt, input_ids[real], IGNORE)
         else:
             labels = np.full_like(input_ids, IGNORE)
             seeds = [row["mask_seed"] if "mask_seed" in row else list(map(int, ids))
@@ -122,6 +129,7 @@ class Collator:
             labels[places == 0] = IGNORE
         batch = Batch({name: torch.from_numpy(array) for name, array in arrays.items()})
         batch.unpadded = tuple((lengths == real.shape[1]).tolist())
+        batch.lengths, batch.place = tuple(lengths[~ignored].tolist()), rows[-1].get("place")
         return batch
 
     def _width(self, longest: int) -> int:

@@ -28,6 +28,7 @@ class SplitFacts:
         cut_rows: texts that were longer; for language modelling 0, or those that are packed in pieces.
         cut_tokens: what was cut of them; for language modelling what fills no block.
         packed_rows: rows that whole texts share; 0 where they share none.
+        left_out: conversations that have no answer within max_length, and are left out.
     """
 
     rows: int
@@ -38,6 +39,7 @@ class SplitFacts:
     cut_rows: int
     cut_tokens: int
     packed_rows: int = 0
+    left_out: int = 0
 
     @property
     def filled(self) -> float:
@@ -61,8 +63,10 @@ class SplitFacts:
         elif self.cut_rows:
             parts.append(f"{_rows(self.cut_rows)} ({self.cut_rows / self.rows:.1%}) cut at {self.max_length} tokens, "
                          f"which leaves out {share}")
-        elif self.cut_tokens:
+        elif self.cut_tokens and not self.left_out:
             parts.append(f"the last {self.cut_tokens:,} tokens ({share}) fill no block of {self.max_length}")
+        if self.left_out:
+            parts.append(f"{_rows(self.left_out)} without an answer within {self.max_length} tokens left out")
         if self.packed_rows:
             parts.append(f"packed into {_rows(self.packed_rows)} of {self.max_length} tokens, {self.filled:.1%} of "
                          "whose places are filled")

@@ -1,11 +1,14 @@
 """Texts that share rows, trained by ranks that share layers, stages and tokens: equal to one process."""
 
+import json
+import shutil
 from unittest import mock
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from course_lib.data.conversations import Answered, Chat
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.engines.base import WholeSequences
@@ -62,6 +65,40 @@ def test_two_ranks_train_what_one_process_trains(tmp_path, one, names):
     for name, found in launch(on_ranks, tmp_path, names, num_processes=2, timeout=280)[0].items():
         cell = parity.compare(found, one, name, "", 2)
         assert cell.agrees, cell
+
+
+def talks(folder):
+    """A file of conversations, whose answers are of many lengths."""
+    path = folder / "talks.jsonl"
+    rows = [[{"role": "user", "content": f"{row} times?"}, {"role": "assistant", "content": f"{row} " * (row % 9)}]
+            for row in range(70)]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return {"dataset": str(path), "chat_template": "chatml", "max_length": 80, "max_steps": 3}
+
+
+def of_talks(folder, options):
+    return {packing: parity.trace(parity.task(folder / packing, 2, packing=packing, **options))
+            for packing in ("wrapped", "best_fit")}
+
+
+def test_answers_alone_are_learnt_by_any_number_of_ranks(tmp_path):
+    """A global batch's loss is the mean over its answers' tokens, of which every rank has others."""
+    options = talks(tmp_path)
+    two = launch(of_talks, tmp_path, options, num_processes=2, timeout=280)[0]
+    for packing, found in two.items():
+        one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", packing=packing, **options))
+        assert parity.compare(found, one, "ddp", packing, 2).agrees
+
+    def all_tokens(self, conversation, where):
+        ids, _ = learnt(self, conversation, where)
+        return Answered(ids, [True] * len(ids))
+
+    learnt = Chat.__call__
+    with mock.patch.object(Chat, "__call__", all_tokens):
+        (tmp_path / "other").mkdir()
+        other = parity.trace(parity.task(tmp_path / "all", 1, training_type="basic", **options | {
+            "dataset": shutil.copy(options["dataset"], tmp_path / "other"), "max_length": 79}))
+    assert parity.compare(other, one, "ddp", "all tokens", 1).loss > 100 * parity.LOSS_TOLERANCE
 
 
 @pytest.mark.parametrize("model", some(["tiny-llama", "tiny-olmoe", "tiny-mixtral"], "tiny-llama"))
