@@ -178,6 +178,9 @@ def _check_together(config: Config) -> Config:
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
                           "use --training_type accelerated", cure={"training_type": "accelerated"})
+    if data.streaming and not run.max_steps:
+        raise ConfigError("streaming reads files as they are needed, so nobody knows how many steps an epoch has",
+                          "say how many to make: --max_steps")
     schedules.arguments(config.optim.lr_scheduler, config.optim.lr_scheduler_kwargs)
     if run.training_type == "pipeline":
         config = _check_pipeline(config)

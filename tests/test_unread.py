@@ -146,10 +146,11 @@ def test_every_rule_refuses_and_lets_pass():
     others = {"training_type": "pipeline", "engine": "deepspeed", "strategy": "fsdp", "optimizer": "sgd",
               "task": "masked_lm", "split_spec": "h.1:end", "watch": "all", "tracker": "none", "memory_steps": 1,
               "profile_steps": 1, "desync_check": "off", "push_to_hub": "x", "eval_steps": 0,
-              "context_parallel_size": 2, "lora_r": 8}
+              "context_parallel_size": 2, "lora_r": 8, "streaming": True}
     streams = {"diloco_overlap": 1}  # of which diloco_keep is a part
     for reader in READERS:
-        given = [*others.items(), *(("communication", way) for way in option("communication").choices)]
+        given = [*others.items(), ("task", "causal_lm"),
+                 *(("communication", way) for way in option("communication").choices)]
         answers = {reader.reads(defaults | streams | {name: value}) for name, value in given} | {
             reader.reads(defaults)}
         assert answers == {True, False}, reader.fields

@@ -43,6 +43,16 @@ open is refused."""
     """What the model learns to predict."""
     max_length: Annotated[int, Ge(4)] = 128
     """Tokens at which an example is truncated, or the length of a block in language modelling."""
+    packing: Literal["wrapped", "best_fit"] = "wrapped"
+    """How texts fill the rows of a causal language model: `wrapped`, all as one stream, cut into blocks; `best_fit`, \
+whole texts share a row and see each other not, and only one longer than max_length is cut."""
+    chat_template: str | None = None
+    """Jinja template that makes a text of a conversation (`messages`): `chatml` or a file; default: the tokenizer's."""
+    streaming: bool = False
+    """Read the training files (JSON lines, Parquet, Arrow, text) as they are needed, and write nothing of them; for a \
+causal language model, with max_steps, and with a validation file beside them."""
+    stream_window: Positive = 10_000
+    """Consecutive texts of a stream that are shuffled, and wrapped or packed, together; as many are held."""
     mlm_probability: Annotated[float, Gt(0), Lt(1)] = 0.15
     """Share of tokens to predict in masked language modelling."""
     clean_text: bool | None = None
@@ -70,7 +80,7 @@ shared memory for them; on CPUs 0, as the ranks fill the cores."""
     @property
     def has_one_length(self) -> bool:
         """Whether all batches are as long: blocks of a language model, or rows that are padded to max_length."""
-        return self.task == "causal_lm" or not self.dynamic_padding
+        return (self.task == "causal_lm" and self.packing == "wrapped") or not self.dynamic_padding
 
 
 @dataclass(frozen=True, kw_only=True)

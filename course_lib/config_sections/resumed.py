@@ -40,8 +40,8 @@ MODEL = Rule("refused where name or architecture differ", "the weights are kept 
              "of the same name may lie elsewhere", ("model",))
 ROWS = Rule("refused where the tokens differ", "a row of the data position has to be the same row", (
     "dataset", "dataset_config", "text_column", "label_column", "separator", "quoting", "encoding", "train_split",
-    "validation_split", "test_split", "validation_fraction", "max_length", "clean_text", "lowercase",
-    "max_train_samples", "max_eval_samples"))
+    "validation_split", "test_split", "validation_fraction", "max_length", "packing", "chat_template", "streaming",
+    "stream_window", "clean_text", "lowercase", "max_train_samples", "max_eval_samples"))
 BATCH = Rule("refused where a step has other rows", "the ranks and their layout may change, the global batch may not", (
     "batch_size", "gradient_accumulation_steps", "global_batch_size", "split_batches", "num_processes",
     "training_type", "pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size",

@@ -6,7 +6,7 @@ one per optimizer step, and each global batch is dealt out to accumulation steps
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from course_lib.data.cache import column
+from course_lib.data.collating import Batch
 from course_lib.data.ordering import PART, EpochBatches, lengths_of
 from course_lib.data.processing import Collator
+from course_lib.data.streaming import TextStream
 from course_lib.launching.cores import usable_cores
 from course_lib.system.machine import SHARED_MEMORY, shared_memory
 from course_lib.system.seeding import seed_worker
@@ -214,6 +216,43 @@ def training_loader(dataset: datasets.Dataset, sampler: GlobalBatchSampler, coll
     return DataLoader(Rows(dataset, sampler.seed, rank), batch_sampler=sampler, collate_fn=collator,
                       num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator(),
                       worker_init_fn=expect_readers_end, persistent_workers=num_workers > 0)
+
+
+class StreamSteps:
+    """What stands in for a :class:`GlobalBatchSampler` where a stream deals its rows itself.
+
+    Args:
+        stream: of this rank; goes on without an end.
+        steps: optimizer steps of the run, which has no epochs of its own.
+    """
+
+    lengths: Sequence[int] = ()
+    batches: Sequence[np.ndarray] = ()
+
+    def __init__(self, stream: TextStream, steps: int):
+        self.stream, self.steps_per_epoch = stream, steps
+        self.accumulation, self.global_batch_size = stream.accumulation, stream.global_batch_size
+
+    def counts(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        """Of this rank's rows of a step without filler: rows, tokens, sum of squared lengths; int64 [3]."""
+        lengths = [length for batch in micro_batches if isinstance(batch, Batch) for length in batch.lengths]
+        return torch.tensor([len(lengths), sum(lengths), sum(length * length for length in lengths)])
+
+    def place_after(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, int]:
+        """The stream's state after a step."""
+        last = micro_batches[-1]
+        assert isinstance(last, Batch) and last.place is not None, "a loader has lost what the batch knew"
+        return dict(last.place)
+
+    def global_batches(self, epoch: int) -> Sequence[np.ndarray]:
+        """None: nobody knows them."""
+        return ()
+
+
+def stream_loader(stream: TextStream, collator: Collator, num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
+    """A loader of a stream's micro-batches; its workers end with each iteration, and begin where the stream stands."""
+    return DataLoader(stream, batch_size=stream.batch_size, collate_fn=collator, num_workers=num_workers,
+                      pin_memory=pin_memory, generator=_own_generator(), worker_init_fn=expect_readers_end)
 
 
 def evaluation_loader(dataset: datasets.Dataset, batch_size: int, collator: Collator, seed: int,

@@ -40,14 +40,15 @@ def digest(*parts: Any) -> str:
 
 
 def column_digest(rows: datasets.Dataset, name: str) -> str:
-    """What `digest` is to values, for a column of strings, bytes or integers; how it is stored makes no difference.
+    """What `digest` is to values, for a column of strings, bytes, integers or lists; how it is stored is no difference.
 
     No string counts as an empty one.
     """
     lengths, content = hashlib.sha256(), hashlib.sha256()
     for values in batches(rows, name):
         if not pa.types.is_integer(values.type):
-            encoded = [value if isinstance(value, bytes) else (value or "").encode() for value in values.to_pylist()]
+            strings = (json.dumps(value) if isinstance(value, list) else value for value in values.to_pylist())
+            encoded = [value if isinstance(value, bytes) else (value or "").encode() for value in strings]
             lengths.update(np.fromiter(map(len, encoded), "<i8", len(encoded)).tobytes())
             content.update(b"".join(encoded))
         else:
@@ -67,7 +68,7 @@ def column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
 
 
 def cached_map(rows: datasets.Dataset, function: Callable[[pa.Table], Mapping[str, Any]], *, key: str,
-               features: datasets.Features, describe: str) -> datasets.Dataset:
+               features: datasets.Features, describe: str, row_bytes: float = 1) -> datasets.Dataset:
     """``rows.map(function, batched=True)``, memory-mapped from the cache of `datasets` (HF_DATASETS_CACHE).
 
     Processes that ask for the same key at the same time wait for the first of them, and read what it wrote.
@@ -79,10 +80,11 @@ def cached_map(rows: datasets.Dataset, function: Callable[[pa.Table], Mapping[st
         key: names everything that the result depends on.
         features: columns of the result.
         describe: for the progress bar.
+        row_bytes: about as much memory is needed for a row, where it is more than the row itself has.
     Raises:
         DataError: the cache cannot be written.
     """
-    row_bytes = max(1, rows.data.nbytes / max(1, rows.data.num_rows))
+    row_bytes = max(row_bytes, rows.data.nbytes / max(1, rows.data.num_rows))
     size = max(1, min(BATCH_ROWS, int(BATCH_BYTES / row_bytes)))
     record = max(size, min(RECORD_ROWS, int(RECORD_BYTES / row_bytes)))
 

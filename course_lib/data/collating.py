@@ -23,14 +23,18 @@ class Batch(dict[str, torch.Tensor]):
 
     Attributes:
         unpadded: for each row whether it has no padding; None where that is not known.
+        lengths: tokens of each row that is no filler.
+        place: of a stream, its state after this batch; None elsewhere.
     """
 
     unpadded: tuple[bool, ...] | None = None
+    lengths: tuple[int, ...] = ()
+    place: Mapping[str, int] | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The batch on a device; ``non_blocking``: from pinned memory, without waiting for it."""
         moved = type(self)({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()})
-        moved.unpadded = self.unpadded
+        moved.unpadded, moved.lengths, moved.place = self.unpadded, self.lengths, self.place
         return moved
 
 
@@ -44,11 +48,23 @@ def unpadded_rows(batch: Mapping[str, torch.Tensor]) -> tuple[bool, ...] | None:
     return batch.unpadded if isinstance(batch, Batch) else None
 
 
+def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a model takes of a batch: its tokens with their mask, or with their positions where texts share a row.
+
+    transformers finds the documents of a row by positions that begin anew, where it is given no mask
+    (``find_packed_sequence_indices`` of its masking_utils), and hides each from the others. It looks for none where the
+    model fills a cache: ``config.use_cache`` has to be False, as :func:`course_lib.modeling.load` sets it.
+    """
+    second = "position_ids" if "position_ids" in batch else "attention_mask"
+    return {name: batch[name] for name in ("input_ids", second)}
+
+
 @dataclass(frozen=True, eq=False)
 class Collator:
     """Makes a batch of rows; holds no tokenizer, so that it travels to worker processes in no time.
 
-    A row is a mapping with `input_ids` and, for classification, `labels`. It may have ``ignore``: where true, none of
+    A row is a mapping with `input_ids` and, for classification, `labels`. It may have `documents`: the lengths of the
+    texts that share it; `answers`: for each token whether it is learnt; ``ignore``: where true, none of
     its labels count; and ``mask_seed``, a tuple of integers that decides what is masked: see :meth:`mask`. Without it,
     the row's tokens decide, alike in each epoch.
     """
@@ -79,7 +95,9 @@ class Collator:
         """`input_ids` and `attention_mask` int64 [B, L]; `labels` int64 [B] for classification, else [B, L].
 
         Labels are IGNORE where nothing is predicted. In causal language modelling they are the tokens themselves, not
-        shifted: the logits at position t are to be compared with the label at t + 1.
+        shifted: the logits at position t are to be compared with the label at t + 1. Where texts share a row,
+        `position_ids` int64 [B, L] begin anew at each text, and in padding, which is a text of its own; nothing
+        predicts the first token of a text.
         """
         tokens = [row["input_ids"] for row in rows]
         lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
@@ -94,6 +112,9 @@ class Collator:
             labels = np.array([row["labels"] for row in rows], np.int64)
         elif self.task == "causal_lm":
             labels = np.where(real, input_ids, IGNORE)
+            if "answers" in rows[0]:
+                learnt = np.concatenate([np.asarray(row["answers"], bool) for row in rows])
+                labels[real] = np.where(learnt, input_ids[real], IGNORE)
         else:
             labels = np.full_like(input_ids, IGNORE)
             seeds = [row["mask_seed"] if "mask_seed" in row else list(map(int, ids))
@@ -101,8 +122,14 @@ class Collator:
             input_ids[real], labels[real] = self.mask(input_ids[real], lengths, seeds)
         labels[ignored] = IGNORE
         arrays = {"input_ids": input_ids, "attention_mask": real.astype(np.int64), "labels": labels}
+        if "documents" in rows[0]:
+            arrays["position_ids"] = places = np.cumsum(~real, 1) - 1
+            documents = np.concatenate([np.asarray(row["documents"], np.int64) for row in rows])
+            places[real] = np.arange(documents.sum()) - np.repeat(np.cumsum(documents) - documents, documents)
+            labels[places == 0] = IGNORE
         batch = Batch({name: torch.from_numpy(array) for name, array in arrays.items()})
         batch.unpadded = tuple((lengths == real.shape[1]).tolist())
+        batch.lengths, batch.place = tuple(lengths[~ignored].tolist()), rows[-1].get("place")
         return batch
 
     def _width(self, longest: int) -> int:

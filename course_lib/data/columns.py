@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from course_lib.data import arrow_types
 from course_lib.data.cache import FORMAT, batches, cached_map, column, column_digest, digest
 from course_lib.data.class_names import Classes, all_hidden, visible
+from course_lib.data.conversations import as_json, holds_conversations
 from course_lib.data.ordering import PART
 from course_lib.data.tables import Raw
 from course_lib.errors import DataError, nearest
@@ -84,11 +85,11 @@ def _occurs_below(raw: Raw, name: str) -> bool:
     return pc.index(column(raw.rows.select(range(min(LOOKED_AT, len(raw.rows)))), name), name).as_py() >= 0
 
 
-def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:
-    """The rows with one column, `text`: empty where there is none.
+def check_text(raw: Raw, name: str, split: str) -> None:
+    """Refuse a column that holds no text.
 
     Raises:
-        DataError: the column holds something else.
+        DataError: it holds something else.
     """
     held, way = raw.problem(name) or (None, "")
     plain = None if held else arrow_types.plain_type(raw.type_of(name))
@@ -97,6 +98,15 @@ def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:
         way = way or arrow_types.AS_TEXT.replace("NAME", repr(name))
         raise DataError(f"column `{name}` of the {split} split holds {held}, not text",
                         f"name another with --text_column, or {way}")
+
+
+def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:
+    """The rows with one column, `text`: empty where there is none.
+
+    Raises:
+        DataError: the column holds something else.
+    """
+    check_text(raw, name, split)
     rows = raw.rows.select_columns(name)
     if rows.features[name] == datasets.Value("string") and not column(rows, name).null_count:
         return rows.rename_column(name, "text") if name != "text" else rows
@@ -109,6 +119,22 @@ def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:
         return {"text": pc.fill_null(arrow_types.text_of(values, name, split, first - len(batch)), "")}
 
     return cached_map(rows, texts, key=digest(FORMAT, "text", column_digest(rows, name)),
+                      features=datasets.Features({"text": datasets.Value("string")}), describe=f"Reading {split}")
+
+
+def conversations(raw: Raw) -> Sequence[str]:
+    """The columns that hold conversations which can be trained on."""
+    schema = raw.rows.features.arrow_schema
+    return [*raw.chats, *(name for name in raw.rows.column_names if holds_conversations(name, schema.field(name).type))]
+
+
+def only_conversations(raw: Raw, name: str, split: str) -> datasets.Dataset:
+    """The rows with one column, `text`, of conversations as JSON; empty where there is none."""
+    if name in raw.chats:
+        return only_text(raw, name, split)
+    return cached_map(raw.rows.select_columns(name),
+                      lambda batch: {"text": pc.fill_null(as_json(batch[name].combine_chunks()), "")},
+                      key=digest(FORMAT, "chats", column_digest(raw.rows, name)),
                       features=datasets.Features({"text": datasets.Value("string")}), describe=f"Reading {split}")
 
 

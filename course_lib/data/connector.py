@@ -1,6 +1,7 @@
 """DataConnector: from a data set's name to clean text and numbered classes, in train, validation and test splits."""
 
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import datasets
@@ -9,9 +10,11 @@ import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
 from course_lib.data import columns, label_check, sources
-from course_lib.data.cache import FORMAT, cached_filter, cached_map, column, column_digest, digest
+from course_lib.data.cache import BATCH_ROWS, FORMAT, cached_filter, cached_map, column, column_digest, digest
 from course_lib.data.class_names import Classes
 from course_lib.data.cleaning import clean
+from course_lib.data.conversations import COLUMNS, contents
+from course_lib.data.shards import Shards, open_shards
 from course_lib.errors import DataError, nearest
 
 SYNONYMS = {"validation": ("valid", "val", "dev"), "test": ("testing",)}
@@ -23,8 +26,8 @@ class TextData:
     """A data set ready to be tokenized."""
 
     splits: datasets.DatasetDict
-    """`train`, `validation` and, where there is one, `test`; columns `text` and, for classification, `label`
-    (int64)."""
+    """`train`, unless it is streamed, `validation` and, where there is one, `test`; columns `text` and, for
+    classification, `label` (int64)."""
     label_names: tuple[str, ...] | None
     """Name of each class by its number; None for language modelling."""
     name: str
@@ -34,6 +37,17 @@ class TextData:
     """Names the texts, the labels and their order; the same in every process."""
     notes: tuple[str, ...] = ()
     """What was done that nobody asked for: splits that were cut or stand in, rows that were left out."""
+    conversations: bool = False
+    """Whether `text` holds conversations, as JSON; see :mod:`course_lib.data.conversations`."""
+    shards: Shards | None = None
+    """The training text where it is streamed."""
+
+    @property
+    def training_texts(self) -> Iterable[str]:
+        """What a tokenizer is trained on: of conversations what is said in them, of a stream its first texts."""
+        texts: Iterable[str] = self.splits["train"]["text"] if self.shards is None else itertools.islice(
+            self.shards.read(0), BATCH_ROWS)
+        return map(contents, texts) if self.conversations else texts
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,7 @@ class _Rows:
     texts: datasets.Dataset
     labels: columns.Labels | None = None
     """None for language modelling."""
+    conversations: bool = False
 
 
 class DataConnector:
@@ -72,12 +87,28 @@ class DataConnector:
         """
         source, notes = sources.find(self.config), list[str]()
         chosen = self._choose_splits(source, notes)
+        shards = self._stream(source, chosen, notes) if self.config.streaming else None
         rows = {split: self._read(source, own_name, split, notes) for split, own_name in chosen.items()}
+        kinds = {split: one.conversations for split, one in rows.items()} | (
+            {"train": shards.conversations} if shards else {})
+        if len({*kinds.values()}) > 1:
+            held = [f"{split} {'conversations' if talks else 'texts'}" for split, talks in kinds.items()]
+            raise DataError(f"the splits of {source.name} hold both ({', '.join(held)})",
+                            "give all splits the same columns, or name one of them with --text_column")
         splits, label_names = self._number(rows, notes)
-        splits = self._cut_missing(splits, notes)
+        splits = splits if shards else self._cut_missing(splits, notes)
         splits = self._shorten(splits, label_names, notes)
         return TextData(splits, label_names, source.name, source.described, fingerprint(splits, label_names),
-                        tuple(notes))
+                        tuple(notes), any(kinds.values()), shards)
+
+    def open_training_shards(self) -> Shards:
+        """The training files alone, to be read as they are needed, whatever else the data set has.
+
+        Raises:
+            DataError: the data set, the split or its column of texts is missing or unfit.
+        """
+        source = sources.find(self.config)
+        return open_shards(source, self._choose_splits(source, [])["train"], self.config, self._chat)
 
     @property
     def _classifies(self) -> bool:
@@ -108,6 +139,9 @@ class DataConnector:
             raise DataError(f"the {split} split of {source.name} is empty", "give a split with at least one row")
         what = f"the {split} split of {source.name}"
         notes += raw.notes
+        chats = () if self._classifies else columns.conversations(raw)
+        if self.config.task == "causal_lm" and (chat := self._chat(chats, what)):
+            return _Rows(columns.only_conversations(raw, chat, split), conversations=True)
         text = columns.choose_column(self.config.text_column or source.text_column, columns.TEXT_NAMES, raw,
                                      "text_column", what)
         texts = self._clean(columns.only_text(raw, text, split), split, source.is_prose)
@@ -133,6 +167,28 @@ class DataConnector:
         if split == "train" and labels.names is None:
             label_check.check_classes(raw.rows, text, label, list(labels.counts), what)
         return _Rows(texts, labels)
+
+    def _stream(self, source: sources.Source, chosen: dict[str, str], notes: list[str]) -> Shards:
+        """The training files, to be read as they are needed; takes the split out of those that are chosen."""
+        if "validation" not in chosen:
+            raise DataError(f"{source.name} has no validation split, and none can be cut from a stream",
+                            "put a file validation.jsonl, .parquet or .txt beside the training files")
+        shards = open_shards(source, chosen.pop("train"), self.config, self._chat)
+        notes.append(f"train is streamed from {len(shards)} file{'s' * (len(shards) != 1)}, shuffled in windows of "
+                     f"{self.config.stream_window:,} rows")
+        return shards
+
+    def _chat(self, chats: Sequence[str], what: str) -> str | None:
+        """The column of conversations to train on, where there is one and the config names no other."""
+        wanted = self.config.text_column
+        chat = next((name for name in chats if wanted in (None, name)), None)
+        if chat and (self.config.lowercase or self.config.clean_text):
+            raise DataError(f"{what} holds conversations in `{chat}`, which clean_text and lowercase would change",
+                            "leave the two out")
+        if not chat and self.config.chat_template:
+            raise DataError(f"{what} holds no conversations, which chat_template {self.config.chat_template} is for",
+                            f"leave it out, or give a column {' or '.join(COLUMNS)}")
+        return chat
 
     def _clean(self, rows: datasets.Dataset, split: str, is_prose: bool) -> datasets.Dataset:
         """The texts cleaned as the config says; where it says nothing, for classification, and prose for all tasks."""

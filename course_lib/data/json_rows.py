@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from course_lib.data.conversations import COLUMNS
 from course_lib.data.plain_files import read_lines
 from course_lib.errors import DataError
 
@@ -117,7 +118,7 @@ def _of_object(path: Path, value: dict[str, Any]) -> list[Any]:
         lengths = {len(column) for column in columns}
         if len(lengths) == 1 and not any(map(_are_objects, columns)):
             return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
-    tables = [name for name, column in value.items() if _are_objects(column)]
+    tables = [name for name, column in value.items() if _are_objects(column) and not _is_conversation(name, column)]
     if set(value) >= {"columns", "data"} and isinstance(value["columns"], list):  # pandas, orient="split" or "table"
         return [dict(zip(map(str, value["columns"]), row, strict=False)) for row in value["data"]
                 if isinstance(row, list)]
@@ -135,6 +136,11 @@ def _of_object(path: Path, value: dict[str, Any]) -> list[Any]:
             return columns  # pandas, orient="index"
         raise DataError(f"{path} is an object of objects, not rows", "give one object per line, or a list of objects")
     return [value]
+
+
+def _is_conversation(name: str, value: list[dict[str, Any]]) -> bool:
+    """Whether objects are the turns of one conversation, in a file of a single row, and no rows themselves."""
+    return name.lower() in COLUMNS and all({"role", "from"} & set(turn) for turn in value)
 
 
 def _are_objects(value: Any) -> bool:
@@ -180,6 +186,7 @@ def arrays(rows: Sequence[Row], types: Mapping[str, pa.DataType]) -> dict[str, p
     for name, kind in types.items():
         values = [row.get(name) for row in rows]
         if kind == pa.string():
-            values = [value if value is None or isinstance(value, str) else str(value) for value in values]
+            values = [value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                      for value in values]
         made[name] = pa.array(values, kind)
     return made

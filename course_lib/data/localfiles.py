@@ -11,6 +11,7 @@ import pyarrow as pa
 from course_lib.data import json_rows, parquet
 from course_lib.data.arrow_types import way_out
 from course_lib.data.cache import RECORD_BYTES, RECORD_ROWS
+from course_lib.data.conversations import COLUMNS
 from course_lib.data.delimited import Ambiguous, Delimited, Rows, same_header
 from course_lib.data.folders import BINARY, kind_of, reading
 from course_lib.data.plain_files import COMPRESSED, contents, read_lines, refuse_what_it_is
@@ -28,11 +29,13 @@ class Options:
         encoding: of text.
         separator: of CSV, a name in :data:`course_lib.data.delimited.SEPARATORS`.
         quoting: of CSV and TSV, a name in :data:`course_lib.data.delimited.QUOTINGS`.
+        chats: columns of conversations become JSON text; else they are refused.
     """
 
     encoding: str | None = None
     separator: str | None = None
     quoting: str | None = None
+    chats: bool = False
 
 
 def read_split(files: Sequence[Path], options: Options = Options()) -> Raw:
@@ -61,11 +64,13 @@ def read_split(files: Sequence[Path], options: Options = Options()) -> Raw:
         parts = [kind, *map(contents, files)]
         if kind not in BINARY:
             parts += [str(options)]
+        elif options.chats:
+            parts += ["chats"]
         return cached_table(parts, lambda: READERS[kind](files, options))
 
 
 def _of_parquet(files: Sequence[Path], options: Options) -> Table:
-    return parquet.table_of(files)
+    return parquet.table_of(files, options.chats)
 
 
 def _of_text(files: Sequence[Path], options: Options) -> Table:
@@ -111,6 +116,8 @@ def _of_json(files: Sequence[Path], options: Options) -> Table:
         for row in json_rows.read_rows(file, options.encoding):
             columns.add(row)
     types = columns.types()
+    chats = [name for name, kind in types.items() if options.chats and name.lower() in COLUMNS and kind == "lists"]
+    types |= dict.fromkeys(chats, pa.string())
     kept = {name: kind for name, kind in types.items() if isinstance(kind, pa.DataType)}
 
     def batches() -> Iterator[Mapping[str, pa.Array]]:
@@ -126,7 +133,7 @@ def _of_json(files: Sequence[Path], options: Options) -> Table:
                 begun += len(rows)
 
     shapes = {"lists": pa.list_(pa.null()), "objects": pa.struct([])}
-    return Table(types, batches, way_out={
+    return Table(types, batches, chats=chats, way_out={
         name: way_out(shapes[str(kind)], name) if str(kind) in shapes else "write all its values alike"
         for name, kind in types.items()})
 

@@ -6,7 +6,7 @@ than the cache is written: up to a gigabyte of them waits in memory.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from course_lib.data import arrow_types
 from course_lib.data.cache import RECORD_ROWS
+from course_lib.data.conversations import as_json, holds_conversations
 from course_lib.data.tables import Table
 from course_lib.errors import DataError
 
@@ -45,6 +46,29 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
                 yield batch.select(list(columns)).slice(start, RECORD_ROWS)
 
 
+def column_from(path: Path, column: str, start: int) -> Iterator[pa.Array]:
+    """One column of a file from a row on; groups of rows before it are not read."""
+    if path.suffix.lower() == ".parquet":
+        with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+            about = file.metadata
+            ends = list(itertools.accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups)))
+            groups = [group for group, end in enumerate(ends) if end > start]
+            start -= ends[groups[0] - 1] if groups and groups[0] else 0
+            batches = file.iter_batches(batch_rows(about), row_groups=groups, columns=[column]) if groups else ()
+            yield from _after(batches, start)
+        return
+    yield from _after(_batches(path, [column]), start)
+
+
+def _after(batches: Iterable[pa.RecordBatch], start: int) -> Iterator[pa.Array]:
+    """The only column of some batches, without their first rows."""
+    for batch in batches:
+        if len(batch) > start:
+            batch.validate(full=True)  # see table_of
+            yield batch.column(0).slice(start)
+        start = max(0, start - len(batch))
+
+
 def _open_arrow(source: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
     """An Arrow file in either of its two forms."""
     is_file = source.read(6) == b"ARROW1"
@@ -59,9 +83,12 @@ def _schema(path: Path) -> pa.Schema:
         return reader.schema
 
 
-def table_of(files: Sequence[Path]) -> Table:
+def table_of(files: Sequence[Path], chats: bool = False) -> Table:
     """The rows of Parquet or Arrow files as one split.
 
+    Args:
+        files: of one kind.
+        chats: columns of conversations become JSON text.
     Raises:
         DataError: the files have other columns, or columns of other types.
     """
@@ -70,6 +97,7 @@ def table_of(files: Sequence[Path]) -> Table:
     if repeated := next((name for name in first.names if first.names.count(name) > 1), None):
         raise DataError(f"{files[0]} has two columns `{repeated}`", "rename one of them")
     types: dict[str, pa.DataType | str] = {}
+    talks: list[str] = []
     for name in first.names:
         if lacks := next((file for file, schema in zip(files, schemas, strict=True) if name not in schema.names), None):
             raise DataError(f"{lacks} has no column `{name}`, and {files[0].name} has",
@@ -79,6 +107,8 @@ def table_of(files: Sequence[Path]) -> Table:
         if known == {pa.int64(), pa.float64()}:
             known = {pa.float64()}
         held = dict.fromkeys(arrow_types.shown(schema.field(name).type) for schema in schemas)
+        if chats and all(holds_conversations(name, schema.field(name).type) for schema in schemas):
+            known, talks = {pa.string()}, [*talks, name]
         one = next(iter(known))
         types[name] = one if len(known) == 1 and one is not None else " in one file and ".join(held)
     refused = {name for name, kind in types.items() if isinstance(kind, str)}
@@ -87,14 +117,14 @@ def table_of(files: Sequence[Path]) -> Table:
     def batches() -> Iterator[Mapping[str, pa.Array]]:
         for batch in itertools.chain.from_iterable(_batches(file, kept) for file in files):
             batch.validate(full=True)  # a damaged file may hold indices and offsets that end the process
-            yield {name: batch.column(name) for name in kept}
+            yield {name: as_json(batch.column(name)) if name in talks else batch.column(name) for name in kept}
 
     named = [_class_names(schema, types) for schema in schemas]
     if other := next((file for file, names in zip(files, named, strict=True) if names != named[0]), None):
         raise DataError(f"{other} names its classes otherwise than {files[0].name}", "write all files of a split anew, "
                         "as one data set")
     return Table(types, batches, named[0],
-                 {name: arrow_types.way_out(first.field(name).type, name) for name in refused})
+                 {name: arrow_types.way_out(first.field(name).type, name) for name in refused}, chats=talks)
 
 
 def _class_names(schema: pa.Schema, types: Mapping[str, pa.DataType | str]) -> dict[str, list[str]]:

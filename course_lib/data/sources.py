@@ -1,9 +1,9 @@
 """Finds where a data set is: bundled, this machine's Python, a local file or folder, or the Hub."""
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
@@ -60,6 +60,8 @@ class Source:
     """Reads one of them."""
     text_column: str | None = None
     label_column: str | None = None
+    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    """Those of each split, where they are local ones that can be read row by row."""
     is_prose: bool = False
     """Whether its line breaks and entities mean nothing, so that a language model need not learn them."""
 
@@ -100,8 +102,10 @@ def _local(config: DataConfig, path: Path) -> Source:
     _refuse_meaningless(config, {folders.kind_of(file) or "" for part in files.values() for file in part})
     if config.task == "classification":
         folders.refuse_folders_of_classes(path, files)
-    options = localfiles.Options(config.encoding, config.separator, config.quoting)
-    return Source(path.resolve().name, described, files, lambda split: localfiles.read_split(files[split], options))
+    options = localfiles.Options(config.encoding, config.separator, config.quoting,
+                                 chats=config.task == "causal_lm")
+    return Source(path.resolve().name, described, files, lambda split: localfiles.read_split(files[split], options),
+                  files=files)
 
 
 def _refuse_meaningless(config: DataConfig, kinds: Collection[str] = ()) -> None:

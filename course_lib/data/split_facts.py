@@ -25,8 +25,10 @@ class SplitFacts:
         in_train: rows whose text the training split has too, in the training split rows that repeat an earlier one.
         max_length: tokens at which a text is cut, or of a block.
         tokens: of all texts, before anything is cut.
-        cut_rows: texts that were longer; for language modelling 0.
+        cut_rows: texts that were longer; for language modelling 0, or those that are packed in pieces.
         cut_tokens: what was cut of them; for language modelling what fills no block.
+        packed_rows: rows that whole texts share; 0 where they share none.
+        left_out: conversations that have no answer within max_length, and are left out.
     """
 
     rows: int
@@ -36,6 +38,13 @@ class SplitFacts:
     tokens: int
     cut_rows: int
     cut_tokens: int
+    packed_rows: int = 0
+    left_out: int = 0
+
+    @property
+    def filled(self) -> float:
+        """Share of the places of packed rows that hold a token."""
+        return (self.tokens - self.cut_tokens) / max(1, self.packed_rows * self.max_length)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for a run's summary."""
@@ -48,11 +57,19 @@ class SplitFacts:
             parts.append(f"{_rows(self.in_train)} again" if split == "train"
                          else f"{_rows(self.in_train)} of the training split too")
         share = f"{self.cut_tokens / max(1, self.tokens):.1%} of the tokens"
-        if self.cut_rows:
+        if self.cut_rows and not self.cut_tokens:
+            parts.append(f"{_rows(self.cut_rows)} ({self.cut_rows / self.rows:.1%}) in pieces of {self.max_length} "
+                         "tokens")
+        elif self.cut_rows:
             parts.append(f"{_rows(self.cut_rows)} ({self.cut_rows / self.rows:.1%}) cut at {self.max_length} tokens, "
                          f"which leaves out {share}")
-        elif self.cut_tokens:
+        elif self.cut_tokens and not self.left_out:
             parts.append(f"the last {self.cut_tokens:,} tokens ({share}) fill no block of {self.max_length}")
+        if self.left_out:
+            parts.append(f"{_rows(self.left_out)} without an answer within {self.max_length} tokens left out")
+        if self.packed_rows:
+            parts.append(f"packed into {_rows(self.packed_rows)} of {self.max_length} tokens, {self.filled:.1%} of "
+                         "whose places are filled")
         return one_line("; ".join(parts))
 
     def _classes(self) -> str:

@@ -31,6 +31,7 @@ class Table:
         class_names: of columns whose numbers are classes with names.
         way_out: what to do about a column that is refused, by name; default: name another.
         notes: what was noticed while the rows were read.
+        chats: columns of conversations, which are given as JSON text.
     """
 
     types: Mapping[str, pa.DataType | str]
@@ -38,6 +39,7 @@ class Table:
     class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     way_out: Mapping[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    chats: Sequence[str] = ()
 
     @property
     def features(self) -> datasets.Features:
@@ -60,11 +62,13 @@ class Raw:
         rows: its columns but for those that are refused.
         refused: what each of these holds, and what to do about it.
         notes: what was noticed while it was read.
+        chats: columns of conversations that are JSON text here; others are lists still.
     """
 
     rows: datasets.Dataset
     refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    chats: Sequence[str] = ()
 
     @property
     def column_names(self) -> list[str]:
@@ -103,7 +107,7 @@ def cached_table(parts: Sequence[Any], make: Callable[[], Table]) -> Raw:
             _write(make(), path, about)
     told = json.loads(about.read_text(encoding="utf-8"))
     return Raw(datasets.Dataset.from_file(str(path)), {name: tuple(pair) for name, pair in told["refused"].items()},
-               told["notes"])
+               told["notes"], told.get("chats", ()))
 
 
 def _write(table: Table, path: Path, about: Path) -> None:
@@ -130,7 +134,8 @@ def _write(table: Table, path: Path, about: Path) -> None:
             raise DataError(NO_ROWS, "give a file with at least one row")
         with unwritable(path):
             writer.finalize()
-            about.write_text(json.dumps({"refused": refused, "notes": table.notes}), encoding="utf-8")
+            told = {"refused": refused, "notes": table.notes, "chats": table.chats}
+            about.write_text(json.dumps(told), encoding="utf-8")
             os.replace(beside, path)
     finally:
         writer.close()

@@ -145,7 +145,7 @@ def prepared(data: DataConfig, model: ModelConfig, seed: int) -> tuple[LoadedMod
     """Data and the untrained model, made once for all runs of a process and of those that it forks."""
     text = DataConnector(data, seed).load()
     seed_everything(seed)
-    loaded = modeling.load(model, data.task, label_names=None, texts=text.splits["train"]["text"], seed=seed,
+    loaded = modeling.load(model, data.task, label_names=None, texts=text.training_texts, seed=seed,
                            max_length=data.max_length)
     for module in loaded.model.modules():
         if isinstance(module, nn.Dropout):

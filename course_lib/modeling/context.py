@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
-from course_lib.data.collating import unpadded_rows
+from course_lib.data.collating import model_inputs, unpadded_rows
 from course_lib.errors import ConfigError, ModelError
 from course_lib.parallel.context import Method, context_attention
 from course_lib.parallel.ring_attention import NOWHERE
@@ -53,8 +53,8 @@ class WholeSequences:
         self.scored_as = task
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """``input_ids`` and ``attention_mask`` as the model takes them, and the labels."""
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}, batch["labels"]
+        """What the model takes, see :func:`~course_lib.data.collating.model_inputs`, and the labels."""
+        return model_inputs(batch), batch["labels"]
 
 
 class ContextParallel:
@@ -69,7 +69,7 @@ class ContextParallel:
     Attributes:
         layout: of the batch that was cut last.
         scored_as: see :class:`WholeSequences`; labels are shifted already, each is of its own logit.
-        documents: its padding as :func:`context_attention` takes it; None where there is none.
+        documents: its texts and padding as :func:`context_attention` takes them; None where a row is one text.
     Raises:
         ConfigError: heads that the method cannot share, a task that reads one token of a row, or dropout in attention.
         ModelError: attention, or rotary embeddings, that are not known here.
@@ -103,7 +103,8 @@ class ContextParallel:
         """What the model takes of a batch on this rank, and the labels of these tokens.
 
         Args:
-            batch: ``input_ids``, ``attention_mask`` and ``labels``, (rows, tokens) int64.
+            batch: ``input_ids``, ``attention_mask`` and ``labels``, (rows, tokens) int64; where documents share rows,
+                ``position_ids``, which begin anew at each.
         Returns:
             inputs: ``input_ids``, ``attention_mask`` and ``position_ids``, (rows, tokens / ranks) int64.
             labels: as long; what each token has to predict, already shifted for ``causal_lm``.
@@ -116,8 +117,13 @@ class ContextParallel:
             labels = next_tokens(labels)  # before the cut: a rank's last token predicts another rank's first
         ids, mask, labels = (layout.shard(whole, self.rank, 1) for whole in (ids, mask, labels))
         unpadded = unpadded_rows(batch)
-        self.documents = None if unpadded is not None and all(unpadded) else torch.where(mask.bool(), 0, NOWHERE)
-        places = layout.positions(self.rank, ids.device).expand_as(ids)
+        if "position_ids" in batch:
+            documents = layout.shard((batch["position_ids"] == 0).cumsum(1), self.rank, 1)
+            self.documents = documents.where(mask.bool(), NOWHERE)
+            places = layout.shard(batch["position_ids"], self.rank, 1)
+        else:
+            self.documents = None if unpadded is not None and all(unpadded) else torch.where(mask.bool(), 0, NOWHERE)
+            places = layout.positions(self.rank, ids.device).expand_as(ids)
         return {"input_ids": ids, "attention_mask": mask, "position_ids": places}, labels
 
 

@@ -5,11 +5,12 @@ mask's elements (``padding_mask.all()``, transformers.masking_utils), and on a G
 everything queued before has been computed: once for each forward pass. Who made the batch knew.
 
 The mask itself is still handed to the model: without one, transformers looks at the positions instead, for sequences
-that were packed into one row, and waits just as long.
+that were packed into one row, and waits just as long. Where texts do share rows, that is what is wanted.
 """
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,5 +52,11 @@ def _decided(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of transformers' log says what nobody knows: a batch of packed texts has no mask on purpose."""
+    return _has_padding is None or "passing in an `attention_mask`" not in record.getMessage()
+
+
+logging.getLogger("transformers.modeling_utils").addFilter(_is_news)
 AttentionMaskInterface.register("sdpa", _decided(sdpa_mask))
 AttentionMaskInterface.register("eager", _decided(eager_mask))

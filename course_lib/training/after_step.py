@@ -123,6 +123,7 @@ def diverged(step: int, rate: float, kept: list[Path], untouched: bool = False) 
 def count_seconds(trainer: Trainer) -> None:
     """Bring ``state.seconds`` and the phases up to date; the device has to have been waited for."""
     trainer.state.seconds += trainer.stopwatch.lap()
+    trainer.throughput.settle(trainer.state)
     trainer.phases.settle()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from course_lib.data.collating import moved, unpadded_rows
+from course_lib.data.collating import model_inputs, moved, unpadded_rows
 from course_lib.modeling.masks import padding_known
 from course_lib.training import intervals
 from course_lib.training.loss import loss_of_rows
@@ -76,7 +76,7 @@ def evaluate_split(
     """Loss and metrics over every row of a loader.
 
     Args:
-        model: called with input_ids and attention_mask; in evaluation mode while this runs.
+        model: called with what :func:`model_inputs` gives; in evaluation mode while this runs.
         loader: this rank's batches.
         task: ``classification``, ``causal_lm`` or ``masked_lm``.
         num_labels: classes, for classification.
@@ -98,7 +98,7 @@ def evaluate_split(
                 if scores:
                     scored = scores(batch)
                 else:
-                    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                    logits = model(**model_inputs(batch)).logits
                     scored = scores_of_rows(logits, batch["labels"], task)
             totals.add(gather((*scored, batch["labels"]) if num_labels else scored))
     return totals.result() | ({"interval95": totals.intervals()} if with_intervals else {})

@@ -56,7 +56,7 @@ class RouterLoss:
         seen, self._seen = self._seen, []
         in_use = (batch["labels"] != IGNORE).view(len(batch["labels"]), -1).any(1)
         inputs, _ = engine.sequences.cut(batch)  # the tokens that this rank's routers have seen
-        real = (inputs["attention_mask"].bool() & in_use[:, None]).flatten()
+        real = (inputs.get("attention_mask", batch["attention_mask"]).bool() & in_use[:, None]).flatten()
         logits = [of_layer[real] for of_layer, _ in seen]
         counts = [torch.bincount(experts[real].flatten(), minlength=of_layer.shape[1]) for of_layer, experts in seen]
         numbers = torch.cat([real.sum()[None], *counts])

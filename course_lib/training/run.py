@@ -48,7 +48,7 @@ def build_trainer(config: Config, callbacks: Iterable[Callback] = ()) -> tuple[T
 def load_base(config: Config, text: TextData) -> LoadedModel:
     """The model that a config names, for its data, before anything is put beside its weights."""
     return modeling.load(config.model, config.data.task, label_names=text.label_names,
-                         texts=text.splits["train"]["text"], seed=config.run.seed, max_length=config.data.max_length)
+                         texts=text.training_texts, seed=config.run.seed, max_length=config.data.max_length)
 
 
 def adapt(loaded: LoadedModel, adapter: AdapterConfig, seed: int) -> None:
@@ -122,7 +122,7 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
         "tf32": trainer.tf32,
         "cpu_kernels": trainer.cpu_kernels,
         "threads": torch.get_num_threads(),
-        "data": {"name": text.name, "source": text.source, "notes": list(text.notes),
+        "data": {"name": text.name, "source": text.source, "notes": list(trainer.data.notes),
                  "rows": {name: len(rows) for name, rows in text.splits.items()},
                  "splits": {name: facts.as_dict() for name, facts in trainer.data.facts.items()}},
         "eval": {"split": split, **scores},
@@ -205,7 +205,7 @@ def _evaluate(config: Config, split: str) -> dict[str, Any]:
     trainer.engine.close()
     return {"model": config.model.model, "dataset": text.name, "split": split, **scores,
             "world_size": trainer.num_processes,
-            "notes": [f"{split}: {trainer.data.facts[split].line(split)}", *text.notes]}
+            "notes": [f"{split}: {trainer.data.facts[split].line(split)}", *trainer.data.notes]}
 
 
 def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:

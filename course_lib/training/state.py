@@ -28,6 +28,8 @@ class TrainState:
         last_loss: the last logged loss.
         window: losses of the steps since the last logged line, as global means.
         stop: set by a callback to end the run after this step.
+        stream: where a stream of training text stands, see :class:`course_lib.data.streaming.Place`; None without one.
+            The steps of such a run are those of one epoch, whatever the stream's.
     """
 
     max_steps: int = 0
@@ -46,10 +48,13 @@ class TrainState:
     last_loss: float | None = None
     window: list[float] = field(default_factory=list)
     stop: bool = False
+    stream: dict[str, int] | None = None
 
     @property
     def epochs_done(self) -> float:
-        """Progress in epochs, as a fraction."""
+        """Progress in epochs, as a fraction; of a stream whole ones, as nobody knows how long one is."""
+        if self.stream is not None:
+            return float(self.stream["epoch"])
         return round(self.epoch + self.step_in_epoch / self.steps_per_epoch, 4) if self.steps_per_epoch else 0.0
 
     @property

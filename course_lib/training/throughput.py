@@ -36,11 +36,12 @@ class Throughput:
         name: of the hardware.
         peak: FLOP/s of one accelerator in the run's precision; None where it is not known.
         note: of what MFU is the share, or why there is none.
+        streamed: of the steps that are not counted yet, rows, tokens and the sum of the squared lengths, int64 [3].
     """
 
     def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, architecture: Any, task: str, device: torch.device,
                  precision: str, adapters: bool = False):
-        self.lengths, self.adapters = lengths, adapters
+        self.lengths, self.adapters, self.streamed = lengths, adapters, list[torch.Tensor]()
         self.name, self.peak, self.note = peak_of(device, precision)
         self.model: models.Model | None = None
         try:
@@ -57,15 +58,25 @@ class Throughput:
 
     def count(self, state: TrainState, rows: np.ndarray) -> None:
         """Add the rows of a global batch, by number."""
-        state.samples += len(rows)
         lengths = lengths_at(self.lengths, rows)
-        state.tokens += int(lengths.sum())
+        self.add(state, len(rows), int(lengths.sum()), float(np.square(lengths, dtype=np.float64).sum()))
+
+    def add(self, state: TrainState, rows: int, tokens: int, squares: float) -> None:
+        """Add so many rows, their tokens, and the sum of the squares of their lengths."""
+        state.samples += rows
+        state.tokens += tokens
         if self.model:
             # linear in the length but for attention, whose FLOPs grow with its square
             a_token, a_pair = self.model.flops(0), self.model.flops(1) - self.model.flops(0)
             if self.adapters:
                 a_token *= 2 / 3
-            state.flops += a_token * float(lengths.sum()) + a_pair * float(np.square(lengths, dtype=np.float64).sum())
+            state.flops += a_token * float(tokens) + a_pair * squares
+
+    def settle(self, state: TrainState) -> None:
+        """Add the rows of a stream since the last call; the device has to have been waited for."""
+        for rows, tokens, squares in map(torch.Tensor.tolist, self.streamed):
+            self.add(state, rows, tokens, squares)
+        self.streamed.clear()
 
     def rates(self, state: TrainState, ranks: int) -> dict[str, float]:
         """Rows and tokens per second of all ranks together since the run began, and MFU where it is known."""

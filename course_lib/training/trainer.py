@@ -10,15 +10,18 @@ import torch
 from course_lib.config import Config
 from course_lib.data.batching import (
     GlobalBatchSampler,
+    StreamSteps,
     end_workers,
     evaluation_loader,
     layout,
+    stream_loader,
     training_loader,
     workers,
 )
 from course_lib.data.cache import column
 from course_lib.data.collating import unpadded_rows
 from course_lib.data.processing import DataProcessor, ProcessedData
+from course_lib.data.streaming import TextStream
 from course_lib.errors import ConfigError
 from course_lib.hangs.desync import digest_of
 from course_lib.launching import interrupts
@@ -45,7 +48,6 @@ from course_lib.training.state import TrainState
 from course_lib.training.throughput import Throughput
 
 Batch = dict[str, torch.Tensor]
-
 
 class Trainer:
     """Trains a model on the processes that its engine joins.
@@ -90,11 +92,14 @@ class Trainer:
         self.tf32 = use_tf32(config.run.tf32, self.precision, self.device)
         self.cpu_kernels = pick_kernels(config, self.device)
 
-        self.sampler = self._sampler()
+        self.sampler: GlobalBatchSampler | StreamSteps = self._sampler()
         pin = config.data.pin_memory and self.device.type == "cuda"
         collator = processor.collator(self.device.type)
         helpers = workers(config.data.num_workers, self.device.type, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self.train_loader = training_loader(data.splits["train"], self.sampler, collator, helpers, pin, self.rank)
+        if isinstance(self.sampler, StreamSteps):
+            self.train_loader = stream_loader(self.sampler.stream, collator, helpers, pin)
+        else:
+            self.train_loader = training_loader(data.splits["train"], self.sampler, collator, helpers, pin, self.rank)
         self.eval_loaders = {
             split: evaluation_loader(rows, config.run.eval_batch_size, collator, config.run.seed, helpers, pin)
             for split, rows in data.splits.items() if split != "train"
@@ -137,7 +142,7 @@ class Trainer:
         self.model = self.engine.model
         self.tell("on_connect")
 
-    def _sampler(self) -> GlobalBatchSampler:
+    def _sampler(self) -> GlobalBatchSampler | StreamSteps:
         run, ranks = self.config.run, self.engine.data_ranks
         rows, accumulation, rest = run.batch_size, run.gradient_accumulation_steps, 0
         if run.split_batches:
@@ -147,6 +152,13 @@ class Trainer:
                               f"use a multiple of {ranks}")
         if run.global_batch_size:
             rows, accumulation = layout(run.global_batch_size, ranks, run.batch_size)
+        if self.data.shards is not None and self.data.make_rows is not None:
+            stream = TextStream(
+                self.data.shards, self.data.make_rows, window=self.config.data.stream_window,
+                seed=run.seed if run.data_seed is None else run.data_seed, rank=self.engine.place.dp, world_size=ranks,
+                batch_size=rows, accumulation=accumulation, global_batch_size=run.global_batch_size,
+                drop_last=run.drop_last, endless=True)
+            return StreamSteps(stream, run.max_steps or 0)
         sampler = GlobalBatchSampler(column(self.data.splits["train"], "length"), rows, ranks, accumulation, run.seed,
                                      self.config.data.group_by_length, run.global_batch_size,
                                      order_seed=run.data_seed, drop_last_batch=run.drop_last)
@@ -200,7 +212,10 @@ class Trainer:
     def train_epoch(self) -> None:
         """Step to the end of the epoch or of the run."""
         state = self.state
-        self.sampler.start_at(state.epoch, state.step_in_epoch)
+        if isinstance(self.sampler, StreamSteps):
+            self.sampler.stream.load_state_dict(state.stream or {})
+        else:
+            self.sampler.start_at(state.epoch, state.step_in_epoch)
         self.wrapped.train()
         batches = iter(self.train_loader)
         while not state.finished and state.step_in_epoch < state.steps_per_epoch:
@@ -208,7 +223,10 @@ class Trainer:
                 micro_batches = list(itertools.islice(batches, self.sampler.accumulation))
                 micro_batches = [self.engine.to_device(batch) for batch in micro_batches]
             loss, gradient_norm = self.train_step(micro_batches)
-            self.throughput.count(state, self.sampler.batches[state.step_in_epoch])
+            if isinstance(self.sampler, StreamSteps):
+                state.stream = self.sampler.place_after(micro_batches)
+            else:
+                self.throughput.count(state, self.sampler.batches[state.step_in_epoch])
             state.step += 1
             state.step_in_epoch += 1
             after_step.do_what_is_due(self, loss, gradient_norm)
@@ -275,7 +293,11 @@ class Trainer:
         """Targets in the whole global batch, a scalar; the same reduction carries whether anyone was asked to stop."""
         own = torch.stack([count_targets(batch["labels"], self.task) for batch in micro_batches]).sum()
         own_vote = torch.full_like(own, self.stop_request.vote)  # filled in there: a copy would wait for the device
-        targets, self.votes = self.engine.sum(torch.stack([self.engine.counted_once(own), own_vote]))
+        numbers = [self.engine.counted_once(own), own_vote]
+        if isinstance(self.sampler, StreamSteps):  # of whose rows a rank knows its own alone
+            numbers += self.engine.counted_once(self.sampler.counts(micro_batches).to(self.device))
+        targets, self.votes, *streamed = self.engine.sum(torch.stack(numbers))
+        self.throughput.streamed += [torch.stack(streamed)] if streamed else []
         return targets
 
     def settle(self) -> None:

@@ -221,9 +221,9 @@ def test_json_that_is_no_rows_is_named(text, said, tmp_path):
 
 
 @pytest.mark.parametrize(("row", "task", "said"), [
-    ({"messages": [{"role": "user", "content": "hi"}]}, "causal_lm", "apply_chat_template"),
-    ({"id": "a", "messages": [{"role": "user", "content": "hi"}]}, "causal_lm", "apply_chat_template"),
-    ({"conversations": [{"from": "human", "value": "hi"}], "id": "a"}, "causal_lm", r"row\['conversations'\]"),
+    ({"messages": [{"role": "user", "content": "hi"}]}, "masked_lm", "apply_chat_template"),
+    ({"id": "a", "chosen": [{"role": "user", "content": "hi"}]}, "causal_lm", r"row\['chosen'\]"),
+    ({"conversations": [{"from": "human", "value": "hi"}], "id": "a"}, "masked_lm", r"row\['conversations'\]"),
     ({"premise": "a", "hypothesis": "b", "label": 1}, "classification", r'row\["premise"\] .* row\["hypothesis"\]'),
     ({"instruction": "a", "output": "b"}, "causal_lm", 'instruction and output are two texts per row'),
     ({"text": ["a", "b"], "label": 1}, "classification", r"column `text` .* holds lists, not text.*\.join"),

@@ -239,7 +239,7 @@ def plan_here(project: Project, config: Config) -> Here:
     """Plan one of the project's runs on this machine's ranks; its model is built to read its sizes."""
     text = DataConnector(config.data, config.run.seed).load()
     loaded = modeling.load(config.model, config.data.task, label_names=text.label_names,
-                           texts=text.splits["train"]["text"], seed=config.run.seed, max_length=config.data.max_length)
+                           texts=text.training_texts, seed=config.run.seed, max_length=config.data.max_length)
     classes = bool(text.label_names)
     kinds = len(text.label_names) if text.label_names else loaded.tokenizer.vocab_size
     model = models.from_config(loaded.model.config.to_dict(), project.model, head=not classes)

@@ -39,8 +39,8 @@ def opening(trainer: "Trainer") -> list[str]:
     lines.append(f"ranks      {trainer.num_processes} ({trainer.device.type}, precision {trainer.precision}{kernels}), "
                  f"{how}")
     begun = f", from step {state.step}" if state.step else ""
-    lines.append(f"steps      {state.max_steps} of {trainer.sampler.global_batch_size} rows, "
-                 f"{state.steps_per_epoch} per epoch{begun}")
+    per_epoch = "of a stream" if trainer.data.shards else f"{state.steps_per_epoch} per epoch"
+    lines.append(f"steps      {state.max_steps} of {trainer.sampler.global_batch_size} rows, {per_epoch}{begun}")
     return [*lines, f"writes to  {trainer.output_dir}"]
 
 

@@ -158,7 +158,9 @@ def _go_on_from(trainer: Trainer, folder: Path) -> str:
     trainer.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
     if "tokens" not in saved["state"]:
         _count_again(trainer)
-    if trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
+    if trainer.state.stream is not None:
+        trainer.state.epoch, trainer.state.step_in_epoch = 0, trainer.state.step
+    elif trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
         trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
     second_start.forget_best(trainer, folder, changes)
     read_best(trainer, folder)

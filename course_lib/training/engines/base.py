@@ -12,6 +12,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration, broadcast, gather_object
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
@@ -209,6 +210,9 @@ class Engine:
 
     def deal(self, loader: Any) -> Any:
         """A loader of all ranks' batches as one of this rank's, on its device; ranks of one dp place get the same."""
+        if isinstance(loader.dataset, IterableDataset):  # a stream has dealt its rows already
+            return prepare_data_loader(loader, self.device, num_processes=1, process_index=0, put_on_device=True,
+                                       rng_types=[], dispatch_batches=False, non_blocking=True)
         if self.data_ranks == self.num_processes:
             return self.accelerator.prepare_data_loader(loader)
         return prepare_data_loader(loader, self.device, num_processes=self.data_ranks, process_index=self.place.dp,

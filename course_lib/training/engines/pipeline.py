@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from course_lib.data.collating import unpadded_rows
+from course_lib.data.collating import model_inputs, unpadded_rows
 from course_lib.errors import ConfigError
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
 from course_lib.parallel.ddp import average_gradients
@@ -36,7 +36,7 @@ from course_lib.training.precision import autocast
 
 def _for_stages(batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """What every stage takes of a batch; see :class:`~course_lib.modeling.stages.Stage`."""
-    found, unpadded = {name: batch[name] for name in ("input_ids", "attention_mask")}, unpadded_rows(batch)
+    found, unpadded = model_inputs(batch), unpadded_rows(batch)
     return found if unpadded is None else found | {"unpadded": torch.tensor(unpadded)}
 
 

@@ -1,0 +1,64 @@
+"""Tokenized texts packed into rows that several of them share; see :mod:`course_lib.data.packing`."""
+
+import itertools
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from course_lib.data.cache import cached_map, digest
+from course_lib.data.packing import best_fit
+
+PLAN = datasets.Features({"pieces": datasets.List(datasets.Value("int64"))})
+"""Columns of a packing: for each row the numbers of its pieces."""
+
+
+class _Plan:
+    """Packs once it has seen the length of every piece, batch by batch."""
+
+    def __init__(self, pieces: int, capacity: int):
+        self.pieces, self.capacity, self.lengths = pieces, capacity, list[int]()
+
+    def __call__(self, batch: pa.Table) -> dict[str, list[list[int]]]:
+        self.lengths += batch["length"].to_pylist()
+        return {"pieces": best_fit(self.lengths, self.capacity) if len(self.lengths) == self.pieces else []}
+
+
+def pack(pieces: datasets.Dataset, capacity: int, key: str, describe: str) -> datasets.Dataset:
+    """The rows that pieces of text make by best fit, memory-mapped from the cache.
+
+    Args:
+        pieces: columns `input_ids`, `length`, at most ``capacity``, and others with a value per token.
+        capacity: tokens of a row.
+        key: names the pieces and the capacity.
+        describe: for the progress bar.
+    Returns:
+        The columns of the pieces, joined, and `documents`, int32: the length of each piece in a row.
+    """
+    plan = cached_map(pieces.select_columns("length"), _Plan(len(pieces), capacity), key=digest("plan", key),
+                      features=PLAN, describe=describe)
+    by_token = pieces.remove_columns("length")
+
+    def joined(batch: pa.Table) -> dict[str, list[Any]]:
+        return join(batch["pieces"].to_pylist(), by_token)
+
+    features = datasets.Features(pieces.features | {"documents": datasets.List(datasets.Value("int32"))})
+    return cached_map(plan, joined, key=digest("rows", key), features=features, describe=describe,
+                      row_bytes=8 * capacity)
+
+
+def join(plan: list[list[int]], by_token: datasets.Dataset) -> dict[str, list[Any]]:
+    """The columns of some rows, given the numbers of each one's pieces.
+
+    Args:
+        plan: for each row the numbers of its pieces.
+        by_token: the pieces, all of whose columns have a value per token.
+    """
+    numbers = list(itertools.chain.from_iterable(plan))
+    columns = by_token[numbers]
+    ends = list(itertools.accumulate(map(len, plan)))
+    rows = [slice(end - len(row), end) for row, end in zip(plan, ends, strict=True)]
+    made = {name: [list(itertools.chain.from_iterable(values[row])) for row in rows]
+            for name, values in columns.items()}
+    lengths = [len(ids) for ids in columns["input_ids"]]
+    return made | {"documents": [lengths[row] for row in rows], "length": [sum(lengths[row]) for row in rows]}
