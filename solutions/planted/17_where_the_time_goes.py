@@ -38,16 +38,18 @@ PLANTED = (
             "(product, scores + keys + queries, True)]",
             "    return [(2 * product + scores, 2 * queries + 2 * keys + 4 * scores, True)]"),
     Planted("roofline.bounds", "computes, then moves", "roofs",
-                        "            kernels.append(", '            bound = flops / rate + size / peaks["memory"]\n'
-                        "            kernels.append("),
+            "            kernels.append(", '            bound = flops / rate + size / peaks["memory"]\n'
+            "            kernels.append("),
     Planted("roofline.bounds", "the roof that is highest", "roofs", "bound, roof = max(", "bound, roof = min("),
     Planted("roofline.bounds", "the ridge the other way round", "roofs", "            kernels.append(",
-            '            if roof != "launch":\n                roof = "compute" if flops / size < rate / peaks["memory"]'
-            ' else "memory"\n            kernels.append('),
+            '            if roof != "launch":\n'
+            '                roof = "compute" if flops / size < rate / peaks["memory"] else "memory"\n'
+            "            kernels.append("),
     Planted("roofline.bounds", "one peak for all data types", "roofs", 'peaks["flops"][operator["dtype"]]',
             'max(peaks["flops"].values())'),
     Planted("roofline.bounds", "launching costs nothing", "roofs", ', (peaks["launch"], "launch"))', ")"),
-    Planted("roofline.bounds", "the step's bound of its sums", "roofs", "sum(bound for _, _, bound, _ in kernels), model",
+    Planted("roofline.bounds", "the step's bound of its sums", "roofs",
+            "sum(bound for _, _, bound, _ in kernels), model",
             'max(sum(k[0] for k in kernels) / max(peaks["flops"].values()), '
             'sum(k[1] for k in kernels) / peaks["memory"]), model'),
     Planted("roofline.bounds", "what is computed again counts", "MFU", 'if is_product and not operator["again"]:',
@@ -60,10 +62,10 @@ PLANTED = (
     Planted("roofline.bounds", "over the peak of fp32", "MFU", '/ max(peaks["flops"].values())\n\n',
             '/ peaks["flops"]["float32"]\n\n'),
 
-    Planted("flash.attention", "no running maximum", "large scores", "torch.maximum(most, scores.amax(-1, keepdim=True))",
-            "torch.zeros_like(most)"),
+    Planted("flash.attention", "no running maximum", "large scores",
+            "torch.maximum(most, scores.amax(-1, keepdim=True))", "torch.zeros_like(most)"),
     Planted("flash.attention", "the sum is not corrected", "output", "total = old * total + p",
-                        "total = total + p"),
+            "total = total + p"),
     Planted("flash.attention", "the output is not corrected", "output", "mixed = old * mixed + p", "mixed = mixed + p"),
     Planted("flash.attention", "corrected the wrong way round", "output", "(most - finite).exp()",
             "(finite - most).exp()"),
@@ -85,6 +87,8 @@ PLANTED = (
             "total.log()"),
     Planted("flash.attention", "the logarithm less the maximum", "log of the sum", "(most + total.log())",
             "(total.log() - most)"),
+    Planted("flash.attention", "scales the caller's q", "output", "queries = q[:, :, rows] / width**0.5",
+            "queries = q[:, :, rows].div_(width**0.5)"),
     Planted("flash.attention", "no scale", "output", " / width**0.5", ""),
     Planted("flash.attention", "the scale in the maximum alone", "large scores",
             "scores.amax(-1, keepdim=True))\n", "scores.amax(-1, keepdim=True) / width**0.5)\n"),
@@ -92,10 +96,10 @@ PLANTED = (
             "range(0, rows.stop if causal else tokens, block)",
             "range(0, (rows.stop if causal else tokens) // block * block, block)"),
     Planted("flash.attention", "the last queries are zeros", "output",
-                        "output, log_sum = torch.empty_like(q), q.new_empty(batch, heads, tokens)\n"
-                        "    for start in range(0, tokens, block):",
-                        "output, log_sum = torch.zeros_like(q), q.new_zeros(batch, heads, tokens)\n"
-                        "    for start in range(0, tokens // block * block, block):"),
+            "output, log_sum = torch.empty_like(q), q.new_empty(batch, heads, tokens)\n"
+            "    for start in range(0, tokens, block):",
+            "output, log_sum = torch.zeros_like(q), q.new_zeros(batch, heads, tokens)\n"
+            "    for start in range(0, tokens // block * block, block):"),
     Planted("flash.attention", "the diagonal is masked", "output", ">= torch.arange(cols", "> torch.arange(cols"),
     Planted("flash.attention", "positions within the block", "output",
             "torch.arange(rows.start, rows.stop)[:, None] >= torch.arange(cols.start, cols.stop)",
@@ -110,8 +114,8 @@ PLANTED = (
     Planted("flash.attention", "all blocks, masked", "no block beyond the diagonal",
             "rows.stop if causal else tokens", "tokens"),
     Planted("flash.attention", "a strip of all keys", "no matrix",
-                        "rows.stop if causal else tokens, block):\n            cols = slice(first, min(first + block, "
-                        "tokens))", "1):\n            cols = slice(0, rows.stop if causal else tokens)"),
+            "rows.stop if causal else tokens, block):\n            cols = slice(first, min(first + block, "
+            "tokens))", "1):\n            cols = slice(0, rows.stop if causal else tokens)"),
     Planted("flash.attention", "a mask of the whole matrix", "no matrix",
             "    for start in range(0, tokens, block):\n",
             "    past = torch.ones(tokens, tokens, dtype=torch.bool).tril()\n"
@@ -128,7 +132,8 @@ def flash_attention(q, k, v, keep, causal, block):
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
     return scores.softmax(-1).nan_to_num() @ v, scores.logsumexp(-1)
 '''),
-    Planted("flash.attention", "PyTorch's own, and a logarithm from whole rows", "no block beyond the diagonal", "", '''import torch
+    Planted("flash.attention", "PyTorch's own, and a logarithm from whole rows", "no block beyond the diagonal", "",
+            '''import torch
 from torch.nn import functional as F
 
 
@@ -228,9 +233,11 @@ class ChunkedCrossEntropy(nn.Module):
             "gradient * d_weight", "gradient * d_weight * dist.get_world_size()"),
     Planted("loss.chunked", "a count for each chunk", "one count", "            counted = (wanted",
             "            dist.all_reduce((wanted != -100).sum())\n            counted = (wanted"),
-    Planted("loss.chunked", "the gradient is reduced too", "one count", "        d_hidden, d_weight = ctx.saved_tensors\n",
+    Planted("loss.chunked", "the gradient is reduced too", "one count",
+            "        d_hidden, d_weight = ctx.saved_tensors\n",
             "        d_hidden, d_weight = ctx.saved_tensors\n        dist.all_reduce(d_weight.clone())\n"),
-    Planted("loss.chunked", "the count in the backward", "one count", "        d_hidden, d_weight = ctx.saved_tensors\n",
+    Planted("loss.chunked", "the count in the backward", "one count",
+            "        d_hidden, d_weight = ctx.saved_tensors\n",
             "        d_hidden, d_weight = ctx.saved_tensors\n        dist.all_reduce(torch.tensor(1))\n"),
     Planted("loss.chunked", "what arrives in backward is taken for 1", "gradient of the weight",
             "return gradient * d_hidden, gradient * d_weight,", "return d_hidden, d_weight,"),
@@ -315,17 +322,19 @@ class InChunks(torch.autograd.Function):
             "side.abs().amax(-1, keepdim=True) if by_row else side.abs().amax()",
             "side.amax(-1, keepdim=True) if by_row else side.amax()"),
     Planted("fp8.linear", "one scale for all rows", "output", "if by_row else", "if by_row and len(side) == 0 else"),
-    Planted("fp8.linear", "a scale per row though one is asked for", "formats", " if by_row else side.abs().amax()", ""),
+    Planted("fp8.linear", "a scale per row though one is asked for", "output", " if by_row else side.abs().amax()",
+            ""),
     Planted("fp8.linear", "a scale for each column", "output", "side.abs().amax(-1, keepdim=True) if by_row",
             "side.abs().amax(0, keepdim=True) if by_row"),
     Planted("fp8.linear", "the same scales per token in the third product", "gradient of the weight",
             "        ctx.save_for_backward(*rounded(x.T, e4m3, by_row), weight)\n",
             "        eight, scale = rounded(x, e4m3, by_row)\n"
-            "        ctx.save_for_backward(eight.T, scale.amax().expand(x.shape[1], 1) if by_row else scale, weight)\n"),
+            "        scale = scale.amax().expand(x.shape[1], 1) if by_row else scale\n"
+            "        ctx.save_for_backward(eight.T, scale, weight)\n"),
     Planted("fp8.linear", "x is rounded twice", "gradient of the weight",
-                        "        ctx.save_for_backward(*rounded(x.T, e4m3, by_row), weight)\n",
-                        "        eight, scale = rounded(x, e4m3, by_row)\n"
-                        "        ctx.save_for_backward(*rounded((eight.float() * scale).T, e4m3, by_row), weight)\n"),
+            "        ctx.save_for_backward(*rounded(x.T, e4m3, by_row), weight)\n",
+            "        eight, scale = rounded(x, e4m3, by_row)\n"
+            "        ctx.save_for_backward(*rounded((eight.float() * scale).T, e4m3, by_row), weight)\n"),
     Planted("fp8.linear", "the scales of the weight's rows for its columns", "gradient of x",
             "rounded(weight.T, torch.float8_e4m3fn, ctx.by_row)",
             "(lambda eight, scale: (eight.T, scale.amax().expand(weight.shape[1], 1) if ctx.by_row else scale))("
@@ -339,8 +348,10 @@ class InChunks(torch.autograd.Function):
     Planted("fp8.linear", "448 for both formats", "formats", "torch.finfo(form).max", "448"),
     Planted("fp8.linear", "57344 for both formats", "output", "torch.finfo(form).max", "57344"),
     Planted("fp8.linear", "127, as for int8", "formats", "torch.finfo(form).max", "127"),
-    Planted("fp8.linear", "zeros divided by their scale", "zeros", "    scale = torch.where(scale == 0, 1, scale)\n", ""),
-    Planted("fp8.linear", "an epsilon", "tiny gradients", "torch.where(scale == 0, 1, scale)", "scale.clamp(min=1e-12)"),
+    Planted("fp8.linear", "zeros divided by their scale", "zeros",
+            "    scale = torch.where(scale == 0, 1, scale)\n", ""),
+    Planted("fp8.linear", "an epsilon", "tiny gradients", "torch.where(scale == 0, 1, scale)",
+            "scale.clamp(min=1e-12)"),
     Planted("fp8.linear", "an epsilon on the largest", "tiny gradients", "largest / torch.finfo(form).max",
             "largest.clamp(min=1e-12) / torch.finfo(form).max"),
     Planted("fp8.linear", "x is kept in fp32", "kept in 8 bits",
@@ -388,8 +399,9 @@ def linear_in_8_bits(x, weight, product, by_row):
     Planted("fp8.all_gather", "numbers converted to bytes", "weight", "mine.view(torch.uint8)", "mine.to(torch.uint8)"),
     Planted("fp8.all_gather", "bytes converted to numbers", "weight",
             "whole[: shape.numel()].view(torch.float8_e4m3fn)", "whole[: shape.numel()].to(torch.float8_e4m3fn)"),
-    Planted("fp8.all_gather", "fp8 is handed to gloo", "weight", "dtype=torch.uint8)\n    dist.all_gather_single(whole, "
-            "mine.view(torch.uint8))", "dtype=torch.float8_e4m3fn)\n    dist.all_gather_single(whole, mine)"),
+    Planted("fp8.all_gather", "fp8 is handed to gloo", "weight",
+            "dtype=torch.uint8)\n    dist.all_gather_single(whole, mine.view(torch.uint8))",
+            "dtype=torch.float8_e4m3fn)\n    dist.all_gather_single(whole, mine)"),
     Planted("fp8.all_gather", "gathers fp32, and rounds the whole", "bytes", "", '''import torch
 import torch.distributed as dist
 

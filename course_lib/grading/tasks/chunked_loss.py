@@ -1,4 +1,4 @@
-"""Lesson 17, to build: a cross-entropy that holds the logits of a chunk alone, with the mean over all ranks' targets."""
+"""Lesson 17, to build: a cross-entropy that holds a chunk's logits alone, its mean over all ranks' targets."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from course_lib.grading.recorder import Recorder
@@ -144,7 +143,7 @@ def three_products(case: Case, seen: Seen) -> Miss | None:
         for step, actual in enumerate(array(seen, rank, "flops", (len(FACTORS),))):
             needed = int((case.inputs["targets"][rank][step] != IGNORED).sum()) * most // tokens
             if not needed <= actual <= most:
-                return Miss(f"{most} FLOPs in matrix products at most", f"{actual:g}, {actual / most:.2f} times as many",
+                return Miss(f"{most} FLOPs in matrix products at most", f"{actual:g}, {actual / most:.2f} of that",
                             rank, step=step)
     return None
 
@@ -170,6 +169,6 @@ CHUNKED = Task(
                 "gradient of hidden": Property(1, exact("of_hidden", USUAL, LARGE, SHORT)),
                 "gradient of the weight": Property(2, exact("of_weight", USUAL, LARGE, SHORT)),
                 "no targets": Property(1, without_targets), "a chunk alone": Property(3, a_chunk_alone),
-                "three products": Property(1, three_products), "one count": Property(1, one_count)})
+                "three products": Property(2, three_products), "one count": Property(1, one_count)})
 
 ALL = (CHUNKED,)

@@ -152,7 +152,7 @@ def formats(case: Case, seen: Seen) -> Miss | None:
 
 
 def fills_the_range(case: Case, key: str, largest: Any) -> Miss | None:
-    """The largest number in 8 bits, of each row or of each side, is what its scale makes of it: its format's largest."""
+    """The largest number in 8 bits of each side, or of each row of it, is its format's largest, unless all is zero."""
     if not isinstance(largest, list) or len(largest) != 2:
         raise Malformed(Miss("two sides", short(largest)))
     for place, (side, form) in enumerate(sides_of(case)[key]):

@@ -125,8 +125,9 @@ def column(place: int, unit: str) -> Rule:
 
     def rule(case: Case, seen: Seen) -> Miss | None:
         for kernel, (row, right) in enumerate(zip(kernel_rows(case, seen), by_hand(case)[0], strict=True)):
-            if not is_near(row[place], right[place]):
-                return Miss(f"{owner_of(case, kernel)}: {right[place]:.6g} {unit}", short(row[place]))
+            count = right[:2][place]
+            if not is_near(row[place], count):
+                return Miss(f"{owner_of(case, kernel)}: {count:.6g} {unit}", short(row[place]))
         return None
 
     return rule
