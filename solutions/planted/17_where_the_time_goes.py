@@ -34,8 +34,8 @@ PLANTED = (
     Planted("roofline.bounds", "the textbook's softmax in place of its product", "bytes", "(scores, 2 * scores, False)",
             "(scores, scores, False)"),
     Planted("roofline.bounds", "attention not fused is one kernel", "roofs",
-            "    return [(product, queries + keys + scores, True), (scores, 2 * scores, False), "
-            "(product, scores + keys + queries, True)]",
+            "    return [(product, queries + keys + scores, True), (scores, 2 * scores, False),\n"
+            "            (product, scores + keys + queries, True)]",
             "    return [(2 * product + scores, 2 * queries + 2 * keys + 4 * scores, True)]"),
     Planted("roofline.bounds", "computes, then moves", "roofs",
             "            kernels.append(", '            bound = flops / rate + size / peaks["memory"]\n'
@@ -47,7 +47,8 @@ PLANTED = (
             "            kernels.append("),
     Planted("roofline.bounds", "one peak for all data types", "roofs", 'peaks["flops"][operator["dtype"]]',
             'max(peaks["flops"].values())'),
-    Planted("roofline.bounds", "launching costs nothing", "roofs", ', (peaks["launch"], "launch"))', ")"),
+    Planted("roofline.bounds", "launching costs nothing", "roofs",
+            ',\n                              (peaks["launch"], "launch"))', ")"),
     Planted("roofline.bounds", "the step's bound of its sums", "roofs",
             "sum(bound for _, _, bound, _ in kernels), model",
             'max(sum(k[0] for k in kernels) / max(peaks["flops"].values()), '
@@ -220,7 +221,7 @@ class ChunkedCrossEntropy(nn.Module):
         return F.cross_entropy(hidden @ self.weight.T, targets, reduction="sum") / count.clamp(min=1)
 '''),
     Planted("loss.chunked", "targets that do not count are the first word", "loss",
-            "counted = (wanted != -100).unsqueeze(-1)", "counted = torch.ones_like(wanted).unsqueeze(-1)"),
+            "counted = (wanted != -100)[:, None]", "counted = torch.ones_like(wanted)[:, None]"),
     Planted("loss.chunked", "tokens that do not count have a gradient", "gradient of hidden", "p *= counted / count",
             "p /= count"),
     Planted("loss.chunked", "divides by all tokens", "loss", "(targets != -100).sum()", "torch.tensor(len(targets))"),
@@ -247,8 +248,8 @@ class ChunkedCrossEntropy(nn.Module):
             "return gradient * d_hidden, gradient * d_weight,", "return gradient * d_hidden, None,"),
     Planted("loss.chunked", "softmax without its 1 at the target", "gradient of hidden",
             "            p.scatter_add_(1, labels, -torch.ones_like(lse))\n", ""),
-    Planted("loss.chunked", "exponentials that overflow", "loss", "logits.logsumexp(-1, keepdim=True)",
-            "logits.exp().sum(-1, keepdim=True).log()"),
+    Planted("loss.chunked", "exponentials that overflow", "loss", "logits.logsumexp(1, keepdim=True)",
+            "logits.exp().sum(1, keepdim=True).log()"),
     Planted("loss.chunked", "the last chunk is left out where it is short", "loss",
             "zip(hidden.split(chunk), targets.split(chunk), d_hidden.split(chunk)):",
             "[parts for parts in zip(hidden.split(chunk), targets.split(chunk), d_hidden.zero_().split(chunk))\n"
@@ -305,7 +306,7 @@ class InChunks(torch.autograd.Function):
     Planted("loss.chunked", "a bias beside the weight", "a chunk alone", "        self.chunk = chunk\n",
             "        self.chunk = chunk\n        self.bias = nn.Parameter(torch.zeros(vocabulary))\n"),
     Planted("loss.chunked", "the weight is no parameter", "gradient of the weight",
-            "self.weight = nn.Parameter(torch.randn(vocabulary, width) / width**0.5)",
+            "self.weight = nn.Parameter(torch.zeros(vocabulary, width))",
             "self.register_buffer(\"weight\", torch.zeros(vocabulary, width))"),
 
     Planted("fp8.linear", "the scale the other way round", "output", "(side / scale).to(form)",
@@ -319,12 +320,12 @@ class InChunks(torch.autograd.Function):
     Planted("fp8.linear", "no scale at all", "gradient of x", "    scale = torch.where(scale == 0, 1, scale)\n",
             "    scale = torch.ones_like(scale)\n"),
     Planted("fp8.linear", "the largest, but not of those below 0", "output",
-            "side.abs().amax(-1, keepdim=True) if by_row else side.abs().amax()",
-            "side.amax(-1, keepdim=True) if by_row else side.amax()"),
+            "side.abs().amax(1, keepdim=True) if by_row else side.abs().amax()",
+            "side.amax(1, keepdim=True) if by_row else side.amax()"),
     Planted("fp8.linear", "one scale for all rows", "output", "if by_row else", "if by_row and len(side) == 0 else"),
     Planted("fp8.linear", "a scale per row though one is asked for", "output", " if by_row else side.abs().amax()",
             ""),
-    Planted("fp8.linear", "a scale for each column", "output", "side.abs().amax(-1, keepdim=True) if by_row",
+    Planted("fp8.linear", "a scale for each column", "output", "side.abs().amax(1, keepdim=True) if by_row",
             "side.abs().amax(0, keepdim=True) if by_row"),
     Planted("fp8.linear", "the same scales per token in the third product", "gradient of the weight",
             "        ctx.save_for_backward(*rounded(x.T, e4m3, by_row), weight)\n",

@@ -27,27 +27,29 @@ def chain(rng: random.Random) -> dict:
     return {"steps": steps, "keep": sorted(rng.sample(written, rng.randrange(1, len(written) + 1)))}
 
 
-def operator(rng: random.Random, kind: str) -> dict:
+def operator(rng: random.Random, kind: str, small: bool) -> dict:
+    """A matrix product, a chain or an attention; a small one hardly computes, and moves next to nothing."""
     about: dict[str, Any] = {"kind": kind, "dtype": rng.choice(DTYPES), "again": rng.random() < 0.3}
     if kind == "matmul":
-        m, k, n = (rng.randrange(1, 60) * 2 ** rng.randrange(8) for _ in range(3))
+        m, k, n = (rng.randrange(1, 4) if small else rng.randrange(1, 60) * 2 ** rng.randrange(8) for _ in range(3))
         same = rng.random() < 0.4
         return about | {"m": m, "k": k, "n": m if same else n, "same": same}
     if kind == "pointwise":
-        return about | {"elements": rng.randrange(1, 1000) * 2 ** rng.randrange(12)} | chain(rng) | {
-            "fused": rng.random() < 0.5}
+        elements = rng.randrange(1, 4) if small else rng.randrange(1, 1000) * 2 ** rng.randrange(12)
+        return about | {"elements": elements} | chain(rng) | {"fused": rng.random() < 0.5}
     kv_heads = rng.randrange(1, 4)
+    tokens, width = (rng.randrange(1, 4), 2) if small else (rng.randrange(16, 800), rng.randrange(8, 100))
     return about | {"batch": rng.randrange(1, 5), "heads": kv_heads * rng.choice((1, 2, 4)), "kv_heads": kv_heads,
-                    "tokens": rng.randrange(16, 800), "width": rng.randrange(8, 100), "fused": rng.random() < 0.5}
+                    "tokens": tokens, "width": width, "fused": rng.random() < 0.5}
 
 
 def bounds_case(rng: random.Random, place: int) -> dict:
-    """Operators of a step; each roof is the lowest over some of them, whichever way they are written."""
-    operators = [operator(rng, kind) for kind in ("matmul", "pointwise", "attention") for _ in range(3)]
-    for place_of, about in enumerate(operators):
-        if place_of % 3 < 2 and "fused" in about:
-            about["fused"] = place_of % 3 == 0
-        about["again"] = about["again"] and place_of % 3 != 0
+    """Three operators of each kind, fused and not; in every fifth case small ones."""
+    operators = [operator(rng, kind, place % 5 == 4) for kind in ("matmul", "pointwise", "attention") for _ in range(3)]
+    for number_of, about in enumerate(operators):
+        if number_of % 3 < 2 and "fused" in about:
+            about["fused"] = number_of % 3 == 0
+        about["again"] = about["again"] and number_of % 3 != 0
     operators[1] |= {"same": True, "n": operators[1]["m"], "dtype": "bfloat16"}
     rng.shuffle(operators)
     memory = rng.uniform(1e10, 1e11)
