@@ -39,6 +39,12 @@ EQUIVALENT = {
     ("museum.entry", "memory_format=torch.contiguous_format -> "):
         "every rank's gradient is transposed in memory alike, and is summed as it lies there",
     ("museum.tokens", "ignore_index=-100 -> "): "-100 is what torch takes by itself",
+    ("flash.attention", "new.masked_fill(new == -torch.inf, 0.0) -> new.masked_fill(new == -torch.inf, 1.0)"):
+        "any finite number: the exponential of minus infinity less it is 0",
+    ("flash.attention", "total.masked_fill(total == 0, 1.0) -> total.masked_fill(total == 0, 2.0)"):
+        "0 divided by any number is 0",
+    ("fp8.linear", "torch.where(scale == 0, 1, scale) -> torch.where(scale == 0, 2, scale)"):
+        "0 divided by any number, and multiplied by it, is 0",
     ("less.average", "steps += 1 -> steps -= 1"): "a negative count is a multiple of the period likewise",
     ("less.topk", "self.steps += 1 -> self.steps -= 1"): "a negative count is a multiple of the period likewise",
     ("less.topk", "stable=True -> "): "on a CPU torch sorts stably by itself",

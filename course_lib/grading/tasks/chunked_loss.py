@@ -1,0 +1,174 @@
+"""Lesson 17, to build: a cross-entropy that holds a chunk's logits alone, its mean over all ranks' targets."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import Seen, array, events, near, short
+from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks.drawing import WORLDS, entry, numbers, whole
+from course_lib.grading.tasks.roofline import LESSON
+from course_lib.grading.work import Work
+
+USUAL, LARGE, NONE, SHORT = "usual", "large logits", "no targets", "one chunk"
+IGNORED = -100
+FACTORS = (1.0, -0.375)
+"""By which the loss of a step is multiplied before its backward."""
+CHUNKS_HELD = 6
+"""Chunks of logits, in fp32, that may be held at a time: probabilities, a mask and the like."""
+
+
+# --- loss.chunked ---
+
+def loss_case(rng: random.Random, world: int, kind: str) -> dict:
+    """Two micro-batches, of which the gradients add up; the ranks' targets differ in number."""
+    chunk, width, vocabulary = rng.randrange(3, 6), rng.randrange(2, 5), rng.randrange(80, 120)
+    tokens = chunk * rng.randrange(14, 18) + rng.randrange(1, chunk)
+    if kind == SHORT:
+        chunk = tokens + rng.randrange(3)
+    hidden, targets = [], []
+    for rank in range(world):
+        hidden.append(numbers(rng, len(FACTORS), tokens, width))
+        of_rank = whole(rng, 0, vocabulary, len(FACTORS), tokens)
+        of_rank[whole(rng, 0, 4, *of_rank.shape) < 1 + rank % 3] = IGNORED
+        of_rank[:, :chunk] = IGNORED  # a chunk without any
+        of_rank[:, -1] = 0  # the last chunk, which is short, counts; and the first word is a target like others
+        if kind == NONE and (rank == 0 or world < 3):
+            of_rank[:] = IGNORED
+        targets.append(of_rank)
+    weight = numbers(rng, vocabulary, width)
+    return {"kind": kind, "chunk": chunk, "weight": weight * np.float32(64 if kind == LARGE else 0.5), "hidden": hidden,
+            "targets": targets}
+
+
+def draw_losses(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    """Each number of ranks; logits whose exponentials overflow; a single chunk; no target on a rank, or on any."""
+    kinds = [*((world, USUAL) for world in worlds), (2, LARGE), (1, SHORT), (2, NONE), (3, NONE)]
+    return [Case(world, loss_case(rng, world, kind)) for world, kind in kinds]
+
+
+def observe_loss(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    weight = case.inputs["weight"]
+    module = function(*weight.shape, case.inputs["chunk"])
+    names = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    module.weight.data.copy_(torch.from_numpy(weight.copy()))
+    losses, of_hidden, peaks, held, largest, flops = [], [], [], [], [], []
+    with Recorder() as record:
+        for rows, targets, factor in zip(case.inputs["hidden"][rank], case.inputs["targets"][rank], FACTORS,
+                                         strict=True):
+            hidden = torch.from_numpy(rows.copy()).requires_grad_()
+            with Work() as work:
+                loss = module(hidden, torch.from_numpy(targets.copy()))
+                losses.append(float(loss.detach()))
+                record.note("backward")
+                held.append(work.held)
+                (loss * factor).backward()
+                record.note("forward")
+            of_hidden.append(plain(hidden.grad))
+            peaks.append(work.peak)
+            largest.append(work.largest)
+            flops.append(work.flops)
+    return {"parameters": {name: list(shape) for name, shape in names.items()}, "loss": np.array(losses),
+            "of_hidden": np.stack(of_hidden), "of_weight": plain(module.weight.grad), "events": record.events,
+            "peaks": np.array(peaks), "held": np.array(held), "largest": np.array(largest), "flops": np.array(flops)}
+
+
+def by_whole_logits(case: Case) -> dict[str, list[np.ndarray]]:
+    """In float64, by rank: its share of each step's mean, and the gradients of its shares."""
+    right: dict[str, list[np.ndarray]] = {"loss": [], "of_hidden": [], "of_weight": []}
+    targets = [torch.from_numpy(of_rank.copy()) for of_rank in case.inputs["targets"]]
+    counts = [max(1, sum(int((of_rank[step] != IGNORED).sum()) for of_rank in targets)) for step in range(len(FACTORS))]
+    for rows, wanted in zip(case.inputs["hidden"], targets, strict=True):
+        weight = torch.from_numpy(case.inputs["weight"].copy()).double().requires_grad_()
+        hidden = torch.from_numpy(rows.copy()).double().requires_grad_()
+        losses = [F.cross_entropy(hidden[step] @ weight.T, wanted[step], ignore_index=IGNORED, reduction="sum") / count
+                  for step, count in enumerate(counts)]
+        torch.stack([loss * factor for loss, factor in zip(losses, FACTORS, strict=True)]).sum().backward()
+        right["loss"].append(np.array([loss.item() for loss in losses]))
+        assert hidden.grad is not None and weight.grad is not None
+        right["of_hidden"].append(hidden.grad.numpy())
+        right["of_weight"].append(weight.grad.numpy())
+    return right
+
+
+def exact(key: str, *kinds: str) -> Rule:
+    """A rule: each rank's numbers, in cases of some kinds."""
+
+    def rule(case: Case, seen: Seen) -> Miss | None:
+        right = by_whole_logits(case)[key]
+        array(seen, 0, key, right[0].shape)
+        return near(seen, key, right) if case.inputs["kind"] in kinds else None
+
+    return rule
+
+
+def without_targets(case: Case, seen: Seen) -> Miss | None:
+    right = by_whole_logits(case)
+    for key, values in right.items():
+        array(seen, 0, key, values[0].shape)
+        if case.inputs["kind"] == NONE and (miss := near(seen, key, values)):
+            return miss
+    return None
+
+
+def a_chunk_alone(case: Case, seen: Seen) -> Miss | None:
+    """Bytes at any time: a few chunks of logits, and some tensors like the two gradients; of them one after forward."""
+    (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["hidden"][0].shape[1]
+    chunk = min(case.inputs["chunk"], tokens)
+    both = (vocabulary + tokens) * width
+    if seen[0].get("parameters") != {"weight": [vocabulary, width]}:
+        return Miss(f"one parameter, weight, of shape [{vocabulary}, {width}]", short(seen[0].get("parameters")))
+    limits = {"peaks": (4 * (4 * both + CHUNKS_HELD * chunk * vocabulary), "bytes at a time"),
+              "held": (4 * (2 * both + tokens), "bytes after the forward"),
+              "largest": (max(chunk * vocabulary, vocabulary * width, tokens * width), "elements in one tensor")}
+    for rank in range(case.world_size):
+        for key, (most, unit) in limits.items():
+            for step, actual in enumerate(array(seen, rank, key, (len(FACTORS),))):
+                if not 0 < actual <= most:
+                    return Miss(f"{most} {unit} at most", f"{actual:g}", rank, step=step,
+                                note=f"all logits are {tokens * vocabulary} numbers, a chunk's {chunk * vocabulary}")
+    return None
+
+
+def three_products(case: Case, seen: Seen) -> Miss | None:
+    """The head's product and the two of its gradients, each once."""
+    (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["hidden"][0].shape[1]
+    most = 6 * tokens * vocabulary * width
+    for rank in range(case.world_size):
+        for step, actual in enumerate(array(seen, rank, "flops", (len(FACTORS),))):
+            needed = int((case.inputs["targets"][rank][step] != IGNORED).sum()) * most // tokens
+            if not needed <= actual <= most:
+                return Miss(f"{most} FLOPs in matrix products at most", f"{actual:g}, {actual / most:.2f} of that",
+                            rank, step=step)
+    return None
+
+
+def one_count(case: Case, seen: Seen) -> Miss | None:
+    """One all-reduce of a number in each forward, nothing in a backward."""
+    for rank in range(case.world_size):
+        happened = [event for event in events(seen, rank) if event != "wait"]
+        right = [["all_reduce 8", "backward", "forward"], ["all_reduce 4", "backward", "forward"]]
+        steps = [happened[at:at + 3] for at in range(0, len(happened), 3)]
+        if len(steps) != len(FACTORS) or any(step not in right for step in steps):
+            return Miss("one all-reduce of a number in each forward", short(", ".join(happened)), rank)
+    array(seen, 0, "loss", (len(FACTORS),))
+    return None
+
+
+CHUNKED = Task(
+    name="loss.chunked", lesson=LESSON, function="ChunkedCrossEntropy",
+    title="Build it: a loss that never holds its logits", difficulty=4, importance=5, minutes=50, draw=draw_losses,
+    observe=observe_loss, own={"hidden": entry, "targets": entry},
+    essential=("loss", "gradient of the weight", "a chunk alone"),
+    properties={"loss": Property(2, exact("loss", USUAL, LARGE, SHORT)),
+                "gradient of hidden": Property(1, exact("of_hidden", USUAL, LARGE, SHORT)),
+                "gradient of the weight": Property(2, exact("of_weight", USUAL, LARGE, SHORT)),
+                "no targets": Property(1, without_targets), "a chunk alone": Property(3, a_chunk_alone),
+                "three products": Property(2, three_products), "one count": Property(1, one_count)})
+
+ALL = (CHUNKED,)
