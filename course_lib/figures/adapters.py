@@ -7,9 +7,11 @@ from matplotlib.figure import Figure
 
 from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas
 
+ByMethod = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""Bytes by strategy, method and kind."""
 
-def memory(held: Mapping[str, Mapping[str, Mapping[str, float]]], planned: Mapping[str, Mapping[str, Mapping[str, float]]],
-           title: str) -> Figure:
+
+def memory(held: ByMethod, planned: ByMethod, title: str) -> Figure:
     """Bytes of a rank by kind, a panel per strategy and a bar per method; what was planned stands hollow beside.
 
     Args:
@@ -26,9 +28,6 @@ def memory(held: Mapping[str, Mapping[str, Mapping[str, float]]], planned: Mappi
                     expected = planned[way][method][kind]
                     axes.bar(at + 0.2, expected / 1e6, bottom=foreseen / 1e6, width=0.36, edgecolor=COLOURS[kind],
                              **PREDICTED)
-                    if size > 1.2e6 and at == 0 and way == next(iter(held)):
-                        axes.annotate(kind, (at - 0.2, (counted + size / 2) / 1e6), ha="center", va="center", rotation=90
-                                      if size > 6e6 else 0, fontsize=7, color="white")
                     counted, foreseen = counted + size, foreseen + expected
                 axes.annotate(f"{counted / 1e6:.1f}", (at - 0.2, counted / 1e6), xytext=(0, 3), ha="center", fontsize=8,
                               textcoords="offset points")
@@ -56,7 +55,8 @@ def losses(by_trained: Mapping[str, tuple[float, float]], before: float, title: 
         for way, point in by_trained.items():
             axes.annotate(way, point, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9,
                           fontweight="bold", color=COLOURS["parameters"])
-        axes.set(xscale="log", xlabel="share of the parameters that are trained", ylabel="validation loss, nats per byte")
+        axes.set(xscale="log", xlabel="share of the parameters that are trained",
+                 ylabel="validation loss, nats per byte")
         axes.set_xticks([0.01, 0.1, 1], ["1 %", "10 %", "100 %"])
         axes.minorticks_off()
         axes.margins(y=0.2)
@@ -104,8 +104,8 @@ def left(kept: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         axes.margins(x=0.1)
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x")
-        kinds = list(next(iter(kept.values())))
-        axes.set_xlabel("MB on the device: " + ", ".join(kinds))
-        axes.legend(handles=[axes.barh(0, 0, color=COLOURS[kind], label=kind) for kind in kinds], fontsize=8, ncols=4,
+        axes.set_xlabel("MB on the device")
+        bars = [axes.barh(0, 0, color=COLOURS[kind], label=kind) for kind in next(iter(kept.values()))]
+        axes.legend(handles=bars, fontsize=8, ncols=4,
                     loc="lower right")
     return figure
