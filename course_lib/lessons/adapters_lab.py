@@ -1,7 +1,9 @@
 """Lesson 19's experiment: a small Llama, whole and with adapters, trained by ranks that share it in several ways."""
 
 import pydoc_data.topics
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +11,11 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from course_lib.metering.allocation_log import AllocationLog
 from course_lib.metering.meter import Meter
-from course_lib.modeling import lora, nf4
+from course_lib.modeling import lora, nf4, sliced_weights
 from course_lib.parallel.ddp import DataParallel
+from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.parallel.zero3 import Zero3
 from course_lib.planning import memory, models
@@ -106,3 +110,70 @@ def planned(way: str, method: str, ranks: int) -> dict[str, float]:
     foreseen = memory.estimate(model, plan)
     return dict(zip(KINDS, (foreseen.parameters, foreseen.gradients, foreseen.optimizer,
                             foreseen.activations + foreseen.logits), strict=True))
+
+
+class _Allocated(AllocationLog):
+    """Of tensors that have elements: those on the meta device have none."""
+
+    def hold(self, tensor: Tensor, kind: str, module: str = "") -> None:
+        if not tensor.is_meta:
+            super().hold(tensor, kind, module)
+
+
+def saved_model(folder: Path) -> None:
+    """Write :func:`small_llama` as several files and their index."""
+    small_llama().save_pretrained(folder, max_shard_size="500KB")
+
+
+def loaded(folder: Path, *, sliced: bool) -> dict[str, float]:
+    """Load a model for FSDP2 on this rank, and train a step.
+
+    Args:
+        folder: of :func:`saved_model`.
+        sliced: each rank reads its own rows, else the whole model.
+    Returns:
+        ``peak`` and ``read`` bytes, and the ``loss``.
+    """
+    PartialState(cpu=True)  # joins the ranks
+    rank, ranks = PartialState().process_index, PartialState().num_processes
+    with _Allocated() as log:
+        log.start()
+        if sliced:
+            model = sliced_weights.build_empty(LlamaForCausalLM, LlamaConfig.from_pretrained(folder))
+        else:
+            model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            for weight in model.parameters():
+                log.hold(weight, "parameters")
+        engine = shard_with_torch(model, torch.optim.AdamW(model.parameters()), filled_later=sliced)
+        files = sliced_weights.SlicedWeights(folder)
+        if sliced:
+            sliced_weights.fill({name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}, files)
+        log.stop()
+    ids = torch.arange(TOKENS)[None]
+    loss = engine(input_ids=ids, labels=ids).loss.item()
+    whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return {"peak": most(log), "read": files.bytes_read if sliced else whole, "loss": loss}
+
+
+def own_rows(weight: Tensor, rank: int, ranks: int) -> Shard:
+    """This rank's rows of a weight, as FSDP2 deals them out."""
+    first = min(-(-weight.shape[0] // ranks) * rank, weight.shape[0])
+    return Shard(weight.shape, first * weight.shape[1:].numel(), weight.detach().to_local().view(-1))  # type: ignore
+
+
+def most(log: AllocationLog) -> int:
+    """The most bytes that were alive at once."""
+    alive = peak = 0
+    for change in log.changes():
+        alive += change.bytes
+        peak = max(peak, alive)
+    return peak
+
+
+def kept_after(forward: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    """Bytes that a forward allocated and that are alive after it, and what it gave."""
+    with AllocationLog() as log:
+        log.start()
+        result = forward()
+        log.stop()
+    return sum(change.bytes for change in log.changes()), result
