@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from course_lib.metering.allocation_log import AllocationLog
 from course_lib.metering.meter import Meter
@@ -139,7 +139,7 @@ def loaded(folder: Path, *, sliced: bool) -> dict[str, float]:
     with _Allocated() as log:
         log.start()
         if sliced:
-            model = sliced_weights.build_empty(LlamaForCausalLM, LlamaConfig.from_pretrained(folder))
+            model = sliced_weights.build_empty(AutoModelForCausalLM, LlamaConfig.from_pretrained(folder))
         else:
             model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
             for weight in model.parameters():
@@ -147,7 +147,8 @@ def loaded(folder: Path, *, sliced: bool) -> dict[str, float]:
         engine = shard_with_torch(model, torch.optim.AdamW(model.parameters()), filled_later=sliced)
         files = sliced_weights.SlicedWeights(folder)
         if sliced:
-            sliced_weights.fill({name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}, files)
+            pieces = {name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}
+            sliced_weights.fill(pieces, files)
         log.stop()
     ids = torch.arange(TOKENS)[None]
     loss = engine(input_ids=ids, labels=ids).loss.item()
