@@ -134,7 +134,8 @@ class ShardedModule(nn.Module):
 
         # Which units to gather ahead of which: those of the next block, or of the one before in backward, when the last
         # unit of a block is whole.
-        stages = [units for member in [module, *chosen] if (units := [u for u in self.units if u.module is member])]
+        members = ([unit for unit in self.units if unit.module is member] for member in [module, *chosen])
+        stages = [units for units in members if units]
         self._next = {first[-1]: second for first, second in itertools.pairwise(stages)}
         self._before = {second[-1]: first for first, second in itertools.pairwise(stages)}
 
