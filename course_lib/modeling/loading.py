@@ -77,7 +77,8 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
         ModelError: unknown, out of reach, damaged, or without a head for the task.
     """
     tokenizer: PreTrainedTokenizerBase
-    base, new = None, list[str]()
+    base: str | None = None
+    new: list[str] = []
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
         if config.model in presets.TINY:

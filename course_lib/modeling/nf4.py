@@ -97,8 +97,7 @@ class Nf4Linear(nn.Module):
         super().__init__()
         self.kind = type(layer)
         weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-        self.out_features: int = weight.shape[0]
-        self.in_features: int = weight.shape[1]
+        self.out_features, self.in_features = int(weight.shape[0]), int(weight.shape[1])
         self.packed = nn.Parameter(quantize(weight), requires_grad=False)
         self.bias = layer.bias
 

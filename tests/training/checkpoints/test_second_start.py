@@ -18,7 +18,18 @@ from accelerate.state import AcceleratorState, GradientState
 from course_lib import modeling
 from course_lib.config import flatten, option, options
 from course_lib.config_sections import resumed
-from course_lib.config_sections.resumed import APPLIED, BATCH, ELSEWHERE, JUDGING, LOOKED, MODEL, ROWS, RULES, SAME
+from course_lib.config_sections.resumed import (
+    ADAPTER,
+    APPLIED,
+    BATCH,
+    ELSEWHERE,
+    JUDGING,
+    LOOKED,
+    MODEL,
+    ROWS,
+    RULES,
+    SAME,
+)
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CheckpointError, ConfigError
 from course_lib.launching.launch import launch
@@ -244,7 +255,8 @@ def test_every_field_stands_in_one_rule_and_every_rule_tells_its_kind():
         assert changes == {o.name: (resumed.effective(BASE_LEAVES)[o.name], value)}
         refused = {(rows, batch): resumed.refused(changes, same_rows=rows, same_batch=batch) == changes
                    for rows in (True, False) for batch in (True, False)}
-        assert refused == {(rows, batch): RULE[o.name] in (SAME, MODEL) or (RULE[o.name] is ROWS and not rows)
+        assert refused == {(rows, batch): RULE[o.name] in (SAME, MODEL, ADAPTER)
+                           or (RULE[o.name] is ROWS and not rows)
                            or (RULE[o.name] is BATCH and not batch) for rows, batch in refused}
         assert resumed.told(changes).startswith(f"{o.name} {resumed.shown(value)} (was ")
 
@@ -252,7 +264,7 @@ def test_every_field_stands_in_one_rule_and_every_rule_tells_its_kind():
 def test_the_documentation_names_what_is_not_simply_applied():
     page = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `") and "`" in line]
-    for rule in (JUDGING, BATCH, ROWS, MODEL, SAME):
+    for rule in (JUDGING, BATCH, ROWS, MODEL, ADAPTER, SAME):
         assert [row for row in rows if set(re.findall(r"`(\w+)`", row)) == set(rule.fields)], rule.does
 
 
@@ -297,7 +309,7 @@ def test_every_field_is_applied_or_refused_in_one_line(tmp_path, engine, fields)
     assert len(found) >= fields
     for name, (value, told, kept) in found.items():
         if isinstance(told, str):
-            assert RULE[name] in (SAME, MODEL, ROWS, BATCH) and name in kept and "\n" not in told
+            assert RULE[name] in (SAME, MODEL, ADAPTER, ROWS, BATCH) and name in kept and "\n" not in told
             was, now = told.partition(" was saved with ")[2].split(", and this run has ")
             assert name in was and resumed.shown(value) in now
         else:
