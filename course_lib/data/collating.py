@@ -55,8 +55,8 @@ def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     (``find_packed_sequence_indices`` of its masking_utils), and hides each from the others. It looks for none where the
     model fills a cache: ``config.use_cache`` has to be False, as :func:`course_lib.modeling.load` sets it.
     """
-    second = "position_ids" if "position_ids" in batch else "attention_mask"
-    return {name: batch[name] for name in ("input_ids", second)}
+    return {name: batch[name] for name in ("input_ids", "position_ids" if "position_ids" in batch
+                                           else "attention_mask")}
 
 
 @dataclass(frozen=True, eq=False)
