@@ -17,7 +17,7 @@ class Work(TorchDispatchMode):
         flops: of matrix products.
         largest: elements of the largest storage that was allocated.
         held: bytes of what was allocated and is still there.
-        peak: the most that it was since `begin`.
+        peak: the most that it was.
     """
 
     def __init__(self) -> None:
@@ -25,9 +25,9 @@ class Work(TorchDispatchMode):
         self.flops = self.largest = self.held = self.peak = 0
         self._storages = StorageTable(("any",), self._resized)
 
-    def begin(self) -> None:
-        """The peak and the largest storage are counted from here on."""
-        self.peak, self.largest = self.held, 0
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler at the first operator: 2 s in each process of a sandbox
 
     def held_beside(self, tensor: torch.Tensor) -> int:
         """Bytes that are held, less a tensor's own."""

@@ -160,9 +160,9 @@ class ChunkedCrossEntropy(nn.Module):
         super().__init__()
         self.weight, self.chunk = nn.Parameter(torch.zeros(vocabulary, width)), chunk
 
-    def forward(self, hidden, targets):
+    def forward(self, states, targets):
         losses = [F.cross_entropy(rows @ self.weight.T, wanted).nan_to_num()
-                  for rows, wanted in zip(hidden.split(self.chunk), targets.split(self.chunk))]
+                  for rows, wanted in zip(states.split(self.chunk), targets.split(self.chunk))]
         return torch.stack(losses).mean() / dist.get_world_size()
 '''),
     Planted("loss.chunked", "autograd over chunks, which keeps them all", "a chunk alone", "", '''import torch
@@ -176,11 +176,11 @@ class ChunkedCrossEntropy(nn.Module):
         super().__init__()
         self.weight, self.chunk = nn.Parameter(torch.zeros(vocabulary, width)), chunk
 
-    def forward(self, hidden, targets):
+    def forward(self, states, targets):
         count = (targets != -100).sum()
         dist.all_reduce(count)
         return sum(F.cross_entropy(rows @ self.weight.T, wanted, reduction="sum") for rows, wanted in zip(
-            hidden.split(self.chunk), targets.split(self.chunk))) / count.clamp(min=1)
+            states.split(self.chunk), targets.split(self.chunk))) / count.clamp(min=1)
 '''),
     Planted("loss.chunked", "checkpointed chunks, whose products are made again", "three products", "", '''import torch
 import torch.distributed as dist
@@ -194,7 +194,7 @@ class ChunkedCrossEntropy(nn.Module):
         super().__init__()
         self.weight, self.chunk = nn.Parameter(torch.zeros(vocabulary, width)), chunk
 
-    def forward(self, hidden, targets):
+    def forward(self, states, targets):
         count = (targets != -100).sum()
         dist.all_reduce(count)
 
@@ -202,7 +202,7 @@ class ChunkedCrossEntropy(nn.Module):
             return F.cross_entropy(rows @ self.weight.T, wanted, reduction="sum")
 
         return sum(checkpoint(part, rows, wanted, use_reentrant=False) for rows, wanted in zip(
-            hidden.split(self.chunk), targets.split(self.chunk))) / count.clamp(min=1)
+            states.split(self.chunk), targets.split(self.chunk))) / count.clamp(min=1)
 '''),
     Planted("loss.chunked", "F.cross_entropy of all logits", "a chunk alone", "", '''import torch
 import torch.distributed as dist
@@ -215,14 +215,14 @@ class ChunkedCrossEntropy(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(vocabulary, width))
 
-    def forward(self, hidden, targets):
+    def forward(self, states, targets):
         count = (targets != -100).sum()
         dist.all_reduce(count)
-        return F.cross_entropy(hidden @ self.weight.T, targets, reduction="sum") / count.clamp(min=1)
+        return F.cross_entropy(states @ self.weight.T, targets, reduction="sum") / count.clamp(min=1)
 '''),
     Planted("loss.chunked", "targets that do not count are the first word", "loss",
             "counted = (wanted != -100)[:, None]", "counted = torch.ones_like(wanted)[:, None]"),
-    Planted("loss.chunked", "tokens that do not count have a gradient", "gradient of hidden", "p *= counted / count",
+    Planted("loss.chunked", "tokens that do not count have a gradient", "gradient of states", "p *= counted / count",
             "p /= count"),
     Planted("loss.chunked", "divides by all tokens", "loss", "(targets != -100).sum()", "torch.tensor(len(targets))"),
     Planted("loss.chunked", "a mean over its own targets", "one count", "        dist.all_reduce(count)\n", ""),
@@ -235,31 +235,31 @@ class ChunkedCrossEntropy(nn.Module):
     Planted("loss.chunked", "a count for each chunk", "one count", "            counted = (wanted",
             "            dist.all_reduce((wanted != -100).sum())\n            counted = (wanted"),
     Planted("loss.chunked", "the gradient is reduced too", "one count",
-            "        d_hidden, d_weight = ctx.saved_tensors\n",
-            "        d_hidden, d_weight = ctx.saved_tensors\n        dist.all_reduce(d_weight.clone())\n"),
+            "        d_states, d_weight = ctx.saved_tensors\n",
+            "        d_states, d_weight = ctx.saved_tensors\n        dist.all_reduce(d_weight.clone())\n"),
     Planted("loss.chunked", "the count in the backward", "one count",
-            "        d_hidden, d_weight = ctx.saved_tensors\n",
-            "        d_hidden, d_weight = ctx.saved_tensors\n        dist.all_reduce(torch.tensor(1))\n"),
+            "        d_states, d_weight = ctx.saved_tensors\n",
+            "        d_states, d_weight = ctx.saved_tensors\n        dist.all_reduce(torch.tensor(1))\n"),
     Planted("loss.chunked", "what arrives in backward is taken for 1", "gradient of the weight",
-            "return gradient * d_hidden, gradient * d_weight,", "return d_hidden, d_weight,"),
+            "return gradient * d_states, gradient * d_weight,", "return d_states, d_weight,"),
     Planted("loss.chunked", "the weight's gradient of the last chunk", "gradient of the weight", "d_weight += p.T",
             "d_weight = p.T"),
     Planted("loss.chunked", "the weight's gradient into .grad", "gradient of the weight",
-            "return gradient * d_hidden, gradient * d_weight,", "return gradient * d_hidden, None,"),
-    Planted("loss.chunked", "softmax without its 1 at the target", "gradient of hidden",
+            "return gradient * d_states, gradient * d_weight,", "return gradient * d_states, None,"),
+    Planted("loss.chunked", "softmax without its 1 at the target", "gradient of states",
             "            p.scatter_add_(1, labels, -torch.ones_like(lse))\n", ""),
     Planted("loss.chunked", "exponentials that overflow", "loss", "logits.logsumexp(1, keepdim=True)",
             "logits.exp().sum(1, keepdim=True).log()"),
     Planted("loss.chunked", "the last chunk is left out where it is short", "loss",
-            "zip(hidden.split(chunk), targets.split(chunk), d_hidden.split(chunk)):",
-            "[parts for parts in zip(hidden.split(chunk), targets.split(chunk), d_hidden.zero_().split(chunk))\n"
+            "zip(states.split(chunk), targets.split(chunk), d_states.split(chunk)):",
+            "[parts for parts in zip(states.split(chunk), targets.split(chunk), d_states.zero_().split(chunk))\n"
             "                                       if len(parts[0]) == chunk]:"),
     Planted("loss.chunked", "nothing over nothing", "no targets", "count.clamp(min=1)", "count"),
     Planted("loss.chunked", "a rank without targets leaves", "no targets", "        dist.all_reduce(count)\n",
-            "        if count == 0:\n            return (hidden * 0).sum()\n        dist.all_reduce(count)\n"),
+            "        if count == 0:\n            return (states * 0).sum()\n        dist.all_reduce(count)\n"),
     Planted("loss.chunked", "a rank without targets has no gradient", "no targets", "        dist.all_reduce(count)\n",
             "        own = int(count)\n        dist.all_reduce(count)\n        if own == 0:\n"
-            "            return (hidden * 0).sum()\n"),
+            "            return (states * 0).sum()\n"),
     Planted("loss.chunked", "keeps the probabilities for its backward", "a chunk alone", "", '''import torch
 import torch.distributed as dist
 from torch import nn
@@ -270,18 +270,18 @@ class ChunkedCrossEntropy(nn.Module):
         super().__init__()
         self.weight, self.chunk = nn.Parameter(torch.zeros(vocabulary, width)), chunk
 
-    def forward(self, hidden, targets):
+    def forward(self, states, targets):
         count = (targets != -100).sum()
         dist.all_reduce(count)
-        return InChunks.apply(hidden, self.weight, targets, count.clamp(min=1), self.chunk)
+        return InChunks.apply(states, self.weight, targets, count.clamp(min=1), self.chunk)
 
 
 class InChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, count, chunk):
+    def forward(ctx, states, weight, targets, count, chunk):
         total, ctx.parts = 0.0, []
-        ctx.save_for_backward(hidden, weight)
-        for rows, wanted in zip(hidden.split(chunk), targets.split(chunk)):
+        ctx.save_for_backward(states, weight)
+        for rows, wanted in zip(states.split(chunk), targets.split(chunk)):
             counted, labels = (wanted != -100).unsqueeze(-1), wanted.clamp(min=0).unsqueeze(-1)
             logits = rows @ weight.T
             lse = logits.logsumexp(-1, keepdim=True)
@@ -292,15 +292,15 @@ class InChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
-        d_hidden = torch.cat([p @ weight for p in ctx.parts])
-        d_weight = sum(p.T @ rows for p, rows in zip(ctx.parts, hidden.split(len(ctx.parts[0]))))
-        return gradient * d_hidden, gradient * d_weight, None, None, None
+        states, weight = ctx.saved_tensors
+        d_states = torch.cat([p @ weight for p in ctx.parts])
+        d_weight = sum(p.T @ rows for p, rows in zip(ctx.parts, states.split(len(ctx.parts[0]))))
+        return gradient * d_states, gradient * d_weight, None, None, None
 '''),
     Planted("loss.chunked", "the logits' products again in the backward", "three products",
-            "        d_hidden, d_weight = ctx.saved_tensors\n",
-            "        d_hidden, d_weight = ctx.saved_tensors\n"
-            "        for rows in d_hidden.split(4):\n            rows @ d_weight.T\n"),
+            "        d_states, d_weight = ctx.saved_tensors\n",
+            "        d_states, d_weight = ctx.saved_tensors\n"
+            "        for rows in d_states.split(4):\n            rows @ d_weight.T\n"),
     Planted("loss.chunked", "chunks of 64 whatever is asked for", "a chunk alone", "        self.chunk = chunk\n",
             "        self.chunk = 64\n"),
     Planted("loss.chunked", "a bias beside the weight", "a chunk alone", "        self.chunk = chunk\n",

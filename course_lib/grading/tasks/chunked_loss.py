@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, events, near, short
+from course_lib.grading.rules import Seen, array, events, items, near, short
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import WORLDS, entry, numbers, whole
 from course_lib.grading.tasks.roofline import LESSON
@@ -31,9 +31,9 @@ def loss_case(rng: random.Random, world: int, kind: str) -> dict:
     tokens = chunk * rng.randrange(14, 18) + rng.randrange(1, chunk)
     if kind == SHORT:
         chunk = tokens + rng.randrange(3)
-    hidden, targets = [], []
+    states, targets = [], []
     for rank in range(world):
-        hidden.append(numbers(rng, len(FACTORS), tokens, width))
+        states.append(numbers(rng, len(FACTORS), tokens, width))
         of_rank = whole(rng, 0, vocabulary, len(FACTORS), tokens)
         of_rank[whole(rng, 0, 4, *of_rank.shape) < 1 + rank % 3] = IGNORED
         of_rank[:, :chunk] = IGNORED  # a chunk without any
@@ -42,7 +42,7 @@ def loss_case(rng: random.Random, world: int, kind: str) -> dict:
             of_rank[:] = IGNORED
         targets.append(of_rank)
     weight = numbers(rng, vocabulary, width)
-    return {"kind": kind, "chunk": chunk, "weight": weight * np.float32(64 if kind == LARGE else 0.5), "hidden": hidden,
+    return {"kind": kind, "chunk": chunk, "weight": weight * np.float32(64 if kind == LARGE else 0.5), "states": states,
             "targets": targets}
 
 
@@ -55,43 +55,43 @@ def draw_losses(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case
 def observe_loss(function: Callable[..., Any], case: Case, rank: int) -> dict:
     weight = case.inputs["weight"]
     module = function(*weight.shape, case.inputs["chunk"])
-    names = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    parameters = [f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters()]
     module.weight.data.copy_(torch.from_numpy(weight.copy()))
-    losses, of_hidden, peaks, held, largest, flops = [], [], [], [], [], []
+    losses, of_states, peaks, held, largest, flops = [], [], [], [], [], []
     with Recorder() as record:
-        for rows, targets, factor in zip(case.inputs["hidden"][rank], case.inputs["targets"][rank], FACTORS,
+        for rows, targets, factor in zip(case.inputs["states"][rank], case.inputs["targets"][rank], FACTORS,
                                          strict=True):
-            hidden = torch.from_numpy(rows.copy()).requires_grad_()
+            states = torch.from_numpy(rows.copy()).requires_grad_()
             with Work() as work:
-                loss = module(hidden, torch.from_numpy(targets.copy()))
+                loss = module(states, torch.from_numpy(targets.copy()))
                 losses.append(float(loss.detach()))
                 record.note("backward")
                 held.append(work.held)
                 (loss * factor).backward()
                 record.note("forward")
-            of_hidden.append(plain(hidden.grad))
+            of_states.append(plain(states.grad))
             peaks.append(work.peak)
             largest.append(work.largest)
             flops.append(work.flops)
-    return {"parameters": {name: list(shape) for name, shape in names.items()}, "loss": np.array(losses),
-            "of_hidden": np.stack(of_hidden), "of_weight": plain(module.weight.grad), "events": record.events,
+    return {"parameters": parameters, "loss": np.array(losses),
+            "of_states": np.stack(of_states), "of_weight": plain(module.weight.grad), "events": record.events,
             "peaks": np.array(peaks), "held": np.array(held), "largest": np.array(largest), "flops": np.array(flops)}
 
 
 def by_whole_logits(case: Case) -> dict[str, list[np.ndarray]]:
     """In float64, by rank: its share of each step's mean, and the gradients of its shares."""
-    right: dict[str, list[np.ndarray]] = {"loss": [], "of_hidden": [], "of_weight": []}
+    right: dict[str, list[np.ndarray]] = {"loss": [], "of_states": [], "of_weight": []}
     targets = [torch.from_numpy(of_rank.copy()) for of_rank in case.inputs["targets"]]
     counts = [max(1, sum(int((of_rank[step] != IGNORED).sum()) for of_rank in targets)) for step in range(len(FACTORS))]
-    for rows, wanted in zip(case.inputs["hidden"], targets, strict=True):
+    for rows, wanted in zip(case.inputs["states"], targets, strict=True):
         weight = torch.from_numpy(case.inputs["weight"].copy()).double().requires_grad_()
-        hidden = torch.from_numpy(rows.copy()).double().requires_grad_()
-        losses = [F.cross_entropy(hidden[step] @ weight.T, wanted[step], ignore_index=IGNORED, reduction="sum") / count
+        states = torch.from_numpy(rows.copy()).double().requires_grad_()
+        losses = [F.cross_entropy(states[step] @ weight.T, wanted[step], ignore_index=IGNORED, reduction="sum") / count
                   for step, count in enumerate(counts)]
         torch.stack([loss * factor for loss, factor in zip(losses, FACTORS, strict=True)]).sum().backward()
         right["loss"].append(np.array([loss.item() for loss in losses]))
-        assert hidden.grad is not None and weight.grad is not None
-        right["of_hidden"].append(hidden.grad.numpy())
+        assert states.grad is not None and weight.grad is not None
+        right["of_states"].append(states.grad.numpy())
         right["of_weight"].append(weight.grad.numpy())
     return right
 
@@ -118,11 +118,11 @@ def without_targets(case: Case, seen: Seen) -> Miss | None:
 
 def a_chunk_alone(case: Case, seen: Seen) -> Miss | None:
     """Bytes at any time: a few chunks of logits, and some tensors like the two gradients; of them one after forward."""
-    (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["hidden"][0].shape[1]
+    (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["states"][0].shape[1]
     chunk = min(case.inputs["chunk"], tokens)
     both = (vocabulary + tokens) * width
-    if seen[0].get("parameters") != {"weight": [vocabulary, width]}:
-        return Miss(f"one parameter, weight, of shape [{vocabulary}, {width}]", short(seen[0].get("parameters")))
+    if (parameters := items(seen, 0, "parameters", str)) != (right := [f"weight [{vocabulary}, {width}]"]):
+        return Miss(f"the parameters {right}", short(parameters))
     limits = {"peaks": (4 * (4 * both + CHUNKS_HELD * chunk * vocabulary), "bytes at a time"),
               "held": (4 * (2 * both + tokens), "bytes after the forward"),
               "largest": (max(chunk * vocabulary, vocabulary * width, tokens * width), "elements in one tensor")}
@@ -137,7 +137,7 @@ def a_chunk_alone(case: Case, seen: Seen) -> Miss | None:
 
 def three_products(case: Case, seen: Seen) -> Miss | None:
     """The head's product and the two of its gradients, each once."""
-    (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["hidden"][0].shape[1]
+    (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["states"][0].shape[1]
     most = 6 * tokens * vocabulary * width
     for rank in range(case.world_size):
         for step, actual in enumerate(array(seen, rank, "flops", (len(FACTORS),))):
@@ -163,10 +163,10 @@ def one_count(case: Case, seen: Seen) -> Miss | None:
 CHUNKED = Task(
     name="loss.chunked", lesson=LESSON, function="ChunkedCrossEntropy",
     title="Build it: a loss that never holds its logits", difficulty=4, importance=5, minutes=50, draw=draw_losses,
-    observe=observe_loss, own={"hidden": entry, "targets": entry},
+    observe=observe_loss, own={"states": entry, "targets": entry},
     essential=("loss", "gradient of the weight", "a chunk alone"),
     properties={"loss": Property(2, exact("loss", USUAL, LARGE, SHORT)),
-                "gradient of hidden": Property(1, exact("of_hidden", USUAL, LARGE, SHORT)),
+                "gradient of states": Property(1, exact("of_states", USUAL, LARGE, SHORT)),
                 "gradient of the weight": Property(2, exact("of_weight", USUAL, LARGE, SHORT)),
                 "no targets": Property(1, without_targets), "a chunk alone": Property(3, a_chunk_alone),
                 "three products": Property(2, three_products), "one count": Property(1, one_count)})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, dtype_of, items, made_by, number, short
+from course_lib.grading.rules import Seen, array, dtype_of, items, made_by, number, same, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import WORLDS, entry, in_turn
 from course_lib.grading.tasks.roofline import LESSON
@@ -66,7 +66,7 @@ def observe_linear(function: Callable[..., Any], case: Case, rank: int) -> dict:
         for side, scale in ((a, scale_a), (b, scale_b)):
             if scale.numel() != 1 and scale.shape != (len(side), 1):
                 raise ValueError(f"a scale of shape {list(scale.shape)} for a side of shape {list(side.shape)}")
-        handed.append({"sides": [[*side.shape, dtype_of(side)] for side in (a, b)],
+        handed.append({"sides": " and ".join(f"{list(side.shape)} in {dtype_of(side)}" for side in (a, b)),
                        "largest": [plain(side.detach().float().abs().amax(-1)) for side in (a, b)]})
         left, right = ((side.detach().double() * scale.detach().double()).numpy()
                        for side, scale in ((a, scale_a), (b, scale_b)))
@@ -141,11 +141,10 @@ def formats(case: Case, seen: Seen) -> Miss | None:
     if len(calls) != 3 or others:
         return Miss("3 calls of product, and no other matrix product", f"{len(calls)}, and {others:g} FLOPs in others")
     for key, sides in sides_of(case).items():
-        right = [(list(side.shape), str(form).removeprefix("torch.")) for side, form in sides]
-        call = next((call for call in calls if call.get("sides") == [[*shape, form] for shape, form in right]), None)
+        right = " and ".join(f"{list(side.shape)} in {form}" for side, form in sides).replace("torch.", "")
+        call = next((call for call in calls if str(call.get("sides")) == right), None)
         if call is None:
-            return Miss(f"{key} by a product of " + " and ".join(f"{shape} in {form}" for shape, form in right),
-                        short([call.get("sides") for call in calls]))
+            return Miss(f"{key} by a product of {right}", "; ".join(short(call.get("sides")) for call in calls))
         if miss := fills_the_range(case, key, call.get("largest")):
             return miss
     return None
@@ -234,9 +233,9 @@ def whole_rounded(case: Case) -> tuple[np.ndarray, float]:
 def as_the_whole(case: Case, seen: Seen) -> Miss | None:
     """All ranks have the weight in 8 bits, to the last bit."""
     right = whole_rounded(case)[0]
+    if miss := same(seen, "dtype", ["float8_e4m3fn"] * case.world_size):
+        return miss
     for rank in range(case.world_size):
-        if seen[rank].get("dtype") != "float8_e4m3fn":
-            return Miss("a weight in float8_e4m3fn", short(seen[rank].get("dtype")), rank)
         actual = array(seen, rank, "bits", right.shape)
         if (actual != right).any():
             place = tuple(map(int, np.argwhere(actual != right)[0]))

@@ -139,7 +139,7 @@ def roofs(case: Case, seen: Seen) -> Miss | None:
     """Seconds and roof of each kernel, and the sum of the seconds."""
     right, floor, _ = by_hand(case)
     for kernel, (row, (_, _, seconds, roof)) in enumerate(zip(kernel_rows(case, seen), right, strict=True)):
-        if not is_near(row[2], seconds) or row[3] != roof or not isinstance(row[3], str):
+        if not is_near(row[2], seconds) or not isinstance(row[3], str) or row[3] != roof:
             return Miss(f"{owner_of(case, kernel)}: {seconds:.6g} s, {roof}", short(row[2:]))
     actual = number(seen, 0, "floor")
     return None if is_near(actual, floor) else Miss(f"{floor:.6g} s in all", f"{actual:.6g}")
