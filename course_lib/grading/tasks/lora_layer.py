@@ -118,7 +118,7 @@ def begins_at_the_base(case: Case, seen: Seen) -> Miss | None:
     if zeros.any() or not bound / 2 < np.abs(drawn).max() <= bound or len(np.unique(drawn)) < drawn.size / 2:
         return Miss(f"B of zeros, and A between -{bound:.3f} and {bound:.3f}",
                     f"B up to {np.abs(zeros).max():.3g}, and A from {drawn.min():.3g} to {drawn.max():.3g}")
-    return same_numbers("start", array(seen, 0, "bare"), seen)
+    return same_numbers("start", array(seen, 0, "bare", case.inputs["gradient"].shape), seen)
 
 
 def same_numbers(key: str, right: np.ndarray, seen: Seen) -> Miss | None:
@@ -185,7 +185,7 @@ def never_the_product(case: Case, seen: Seen) -> Miss | None:
 
 def dropout(case: Case, seen: Seen) -> Miss | None:
     """In training each number of x is left out or scaled up on its way to A, and on no other way."""
-    training, whole = array(seen, 0, "training", case.inputs["gradient"].shape), array(seen, 0, "bare")
+    training, whole = (array(seen, 0, key, case.inputs["gradient"].shape) for key in ("training", "bare"))
     share = case.inputs["dropout"]
     if case.inputs["kind"] != DROPPED:
         return near(seen, "training", [exactly(case)["output"]], EXACT[case.inputs["dtype"]])
@@ -200,21 +200,24 @@ def dropout(case: Case, seen: Seen) -> Miss | None:
                 f"{left_out.sum()} of {x.size} as 0, {scaled.sum()} times {1 / (1 - share):.3g}")
 
 
-def with_adapter(case: Case, sign: int = 1) -> np.ndarray:
-    """W + (alpha / r) B A, summed in fp32 and rounded to the base's dtype once."""
-    a, b = (torch.from_numpy(case.inputs[name].copy()) for name in "AB")
-    weight = base_of(case).weight.detach()
-    summed = weight.float() + sign * case.inputs["alpha"] / case.inputs["r"] * (b @ a)
-    return summed.to(weight.dtype).float().numpy()
-
-
 def merged(case: Case, seen: Seen) -> Miss | None:
-    """The weight's bits, written in place, once; and the forward is the base's alone."""
-    weight = case.inputs["weight"]
+    """W + (alpha / r) B A, written in place, once; and the forward is the base's alone.
+
+    A sum in fp32 that is rounded to the base's dtype once is off by half of its last bit at most, and in fp32 the sum's
+    own rounding comes on top, in whatever order it is made.
+    """
+    weight = base_of(case).weight.detach().double().numpy()
     tokens = case.inputs["x"].size // weight.shape[1]
+    added = case.inputs["alpha"] / case.inputs["r"] * (case.inputs["B"].astype(np.float64) @ case.inputs["A"])
     for key, sign in (("merged", 1), ("merged twice", 1), ("merged anew", -1)):
-        if miss := same_numbers(key, with_adapter(case, sign), seen):
-            return miss
+        right = weight + sign * added
+        last_bit = 2.0 ** (np.floor(np.log2(np.abs(right) + 1e-30)) - (7 if case.inputs["dtype"] == BF16 else 23))
+        actual = array(seen, 0, key, right.shape)
+        off = ~(np.abs(actual - right) <= last_bit / 2 + 2.0**-22 * (np.abs(weight) + np.abs(added)))
+        if off.any():
+            place = tuple(map(int, np.argwhere(off)[0]))
+            return Miss(f"{key}{list(place)} = {right[place]:.7g}, rounded once", f"{actual[place]:.7g}",
+                        note=ratio(actual, right, 1))
     if miss := near(seen, "merged_output", [exactly(case)["output"]], EXACT[case.inputs["dtype"]]):
         return miss
     actual = number(seen, 0, "merged_flops")

@@ -175,9 +175,9 @@ def wrong_piece(case: Case, seen: Seen, few: bool) -> Miss | None:
                 continue
             actual = array(seen, rank, f"piece {name}", right.shape)
             if not np.array_equal(actual, right):
-                rows = [row for row in range(len(right)) if not np.array_equal(actual[row], right[row])]
-                return Miss(f"{name}: {right.shape} exactly as in the file", f"other numbers in rows {short(rows)}"
-                            if right.ndim else f"{actual}, not {right}", rank)
+                rows = [row for row in range(len(right)) if not np.array_equal(actual[row], right[row])
+                        ] if right.ndim else "all"
+                return Miss(f"{name}, {right.shape}, as in the file", f"other numbers in rows: {short(rows)}", rank)
     return None
 
 
