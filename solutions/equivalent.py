@@ -49,4 +49,6 @@ EQUIVALENT = {
     ("less.topk", "self.steps += 1 -> self.steps -= 1"): "a negative count is a multiple of the period likewise",
     ("less.topk", "stable=True -> "): "on a CPU torch sorts stably by itself",
     ("less.topk", "stable=True -> stable=False"): "on a CPU torch sorts stably all the same",
+    ("lora.nf4", "torch.where(self.scales == 0, 1, self.scales) -> torch.where(self.scales == 0, 2, self.scales)"):
+        "zero divided by any number is zero",
 }

@@ -17,7 +17,7 @@ class Work(TorchDispatchMode):
         flops: of matrix products.
         largest: elements of the largest storage that was allocated.
         held: bytes of what was allocated and is still there.
-        peak: the most that it was.
+        peak: the most that it was since `begin`.
     """
 
     def __init__(self) -> None:
@@ -28,6 +28,10 @@ class Work(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import its compiler at the first operator: 2 s in each process of a sandbox
+
+    def begin(self) -> None:
+        """The peak and the largest storage are counted from here on."""
+        self.peak, self.largest = self.held, 0
 
     def held_beside(self, tensor: torch.Tensor) -> int:
         """Bytes that are held, less a tensor's own."""

@@ -27,7 +27,7 @@ SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
 LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
            "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
            "10_faults_and_hangs", "11_wandb", "12_sagemaker", "14_long_contexts", "15_experts", "16_gradient_audit",
-           "17_where_the_time_goes", "18_talking_less")
+           "17_where_the_time_goes", "18_talking_less", "19_too_large_to_fine_tune")
 JUNK = (None, True, 7, -1.5, float("nan"), 10**400, "", "all_reduce", "x" * 1000, [], [[]], [{}], [None], [["0F0"]],
         [["9" * 5000]], ["all_reduce " + "9" * 5000], ["all_reduce -1"], [" "], {}, {"a": []}, np.zeros(0),
         np.zeros((2, 3, 4)), np.full((3, 3), np.inf), np.array(["text"]), np.array(5), [[[0, 0, 10**9]]],
@@ -108,7 +108,7 @@ def test_no_observation_breaks_a_rule_or_earns_by_its_form(task):
 BUILT = {"ddp.module": "02", "accelerate.module": "03", "evaluation.metric": "04", "zero.optimizer": "05",
          "fsdp.module": "06", "pipeline.run": "07", "tensor.block": "08", "plan.planner": "09",
          "faults.checkpoint": "10", "tracking.tracker": "11", "cloud.job": "12", "context.ring": "14",
-         "experts.layer": "15", "loss.chunked": "17", "less.topk": "18"}
+         "experts.layer": "15", "loss.chunked": "17", "less.topk": "18", "lora.sync": "19"}
 """Exercises the size of a module: several mechanisms in one, over several steps."""
 
 

@@ -11,7 +11,8 @@ MODULES = ("start", "loop", "ddp", "ddp_module", "prepared", "accelerator", "eva
            "zero_optimizer", "fsdp", "fsdp_module", "pipeline", "executor", "tensor", "block", "planning", "planner",
            "resuming", "faults", "surviving", "tracking", "tracker", "cloud", "interruption", "spot_job", "context",
            "experts", "museum_means", "museum_layers", "museum_losses", "roofline", "flash", "chunked_loss",
-           "eight_bits", "less", "less_bytes", "less_module")
+           "eight_bits", "less", "less_bytes", "less_module", "lora_layer", "lora_nf4", "lora_dpo", "lora_load",
+           "lora_sync")
 """In the order of the lessons."""
 
 TASKS: dict[str, Task]

@@ -1,0 +1,228 @@
+"""Lesson 19: each rank reads its own rows of a model's files, and nothing else."""
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from course_lib.grading.recorder import Recorder
+from course_lib.grading.rules import Seen, array, dtype_of, items, made_by, same, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.tasks.drawing import WORLDS, numbers
+from course_lib.grading.tasks.lora_layer import LESSON
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+EVEN, UNEVEN, FEW = "even", "uneven", "few rows"
+DTYPES = ("float32", "bfloat16", "int8")
+SIZES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+# --- lora.sharded_load ---
+
+def load_case(rng: random.Random, world: int, kind: str, files: int) -> dict:
+    """Matrices, tensors of three dimensions, norms and a number, of several dtypes; the layers' files take turns."""
+    tensors: dict[str, np.ndarray] = {}
+    dtypes, places = {}, {}
+    for layer in range(4):
+        rows = world * rng.randrange(2, 5)
+        if kind == UNEVEN and world > 1:
+            rows += rng.randrange(1, world)
+        if kind == FEW and layer < 2:
+            rows = rng.randrange(1, world) if layer else world - 1
+        width = rng.randrange(2, 5)
+        names = {f"layers.{layer}.up.weight": (rows, width), f"layers.{layer}.norm.weight": (rng.randrange(1, 7),)}
+        if layer == 1:
+            names[f"layers.{layer}.experts"] = (rows, 2, width)
+        if layer == 2:
+            names[f"layers.{layer}.scale"] = ()
+        for name, shape in names.items():
+            dtypes[name] = DTYPES[len(tensors) % 3]
+            tensors[name] = np.asarray(np.clip(np.round(8 * numbers(rng, *shape)), -100, 100), dtype=np.float32)
+            places[name] = rng.randrange(files) if len(tensors) > files else len(tensors) - 1
+    return {"kind": kind, "files": files, "tensors": tensors, "dtypes": dtypes, "places": places}
+
+
+def draw_loads(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
+    """Each number of ranks, with rows that do not divide; rows that do; fewer rows than ranks; and a single file."""
+    most = worlds[-1]
+    kinds = [*((world, UNEVEN, 3) for world in worlds), (2, EVEN, 2), (most, FEW, 2), (most, UNEVEN, 1)]
+    return [Case(world, load_case(rng, world, kind, files)) for world, kind, files in kinds]
+
+
+class Files:
+    """Opens files as ``safe_open(path, "pt")`` does, and notes what is opened, and how many bytes of what are read."""
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.read: dict[str, int] = {}
+
+    def __call__(self, path: str | Path) -> "Opened":
+        self.opened.append(Path(path).name)
+        return Opened(self, safe_open(str(path), "pt"))
+
+    def note(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Add a read; what is handed out is a copy."""
+        self.read[name] = self.read.get(name, 0) + tensor.nbytes
+        return tensor.clone()
+
+
+class Opened:
+    """A file of `Files`."""
+
+    def __init__(self, files: Files, file: Any):
+        self._files, self._file = files, file
+
+    def __enter__(self) -> Self:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        self._file.__exit__(*why)
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._files.note(name, self._file.get_tensor(name))
+
+    def get_slice(self, name: str) -> "Slice":
+        return Slice(self._files, name, self._file.get_slice(name))
+
+
+class Slice:
+    """A tensor of a file that has not been read."""
+
+    def __init__(self, files: Files, name: str, part: Any):
+        self._files, self._name, self._part = files, name, part
+
+    def get_shape(self) -> list[int]:
+        return self._part.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._part.get_dtype()
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._files.note(self._name, self._part[key])
+
+
+def write_model(case: Case, folder: Path) -> None:
+    """The model's files: one, or several and their index."""
+    count, places = case.inputs["files"], case.inputs["places"]
+    files = [f"model-{place + 1:05}-of-{count:05}.safetensors" for place in range(count)] if count > 1 else [SINGLE]
+    for place, file in enumerate(files):
+        save_file({name: torch.from_numpy(values.copy()).to(getattr(torch, case.inputs["dtypes"][name]))
+                   for name, values in case.inputs["tensors"].items() if places[name] == place}, folder / file)
+    if count > 1:
+        where = {name: files[place] for name, place in places.items()}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def observe_load(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(case, Path(folder))
+        files = Files()
+        with Recorder() as record:
+            pieces = function(Path(folder), files)
+        seen = {"names": sorted(pieces), "dtypes": {name: dtype_of(piece) for name, piece in pieces.items()},
+                "opened": files.opened, "read": files.read, "events": record.events}
+        return seen | {f"piece {name}": plain(piece) for name, piece in pieces.items()}
+
+
+def piece_of(case: Case, name: str, rank: int) -> np.ndarray:
+    """A rank's rows, of which each has as many, until there are none left; of one dimension or none the whole."""
+    whole = case.inputs["tensors"][name]
+    if whole.ndim < 2:
+        return whole
+    per_rank = -(-len(whole) // case.world_size)
+    return whole[rank * per_rank:(rank + 1) * per_rank]
+
+
+def known(case: Case, seen: Seen, rank: int) -> dict[str, np.ndarray]:
+    """By name what this rank has to hold, once all names are there.
+
+    Raises:
+        Malformed: others are.
+    """
+    right = {name: piece_of(case, name, rank) for name in case.inputs["tensors"]}
+    actual = items(seen, rank, "names", str)
+    if sorted(right) != actual:
+        apart = sorted(set(right) ^ set(actual))
+        raise Malformed(Miss(f"{len(right)} tensors by name", f"{len(actual)}; apart: {short(apart)}", rank))
+    return right
+
+
+def pieces(case: Case, seen: Seen) -> Miss | None:
+    """Every piece, but of matrices with fewer rows than ranks."""
+    return wrong_piece(case, seen, few=False)
+
+
+def few_rows(case: Case, seen: Seen) -> Miss | None:
+    """Pieces of matrices with fewer rows than ranks: a row, or no row at all."""
+    return wrong_piece(case, seen, few=True)
+
+
+def wrong_piece(case: Case, seen: Seen, few: bool) -> Miss | None:
+    for rank in range(case.world_size):
+        for name, right in known(case, seen, rank).items():
+            if few != (right.ndim > 1 and len(case.inputs["tensors"][name]) < case.world_size):
+                continue
+            actual = array(seen, rank, f"piece {name}", right.shape)
+            if not np.array_equal(actual, right):
+                rows = [row for row in range(len(right)) if not np.array_equal(actual[row], right[row])
+                        ] if right.ndim else "all"
+                return Miss(f"{name}, {right.shape}, as in the file", f"other numbers in rows: {short(rows)}", rank)
+    return None
+
+
+def same_dtypes(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        known(case, seen, rank)
+    return same(seen, "dtypes", [case.inputs["dtypes"]] * case.world_size)
+
+
+def bytes_read(case: Case, seen: Seen) -> Miss | None:
+    """Of each tensor the bytes of the rank's own piece."""
+    for rank in range(case.world_size):
+        mine, read = known(case, seen, rank), seen[rank].get("read")
+        if not isinstance(read, dict) or not all(type(count) is int for count in read.values()):
+            raise Malformed(Miss("bytes that were read, by name", short(read), rank))
+        for name, piece in mine.items():
+            right, actual = piece.size * SIZES[case.inputs["dtypes"][name]], read.get(name, 0)
+            if actual != right:
+                whole = case.inputs["tensors"][name].size * SIZES[case.inputs["dtypes"][name]]
+                return Miss(f"{right} bytes of {name} read", f"{actual}", rank, f"the whole tensor has {whole}")
+    return None
+
+
+def each_file_once(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        known(case, seen, rank)
+        opened = items(seen, rank, "opened", str)
+        if len(opened) != len(set(opened)) or not opened:
+            return Miss(f"each of {case.inputs['files']} files opened once", f"{len(opened)} times", rank)
+    return None
+
+
+def no_collective(case: Case, seen: Seen) -> Miss | None:
+    for rank in range(case.world_size):
+        known(case, seen, rank)
+        if made := made_by(seen, rank):
+            return Miss("no collective", short(", ".join(made)), rank)
+    return None
+
+
+LOAD = Task(
+    name="lora.sharded_load", lesson=LESSON, function="load_rows", title="Read your own rows", difficulty=2,
+    importance=5, minutes=25, draw=draw_loads, observe=observe_load, essential=("pieces", "bytes read"),
+    properties={"pieces": Property(2, pieces), "fewer rows than ranks": Property(1, few_rows),
+                "dtypes": Property(1, same_dtypes), "bytes read": Property(3, bytes_read),
+                "each file once": Property(1, each_file_once), "no collective": Property(1, no_collective)})
+
+ALL = (LOAD,)
