@@ -15,7 +15,7 @@ DEVICE = {"00_start_here": ("cuda", 2), "01_basic_loop": ("cuda", 1), "02_data_p
           "09_plan_and_simulate": ("cuda", 2), "11_wandb": ("cuda", 2), "12_sagemaker": ("cuda", 2),
           "13_capstone": ("cuda", 2), "14_long_contexts": ("cuda", 2), "15_experts": ("cuda", 2),
           "16_gradient_audit": ("cuda", 2), "17_where_the_time_goes": ("cuda", 2),
-          "18_talking_less": ("cuda", 2)}
+          "18_talking_less": ("cuda", 2), "19_too_large_to_fine_tune": ("cuda", 2)}
 """The value of each lesson's parameter ``device`` where there are so many GPUs, which its other parameters ask for."""
 ALONE = ("01_basic_loop", "09_plan_and_simulate")
 """Quick ones on one GPU: one that uses it, and one whose ranks are on the CPU of a machine that has one."""

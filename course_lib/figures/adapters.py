@@ -80,6 +80,7 @@ def four_bits(values: Sequence[float], levels: Mapping[str, Sequence[float]], ti
                           annotation_clip=False)
         axes.set(xlabel="weight, by the largest of its block of 64", ylabel="density", xlim=(-1.03, 1.03))
         axes.set_ylim(bottom=-0.25 * len(levels) - 0.2)
+        axes.set_yticks([0, 0.5, 1])
         axes.grid(visible=False)
     return figure
 

@@ -16,7 +16,7 @@ from tests.notebooks.conftest import NOTEBOOKS
 LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
            "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
            "10_faults_and_hangs", "11_wandb", "12_sagemaker", "13_capstone", "14_long_contexts", "15_experts",
-           "16_gradient_audit", "17_where_the_time_goes", "18_talking_less")
+           "16_gradient_audit", "17_where_the_time_goes", "18_talking_less", "19_too_large_to_fine_tune")
 SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "When it goes wrong", "Exercises",
             "Questions", "Read next")
 
@@ -45,7 +45,7 @@ SUBJECTS = {
 
 
 def test_every_notebook_is_in_the_list():
-    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 19
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(LESSONS) and len(LESSONS) == 20
 
 
 @pytest.fixture(params=LESSONS)
