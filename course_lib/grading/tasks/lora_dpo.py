@@ -125,11 +125,11 @@ def observe_dpo(function: Callable[..., Any], case: Case, rank: int) -> dict:
     for batch in case.inputs["batches"]:
         chosen, rejected = ([torch.from_numpy(values.copy()) for values in side] for side in batch)
         loss, margin = function(model, optimizer, chosen, rejected, case.inputs["beta"])
-        losses.append(float(loss))
+        losses.append(plain(loss))
         margins.append(plain(margin))
         weights.append(flat(learning(model)))
     moved = int((flat(frozen) != before).sum()) + sum(parameter.grad is not None for parameter in frozen)
-    return {"loss": np.array(losses), "margins": np.stack(margins), "weights": np.stack(weights), "passes": passes,
+    return {"loss": np.stack(losses), "margins": np.stack(margins), "weights": np.stack(weights), "passes": passes,
             "moved": moved, "trained": len(learning(model)), "on": model.on}
 
 
@@ -178,7 +178,7 @@ def exact(key: str, *kinds: str) -> Rule:
         array(seen, 0, key, right.shape)
         if case.inputs["kind"] not in kinds:
             return None
-        wrong = {f"{note} In that way these numbers come about": lambda how=how: [by_hand(case, how)[key]]
+        wrong = {f"{note} These numbers come about so": lambda how=how: [by_hand(case, how)[key]]
                  for note, how in WRONG.items()}
         return suspected(near(seen, key, [right], first_step=1), seen, key, wrong)
 

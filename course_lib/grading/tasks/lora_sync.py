@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, near, number, same, short
+from course_lib.grading.rules import Seen, array, near, number, same, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
 from course_lib.grading.tasks.less import by_step
@@ -104,7 +104,7 @@ def observe_sync(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 
 def as_one(case: Case) -> dict[str, Any]:
-    """Start, weights and norms after each step, what is loaded, and what is saved by name, in one process."""
+    """Start, weights and norms after each step, in one process; and the shapes of what is saved, by name."""
     model = Classifier(case.inputs, 0)
     parameters = learning(model)
     optimizer = Optimizer(case.inputs["optimizer"], parameters)
@@ -128,8 +128,8 @@ def as_one(case: Case) -> dict[str, Any]:
         weights.append(flat(parameters))
         if step == SAVED - 1:
             saved = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    return {"start": start, "weights": np.stack(weights), "norms": np.array(norms), "loaded": weights[SAVED - 1],
-            "saved": {name: value.numpy() for name, value in saved.items()}}
+    return {"start": start, "weights": np.stack(weights), "norms": np.array(norms),
+            "saved": {name: tuple(value.shape) for name, value in saved.items()}}
 
 
 def exact(key: str, first_step: int | None = None) -> Rule:
@@ -169,17 +169,25 @@ def adapters_alone(case: Case, seen: Seen) -> Miss | None:
     return None
 
 
+def after_the_save(case: Case, seen: Seen) -> np.ndarray:
+    """The trained weights of rank 0 when it saved, right or wrong."""
+    return array(seen, 0, "weights", as_one(case)["weights"].shape)[SAVED - 1]
+
+
 def file_of_adapters(case: Case, seen: Seen) -> Miss | None:
-    """Rank 0 has written what is trained, by name, in one file; the others nothing."""
-    right = as_one(case)["saved"]
+    """Rank 0 has written what is trained, by name, in one file, as it was; the others nothing."""
+    shapes, held = as_one(case)["saved"], after_the_save(case, seen)
     if miss := same(seen, "files", [[FILE] * (rank == 0) for rank in range(case.world_size)]):
         return miss
-    if miss := same(seen[:1], "saved names", [sorted(right)]):
+    if miss := same(seen[:1], "saved names", [sorted(shapes)]):
         return miss
-    for name, values in right.items():
-        if miss := near(seen[:1], f"saved {name}", [values]):
-            return miss
-    return None
+    saved = np.concatenate([array(seen, 0, f"saved {name}", shape).reshape(-1) for name, shape in shapes.items()])
+    return near([{"saved": saved}], "saved", [held], 1e-6)
+
+
+def loaded(case: Case, seen: Seen) -> Miss | None:
+    """Each rank has what rank 0 had when it saved."""
+    return near(seen, "loaded", [after_the_save(case, seen)] * case.world_size, 1e-6)
 
 
 SYNC = Task(
@@ -189,6 +197,6 @@ SYNC = Task(
     properties={"start": Property(1, exact("start")), "weights": Property(3, trained_weights),
                 "same bits": Property(1, same_bits("weights")), "norm": Property(1, exact("norms", 1)),
                 "adapters alone travel": Property(3, adapters_alone), "file": Property(2, file_of_adapters),
-                "loaded": Property(1, exact("loaded"))})
+                "loaded": Property(1, loaded)})
 
 ALL = (SYNC,)
