@@ -77,8 +77,8 @@ def main() -> None:
             f"fp32, {lab.ROWS} rows of {lab.TOKENS} tokens per rank, rank {lab.RANK} beside all linear layers of the "
             f"blocks, {options.ranks} ranks over gloo. Counted on rank 0, in brackets what the planner foresees; "
             f"activations at their most, all else as it rests.\n\n{table}\n\nA step of LoRA with PEFT "
-            f"{version('peft')} takes {ratio:.2f} times as long as with ours, the median of {options.pairs} pairs in one "
-            f"process; afterwards the logits of both are {apart:.0e} apart at most.\n")
+            f"{version('peft')} takes {ratio:.2f} times as long as with ours, the median of {options.pairs} pairs in "
+            f"one process; afterwards the logits of both are {apart:.0e} apart at most.\n")
     write_text(Path(__file__).parent / "lora.md", text)
     print(text)
 

@@ -143,7 +143,7 @@ def test_no_cell_rebinds_what_a_learner_may_run_again(lesson):
 LAUNCHERS = {"launch", "launch_privately"}
 ON_THE_CPU = {"00_start_here": 1, "03_accelerate": 1, "04_distributed_evaluation": 1, "07_pipeline_schedules": 1,
               "08_tensor_and_hybrid": 2, "14_long_contexts": 1, "15_experts": 3, "16_gradient_audit": 1,
-              "18_talking_less": 1}
+              "17_where_the_time_goes": 1, "18_talking_less": 1, "19_too_large_to_fine_tune": 1}
 """Launches whose ranks compute on the CPU whatever the lesson's device is: one would need more GPUs than ranks have."""
 
 
