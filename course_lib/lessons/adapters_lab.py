@@ -1,5 +1,6 @@
 """Lesson 19's experiment: a small Llama, whole and with adapters, trained by ranks that share it in several ways."""
 
+import json
 import pydoc_data.topics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from course_lib.data.bundled import load_tweets
 from course_lib.metering.allocation_log import AllocationLog
 from course_lib.metering.meter import Meter
 from course_lib.modeling import lora, nf4, sliced_weights
@@ -55,6 +57,17 @@ class Held:
 def docs() -> Tensor:
     """The topics of Python's own help as bytes, (B,) int64."""
     return torch.tensor(list("\n".join(pydoc_data.topics.topics.values()).encode()))
+
+
+def write_talks(path: Path, rows: int) -> None:
+    """Write the first bundled tweets as conversations, a line of JSON each: what does it sound like, and the answer."""
+    tweets = load_tweets()["train"].select(range(rows))
+    names = tweets.features["label"].names
+    with path.open("w", encoding="utf-8") as file:
+        for tweet in tweets:
+            turns = [{"role": "user", "content": f"How does this sound? {tweet['text']}"},
+                     {"role": "assistant", "content": names[tweet["label"]]}]
+            file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def small_llama() -> LlamaForCausalLM:

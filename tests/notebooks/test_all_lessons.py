@@ -38,9 +38,13 @@ SUBJECTS = {
     "15_experts": ("class AllToAll(torch.autograd.Function):",),
     "16_gradient_audit": ("def explain(parts, right, sizes, small):  # parts: (ranks, *shape), what each rank has in "
                           "place of `right`",),
-    "17_where_the_time_goes": ("class TinyFlash(torch.autograd.Function):", "class Product8(torch.autograd.Function):"),
+    "17_where_the_time_goes": ("class TinyCounter(TorchDispatchMode):",
+                               "class ChunkedCrossEntropy(torch.autograd.Function):",
+                               "class TinyFlash(torch.autograd.Function):", "class Product8(torch.autograd.Function):"),
     "18_talking_less": ("class EveryStep:  # data parallelism", "class TinyLocalSGD(EveryStep):",
-                        "class TinyTopK(EveryStep):", "class TinyPowerSGD(EveryStep):")}
+                        "class TinyTopK(EveryStep):", "class TinyPowerSGD(EveryStep):"),
+    "19_too_large_to_fine_tune": ("class TinyLora(nn.Module):",
+                                  "class TinyOffload(torch.autograd.graph.saved_tensors_hooks):")}
 """First lines of the cells that hold a lesson's subject whole: up to 40 lines, all others up to 20."""
 
 
