@@ -13,11 +13,13 @@ from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import in_turn
 from course_lib.grading.tasks.lora_layer import BF16, FP32, LESSON, reals
 from course_lib.grading.work import Work
-from course_lib.modeling.nf4 import LEVELS
 
 BLOCK = 64
 SLACK = 256
 """Bytes that an object may hold beside codes and scales: small tables."""
+NF4_LEVELS = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803,
+              0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+"""Dettmers et al. 2023, *QLoRA* (arXiv 2305.14314), appendix E."""
 USUAL, ON_LEVELS, SMALL = "usual", "on levels", "zeros and small blocks"
 
 
@@ -29,7 +31,7 @@ def nf4_case(rng: random.Random, place: int) -> dict:
     The levels are NF4's, or others in whose place no table of one's own helps.
     """
     kind = (USUAL, ON_LEVELS, USUAL, SMALL)[place % 4]
-    levels = LEVELS.numpy().copy()
+    levels = np.array(NF4_LEVELS, np.float32)
     if place % 2:
         inner = np.sort(reals(rng, 13).clip(-3, 3) / 4)
         levels = np.sort(np.concatenate([inner, [-1, 0, 1]])).astype(np.float32)
