@@ -17,10 +17,9 @@ from course_lib.grading.work import Work
 BLOCK = 64
 SLACK = 256
 """Bytes that an object may hold beside codes and scales: small tables."""
-LEVELS = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-          -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-          0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
-"""NF4's, as published (arXiv 2305.14314, appendix E)."""
+NF4_LEVELS = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803,
+              0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+"""Dettmers et al. 2023, *QLoRA* (arXiv 2305.14314), appendix E."""
 USUAL, ON_LEVELS, SMALL = "usual", "on levels", "zeros and small blocks"
 
 
@@ -32,7 +31,7 @@ def nf4_case(rng: random.Random, place: int) -> dict:
     The levels are NF4's, or others in whose place no table of one's own helps.
     """
     kind = (USUAL, ON_LEVELS, USUAL, SMALL)[place % 4]
-    levels = np.array(LEVELS, np.float32)
+    levels = np.array(NF4_LEVELS, np.float32)
     if place % 2:
         inner = np.sort(reals(rng, 13).clip(-3, 3) / 4)
         levels = np.sort(np.concatenate([inner, [-1, 0, 1]])).astype(np.float32)
