@@ -138,12 +138,13 @@ def saved_model(folder: Path) -> None:
     small_llama().save_pretrained(folder, max_shard_size="500KB")
 
 
-def loaded(folder: Path, *, sliced: bool) -> dict[str, float]:
-    """Load a model for FSDP2 on this rank, and train a step.
+def loaded(folder: Path, *, way: str = "FSDP2", sliced: bool = True) -> dict[str, float]:
+    """Load a model in shares, this rank's here, and run it once.
 
     Args:
         folder: of :func:`saved_model`.
-        sliced: each rank reads its own rows, else the whole model.
+        way: ``FSDP2``, or ``ZeRO-3`` from scratch.
+        sliced: each rank reads its own elements, else the whole model.
     Returns:
         ``peak`` and ``read`` bytes, and the ``loss``.
     """
@@ -157,11 +158,16 @@ def loaded(folder: Path, *, sliced: bool) -> dict[str, float]:
             model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
             for weight in model.parameters():
                 log.hold(weight, "parameters")
-        engine = shard_with_torch(model, torch.optim.AdamW(model.parameters()), filled_later=sliced)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine: Any = (Zero3(model, optimizer, filled_later=sliced) if way == "ZeRO-3" else
+                       shard_with_torch(model, optimizer, filled_later=sliced))
         files = sliced_weights.SlicedWeights(folder)
         if sliced:
-            pieces = {name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}
+            pieces = engine.pieces() if way == "ZeRO-3" else {
+                name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}
             sliced_weights.fill(pieces, files)
+            if way == "ZeRO-3":
+                engine.refresh()
         log.stop()
     ids = torch.arange(TOKENS)[None]
     loss = engine(input_ids=ids, labels=ids).loss.item()

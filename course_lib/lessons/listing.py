@@ -51,6 +51,7 @@ class Listing(Code):
     @classmethod
     def of(cls, thing: Callable | type | ModuleType, doc: bool) -> "Listing":
         """The source of a function, class or module, with or without its docstring."""
+        thing = getattr(thing, "fn", thing)  # of a Triton kernel
         thing = inspect.unwrap(thing) if callable(thing) else thing
         lines, first = inspect.getsourcelines(thing)
         first = max(first, 1)

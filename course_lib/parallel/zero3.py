@@ -34,7 +34,7 @@ class PerParamUnit(ShardedUnit):
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], group: dist.ProcessGroup | None,
                  param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool,
-                 filled_later: bool = False):
+                 filled_later: bool):
         world = dist.get_world_size(group)
         # Before `__init__` of the base class, which asks `lay_out`. c_j is rounded up: the last ranks' may be short.
         chunks = [padded(parameter.numel(), world) // world for parameter in parameters]

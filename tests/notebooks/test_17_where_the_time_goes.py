@@ -7,7 +7,7 @@ from tests.notebooks.conftest import says
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("17_where_the_time_goes", device="auto", world_size=2, tries=1, steps=16)
+    return run_lesson("17_where_the_time_goes", world_size=2, tries=1, steps=16)
 
 
 def test_flops_by_formula_by_the_counter_and_by_torch(lesson):

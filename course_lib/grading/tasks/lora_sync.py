@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
@@ -74,6 +73,8 @@ def unmoved(model: nn.Module) -> np.ndarray:
 
 def observe_sync(function: Callable[..., Any], case: Case, rank: int) -> dict:
     """Train, save after two steps, load before the last."""
+    from safetensors.torch import load_file  # `course check` of other exercises does without
+
     model = Classifier(case.inputs, rank)
     optimizer = Optimizer(case.inputs["optimizer"], learning(model))
     before, weights, norms = unmoved(model), [], []
