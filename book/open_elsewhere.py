@@ -10,7 +10,7 @@ REPOSITORY = os.environ.get("GITHUB_REPOSITORY", "")
 """OWNER/NAME, where the book is built by the repository's workflow; a book built elsewhere has no such buttons."""
 BRANCH = "gh-pages"
 """The branch that the workflow publishes the book on, and these notebooks with it."""
-EXTRAS = "train,notebooks,tracking,sagemaker,grading"
+EXTRAS = "train,notebooks,tracking,sagemaker,grading,kernels"
 CELL = """\
 # Fetches the course and installs what it needs, which takes some minutes. Leave it out where you have the course.
 import os

@@ -23,12 +23,12 @@ def bundle(tmp_path_factory):
 
 
 def test_the_bundle_has_the_exercises_and_nothing_of_the_instructors(bundle):
-    assert len(list((bundle / "exercises").glob("*.ipynb"))) == 17
+    assert len(list((bundle / "exercises").glob("*.ipynb"))) == 19
     assert (bundle / "exercises" / "README.md").is_file() and (bundle / "course_lib" / "cli.py").is_file()
     assert (bundle / "notebooks" / "02_data_parallel.ipynb").is_file() and not (bundle / "tests").exists()
     hidden = [path.read_text(encoding="utf-8") for path in (SOLUTIONS / "hidden").glob("*.py")]
     files = [path for path in bundle.rglob("*") if path.is_file()]
-    assert len(hidden) == 17 and len(files) > 100
+    assert len(hidden) == 19 and len(files) > 100
     for path in files:
         assert not path.relative_to(bundle).parts[0].startswith(("solutions", "."))
         assert path.suffix not in (".pyc", ".db") and "planted" not in path.name

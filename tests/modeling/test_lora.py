@@ -64,7 +64,7 @@ def test_adapters_begin_at_the_base_model_train_alone_and_merge(case):
     assert all(torch.equal(p, frozen[name]) for name, p in now.items())
     lora.merge(model)
     assert set(dict(model.named_parameters())) == set(frozen) and not lora.adapted(model)
-    assert torch.allclose(logits(model, batch), after, atol=1e-5)
+    assert torch.allclose(logits(model, batch), after, rtol=1e-4, atol=1e-5)
 
 
 def test_the_draw_is_by_seed_and_scaled_by_alpha_over_r():
@@ -97,7 +97,7 @@ def test_peft_loads_what_we_save(case, tmp_path):
     again = load(base, task).model
     assert (logits(again, batch) - expected).abs().max() > 1e-3
     theirs = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
-    assert torch.allclose(logits(theirs, batch), expected, atol=1e-6)
+    assert torch.allclose(logits(theirs, batch), expected, rtol=1e-4, atol=1e-6)
     ours = load(base, task).model
     lora_files.load_adapter(ours, tmp_path / "adapter")
     assert torch.equal(logits(ours, batch), expected)
@@ -117,7 +117,7 @@ def test_what_peft_saves_we_load(name, task, more, tmp_path):
     theirs.save_pretrained(tmp_path / "adapter")
     ours = load(base, task).model
     lora_files.load_adapter(ours, tmp_path / "adapter")
-    assert torch.allclose(logits(ours, batch), logits(theirs, batch), atol=1e-6)
+    assert torch.allclose(logits(ours, batch), logits(theirs, batch), rtol=1e-4, atol=1e-6)
 
 
 def test_ends_of_names_choose_layers():

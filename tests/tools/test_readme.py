@@ -21,7 +21,7 @@ def test_its_figures_are_those_of_the_tables():
     assert block.strip() == readme.block(), "run `python tools/readme.py`"
     outside = re.sub(r"(?s)```.*?```|^\|.*?$|`[^`]*`|\[[^\]]*\]\([^)]*\)", "", before + after, flags=re.MULTILINE)
     # A version, a count that tests/grading holds, a lesson, a licence and a year.
-    assert set(re.findall(r"\d+[.,\d]*\d|\d+ ?%", outside)) <= {"3.11", "82", "00", "2.0", "2014"}, "where is it from?"
+    assert set(re.findall(r"\d+[.,\d]*\d|\d+ ?%", outside)) <= {"3.11", "92", "00", "2.0", "2014"}, "where is it from?"
 
 
 def test_a_figure_that_no_table_has_is_told(tmp_path, monkeypatch):
