@@ -10,8 +10,8 @@ import nbformat
 from book import open_elsewhere
 from book.links import Links
 
-UNSEEN = ("application/vnd.course.record+json", "application/vnd.jupyter.widget-view+json")
-"""What a test reads, and what a live kernel draws; each stands beside what a page shows."""
+UNSEEN = "application/vnd."
+"""How the kinds of output begin that tests read or a live kernel draws; each stands beside what a page shows."""
 PICTURES = ("image/png", "image/svg+xml")
 
 
@@ -43,8 +43,8 @@ def _seen(output: nbformat.NotebookNode, page: Path, links: Links) -> bool:
     if "data" not in output:
         return True
     data = output.data
-    for kind in UNSEEN:
-        data.pop(kind, None)
+    for kind in [kind for kind in data if kind.startswith(UNSEEN)]:
+        del data[kind]
     if "text/html" in data:
         html = links.in_html(data["text/html"], page)
         # a listing that is wider than the page is scrolled by keyboard too
