@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from course_lib.data.bundled import load_tweets
+from course_lib.lessons.roofline_lab import most
 from course_lib.metering.allocation_log import AllocationLog
 from course_lib.metering.meter import Meter
 from course_lib.modeling import lora, nf4, sliced_weights
@@ -179,15 +180,6 @@ def own_rows(weight: Tensor, rank: int, ranks: int) -> Shard:
     """This rank's rows of a weight, as FSDP2 deals them out."""
     first = min(-(-weight.shape[0] // ranks) * rank, weight.shape[0])
     return Shard(weight.shape, first * weight.shape[1:].numel(), weight.detach().to_local().view(-1))  # type: ignore
-
-
-def most(log: AllocationLog) -> int:
-    """The most bytes that were alive at once."""
-    alive = peak = 0
-    for change in log.changes():
-        alive += change.bytes
-        peak = max(peak, alive)
-    return peak
 
 
 def kept_after(forward: Callable[[], Tensor]) -> tuple[int, Tensor]:

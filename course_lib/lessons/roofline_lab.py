@@ -1,6 +1,7 @@
 """Lesson 17's experiment: the training step of a small Llama, what it takes and holds when written in several ways."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,11 +72,12 @@ def peak_bytes(step: Callable[[], object]) -> int:
         log.start()
         step()
         log.stop()
-    held = peak = 0
-    for change in log.changes():
-        held += change.bytes
-        peak = max(peak, held)
-    return peak
+    return most(log)
+
+
+def most(log: AllocationLog) -> int:
+    """The most bytes that a log has seen alive at once."""
+    return max(itertools.accumulate(change.bytes for change in log.changes()), default=0)
 
 
 def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_leaves
 from course_lib.errors import CourseError
 from course_lib.launching.netns import loopback_bytes, not_private
 from course_lib.metering.collective_log import Collective, CollectiveLog, ring_bytes
+from course_lib.metering.intervals import Interval, common, united
 from course_lib.metering.resident_memory import KINDS, Residency, Resident
 from course_lib.parallel.clock import Clock, Stamp
 
 __all__ = ["KINDS", "Collective", "Meter", "TimelineSpan", "ring_bytes"]
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Meter:
     @property
     def overlap_seconds(self) -> float:
         """Of communication during which this rank computed."""
-        return _length(_common(self._spans("communication"), self._spans("compute")))
+        return _length(common(self._spans("communication"), self._spans("compute")))
 
     @property
     def exposed_seconds(self) -> float:
@@ -215,7 +214,7 @@ class Meter:
 
     def _timeline(self) -> list[TimelineSpan]:
         seconds = self.clock.seconds
-        waits = _union([(seconds(begin), seconds(end)) for begin, end in self._waits])
+        waits = united([(seconds(begin), seconds(end)) for begin, end in self._waits])
         spans = [TimelineSpan("compute", name, *rest) for name, begin, end in self._compute
                  for rest in _without((seconds(begin), seconds(end)), waits)]
         spans += [TimelineSpan("communication", call.name, call.start, self.end if math.isnan(call.end) else call.end)
@@ -223,7 +222,7 @@ class Meter:
         return sorted(spans, key=lambda span: span.start)
 
     def _spans(self, kind: str) -> list[Interval]:
-        return _union([(span.start, span.end) for span in self.timeline if span.kind == kind])
+        return united([(span.start, span.end) for span in self.timeline if span.kind == kind])
 
 
 def _device(module: nn.Module | None) -> torch.device:
@@ -232,22 +231,6 @@ def _device(module: nn.Module | None) -> torch.device:
     if parameter is not None:
         return parameter.device
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-
-
-def _union(intervals: list[Interval]) -> list[Interval]:
-    """The same stretches, disjoint and in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _common(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What two disjoint lists have in common."""
-    return [(max(a, c), min(b, d)) for a, b in left for c, d in right if max(a, c) < min(b, d)]
 
 
 def _without(whole: Interval, holes: list[Interval]) -> list[Interval]:

@@ -12,7 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Interval = tuple[float, float]
+from course_lib.metering.intervals import Interval, common, united
+
 BETWEEN = "between"
 """Phase of what lies in none: logging, counting of targets, callbacks."""
 HOST, EXPOSED = "not in operators", "communication, exposed"
@@ -189,28 +190,6 @@ def phase_at(phases: Sequence[tuple[str, float, float]], moment: float) -> str:
     """The phase of a moment, of :func:`segments`."""
     place = bisect.bisect_right(phases, moment, key=lambda phase: phase[1]) - 1
     return phases[place][0] if place >= 0 and moment < phases[place][2] else BETWEEN
-
-
-def united(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same stretches, disjoint and in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """What two disjoint ordered lists have in common, in one pass over both."""
-    shared, i, j = [], 0, 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            shared.append((start, end))
-        i, j = (i + 1, j) if left[i][1] < right[j][1] else (i, j + 1)
-    return shared
 
 
 def without(whole: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:

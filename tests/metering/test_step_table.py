@@ -6,20 +6,11 @@ import pytest
 import torch
 
 from course_lib.metering.collective_log import Collective
+from course_lib.metering.intervals import common
 from course_lib.metering.operators import Operator
 from course_lib.metering.rank_clocks import Offset, offsets
 from course_lib.metering.roofline import Peaks
-from course_lib.metering.step_spans import (
-    EXPOSED,
-    HOST,
-    DeviceEvent,
-    HostEvent,
-    Parts,
-    RankEvents,
-    common,
-    parts,
-    without,
-)
+from course_lib.metering.step_spans import EXPOSED, HOST, DeviceEvent, HostEvent, Parts, RankEvents, parts, without
 from course_lib.metering.step_table import RankTable, StepTable, at_tokens, rows_of
 from course_lib.metering.step_trace import MOST, trace
 
