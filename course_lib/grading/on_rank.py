@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,8 +129,8 @@ def _observe_case(job: CheckJob, number: int, meeting: Meeting, stop: Callable[[
     watch.start()
     said = meeting.meet("connected", f"{os.getpid()} {watch.native_id}")
     try:
-        with watch.watching([(int(pid), int(thread)) for pid, thread in map(str.split, said)] if CAN_TELL else ()):
-            seen = _observe_function(job, meeting.rank, page)
+        ranks = [(int(pid), int(thread)) for pid, thread in map(str.split, said)] if CAN_TELL else ()
+        seen = _observe_function(job, meeting.rank, watch.watching(ranks), page)
         if "error" in seen and hang_report.WAITED.search(seen["error"]):
             stop()
         if "error" in seen:
@@ -161,14 +162,14 @@ def _observe_alone(job: CheckJob) -> Observation:
     """A case without ranks, in this process."""
     watch = IdleWatch(job.seconds, sockets())
     watch.start()
-    with watch.watching([(os.getpid(), watch.native_id or 0)] if CAN_TELL else ()):
-        return _observe_function(job, 0)
+    return _observe_function(job, 0, watch.watching([(os.getpid(), watch.native_id or 0)] if CAN_TELL else ()))
 
 
-def _observe_function(job: CheckJob, rank: int, page: RankState | None = None) -> Observation:
+def _observe_function(job: CheckJob, rank: int, watched: AbstractContextManager[None],
+                      page: RankState | None = None) -> Observation:
     """What is observed of the function; what it raises is an error text."""
     try:
-        with hang_report.recorded(page) if page else contextlib.nullcontext(), computing(job.most):
+        with hang_report.recorded(page) if page else contextlib.nullcontext(), watched, computing(job.most):
             return job.task.observe(job.function, job.case, rank)
     except Exception as error:  # whatever the learner's code raises is what was observed
         return {"error": own_code.told(error, own_code.file_of(job.function)), "at": time.monotonic()}

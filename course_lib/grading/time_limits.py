@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -26,23 +26,26 @@ CAN_TELL = Path("/proc/self/task").is_dir()
 @contextlib.contextmanager
 def computing(seconds: float) -> Iterator[None]:
     """Interrupt the main thread once this process has computed for so long, as in a loop without an end."""
-    with _interrupted_by(signal.SIGPROF, LOOPS):
+    with _interrupted_by(signal.SIGPROF, LOOPS, lambda: signal.setitimer(signal.ITIMER_PROF, 0)):
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        yield
 
 
 @contextlib.contextmanager
-def _interrupted_by(number: signal.Signals, said: str) -> Iterator[None]:
+def _interrupted_by(number: signal.Signals, said: str, end: Callable[[], object]) -> Iterator[None]:
+    """Let a signal interrupt what runs inside; one that comes after that, before `end` has ended it, does nothing."""
+    runs = True
+
     def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(said)
+        if runs:
+            raise TimeoutError(said)
 
     before = signal.signal(number, late)
     try:
         yield
     finally:
+        runs = False
+        end()
         signal.signal(number, before)
 
 
@@ -117,9 +120,9 @@ class IdleWatch(threading.Thread):
     def watching(self, ranks: Sequence[tuple[int, int]]) -> Iterator[None]:
         """Watch over these processes (with their watches' threads) while this rank's function runs."""
         self.ranks = ranks
-        with _interrupted_by(signal.SIGALRM, WAITS):
-            try:
-                yield
-            finally:
-                with self.deciding:
-                    self.over.set()
+        with _interrupted_by(signal.SIGALRM, WAITS, self._end):
+            yield
+
+    def _end(self) -> None:
+        with self.deciding:
+            self.over.set()

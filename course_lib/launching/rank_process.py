@@ -181,9 +181,11 @@ def leave_caller() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit._clear()
-    # In a fork torch makes its pool of threads anew at the first call. Of two threads that call at once, one gets none
-    # and fails with "Invalid thread pool!", so it is made while there is one thread.
+    # In a fork torch makes its pool of threads and its autograd engine anew at the first call. Of two threads that call
+    # at once, one gets no pool ("Invalid thread pool!") or a half-made engine (a segmentation fault), so both are made
+    # while there is one thread: the second by the engine's cheapest question.
     torch.set_num_threads(torch.get_num_threads())
+    torch.autograd.Variable._execution_engine.is_checkpoint_valid()
     forget_accelerators()
     forget_meshes()
     shell = sys.modules.get("IPython.core.interactiveshell")

@@ -52,7 +52,7 @@ def gather_rows(rows, total):
     dist.all_reduce(torch.zeros(1))  # as the ranks have unlike numbers of rows
     return found
 """}
-SHARED = {"accelerate.main_first", "cloud.interruption"}
+SHARED = {"accelerate.main_first", "cloud.interruption", "lora.sharded_load"}
 """Exercises on ranks whose inputs are the same for all of them."""
 
 

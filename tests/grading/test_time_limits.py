@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +60,16 @@ def test_who_computes_is_interrupted_by_cpu_time_and_who_sleeps_is_not():
     with pytest.raises(TimeoutError, match="still computing"), time_limits.computing(0.2):
         while True:
             pass
+
+
+def test_an_interruption_that_comes_after_the_function_has_failed_does_nothing():
+    def late():
+        signal.raise_signal(signal.SIGALRM)
+
+    with (pytest.raises(ValueError, match="its own"),
+          time_limits._interrupted_by(signal.SIGALRM, time_limits.WAITS, late)):
+        raise ValueError("its own")
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
 def test_a_rank_computes_if_a_thread_of_it_runs_but_not_its_watch():
