@@ -27,13 +27,14 @@ def batch_of(loaded):
 
 
 def trained_a_little(model, batch):
-    """Adapters, and a head, that are not as they were drawn."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    """Adapters, and a head, that are not as they were drawn; without dropout, and far from diverging."""
+    model.eval()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for _ in range(3):
         model(**batch).logits.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.eval()
+    return model
 
 
 def logits(model, batch):
@@ -57,7 +58,7 @@ def test_adapters_begin_at_the_base_model_train_alone_and_merge(case):
     kinds = {"tiny-bert": 6, "tiny-gpt2": 4, "tiny-llama": 7}
     assert len(wrapped) == kinds[name] * model.config.num_hidden_layers, "all linear layers of the blocks"
 
-    trained_a_little(model.train(), batch)
+    trained_a_little(model, batch)
     after = logits(model, batch)
     assert (after - before).abs().max() > 1e-3
     now = {name.replace(".base.", "."): p for name, p in model.named_parameters() if name not in trained}
