@@ -68,8 +68,8 @@ notebooks: setup  ## run all lessons and store their outputs
 exercises: setup  ## make exercises/ anew from solutions/
 	$(BIN)/python tools/exercises.py
 
-book: setup  ## the course as a site: build/book/index.html, offline; an EPUB with ARGS=epub
-	$(BIN)/python -m book $(ARGS)
+book: setup  ## the course as a site: build/book/index.html, read without a network
+	$(BIN)/python -m book
 
 book-test: book  ## open every page of the book in Chromium, which has to be there: links, contrast, width, search
 	BROWSER_TESTS=required $(BIN)/pytest tests/book

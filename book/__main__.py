@@ -1,9 +1,9 @@
 """Build the book: `make book`.
 
-    python -m book [html | epub]
+    python -m book
 
-The sources are put together in build/book-source, and the site is written to build/book (build/epub for EPUB). A
-warning of Sphinx is an error.
+The sources are put together in build/book-source, and the site is written to build/book. A warning of Sphinx is an
+error.
 """
 
 import sys
@@ -12,13 +12,12 @@ from book import npm
 from book.build import OUT, ROOT, build
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["html"]
-    if len(chosen) > 1 or chosen[0] not in OUT:
+    if sys.argv[1:]:
         sys.exit(__doc__)
     try:
-        code = build(*chosen)
+        code = build()
     except npm.NotFetched as problem:
         sys.exit(f"book: {problem}")
     if code == 0:
-        print(f"{OUT[chosen[0]].relative_to(ROOT)}/: open {'index.html' if chosen[0] == 'html' else 'the .epub'}")
+        print(f"{OUT.relative_to(ROOT)}/: open index.html")
     sys.exit(code)

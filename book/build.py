@@ -5,28 +5,25 @@ from pathlib import Path
 
 from book.assemble import ROOT, assemble
 
-SOURCE, DOCTREES = ROOT / "build" / "book-source", ROOT / "build" / "book-doctrees"
-OUT = {"html": ROOT / "build" / "book", "epub": ROOT / "build" / "epub"}
+SOURCE, DOCTREES, OUT = ROOT / "build" / "book-source", ROOT / "build" / "book-doctrees", ROOT / "build" / "book"
 
 
-def build(form: str = "html") -> int:
-    """Build the site or the EPUB; returns Sphinx's exit code.
+def build() -> int:
+    """Build the site; returns Sphinx's exit code.
 
     What a build left that did not end well is not built upon: it has read pages whose figures it never copied.
 
-    Args:
-        form: a key of ``OUT``.
     Raises:
         NotFetched: a package of npm is not there and cannot be fetched.
     """
-    ended_well, out = DOCTREES / form / "ended-well", OUT[form]
+    ended_well = DOCTREES / "ended-well"
     if not ended_well.is_file():
-        shutil.rmtree(DOCTREES / form, ignore_errors=True)
-        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(DOCTREES, ignore_errors=True)
+        shutil.rmtree(OUT, ignore_errors=True)
     ended_well.unlink(missing_ok=True)
     assemble(SOURCE)
-    code = sphinx(["-W", "--keep-going", "-q", "-b", form, "-c", str(Path(__file__).parent),
-                   "-d", str(DOCTREES / form), str(SOURCE), str(out)])
+    code = sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(Path(__file__).parent),
+                   "-d", str(DOCTREES), str(SOURCE), str(OUT)])
     if code == 0:
         ended_well.touch()
     return code

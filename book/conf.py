@@ -49,12 +49,9 @@ html_favicon = str(ROOT / "book" / "static" / "favicon.svg")
 html_context = {"default_mode": "auto"}
 html_copy_source = False
 html_show_sphinx = html_show_copyright = False
-html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "show_navbar_depth": 1,
-                      "show_toc_level": 2, "navigation_with_keys": False}
-
-epub_show_urls = "no"
-epub_author = epub_publisher = "The authors of the course"
-epub_copyright = "Apache-2.0"
+html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "show_toc_level": 2,
+                      "navigation_with_keys": False, "secondary_sidebar_items": []}
+html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "course-nav.html"]}
 
 
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:

@@ -14,8 +14,10 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 from sphinx.application import Sphinx
 from sphinx.config import Config
+from sphinx.highlighting import PygmentsBridge
 
-from book import lighter
+from book import dark_figures, front_page, lighter
+from book.hanging_lines import HangingLines
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEME = "source:"
@@ -35,14 +37,49 @@ def say_what_figures_show(app: Sphinx, tree: nodes.document) -> None:
             image["alt"] = text
 
 
+def add_dark_figures(app: Sphinx, tree: nodes.document) -> None:
+    """Put beside each figure of a notebook its twin for dark pages; style sheets show one of the two."""
+    written = Path(app.outdir).parent / "book-dark-figures"
+    written.mkdir(exist_ok=True)
+    for image in list(tree.findall(nodes.image)):
+        stored = Path(app.env.relfn2path(image["uri"])[1])
+        name = stored.name.partition(".")[0]
+        if not re.fullmatch(r"[0-9a-f]{64}", name) or not stored.is_file():
+            continue
+        twin = written / f"{name}-dark{stored.suffix}"
+        if not twin.is_file():
+            twin.write_bytes(dark_figures.svg(stored.read_text(encoding="utf-8")).encode() if stored.suffix == ".svg"
+                             else dark_figures.png(stored.read_bytes()))
+        dark = image.deepcopy()
+        dark["uri"] = posixpath.relpath(twin, Path(app.srcdir) / posixpath.dirname(app.env.docname))
+        image["classes"], dark["classes"] = [*image["classes"], "only-light"], [*dark["classes"], "only-dark"]
+        image.parent.insert(image.parent.index(image) + 1, dark)
+
+
+def mark_part(app: Sphinx, tree: nodes.document) -> None:
+    """Give a lesson's page the class of its part of the course, which has an accent."""
+    lesson = re.match(r"(?:notebooks|exercises)/(\d\d)_", app.env.docname)
+    if lesson and (section := next(tree.findall(nodes.section), None)):
+        section["classes"].append(f"part-{front_page.part_of(int(lesson[1]))}")
+
+
+def add_course_nav(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: nodes.document | None) -> None:
+    """Let the side bar show the page's own headings below its entry (book/templates/course-nav.html)."""
+    def course_nav() -> str:
+        links = str(context["generate_toctree_html"](startdepth=0, kind="sidebar", maxdepth=4, collapse=True,
+                                                     includehidden=True, titles_only=True, show_nav_level=1))
+        here = f"<div id='pst-page-toc-nav'>{context['generate_toc_html']()}</div>" if tree else ""
+        return re.sub(r'(<li class="toctree-l\d[^"]*\bcurrent\b[^"]*"><a class="current[^>]*href="#">.*?</a>)',
+                      lambda m: m[1] + here, links, count=1, flags=re.DOTALL)
+
+    context["course_nav"] = course_nav
+
+
 def link_to_files(app: Sphinx, tree: nodes.document, page: str) -> None:
-    """Turn ``source:PATH#L-LINE`` into a link to the page that shows the file; there are none but in HTML."""
+    """Turn ``source:PATH#L-LINE`` into a link to the page that shows the file."""
     for reference in list(tree.findall(nodes.reference)):
         uri = reference.get("refuri", "")
         if not uri.startswith(SCHEME):
-            continue
-        if app.builder.format != "html" or app.builder.name == "epub":
-            reference.replace_self(nodes.inline("", "", *reference.children))
             continue
         path, _, line = uri.removeprefix(SCHEME).partition("#")
         shown = posixpath.relpath(f"{path}.html", posixpath.dirname(page) or ".")
@@ -51,8 +88,6 @@ def link_to_files(app: Sphinx, tree: nodes.document, page: str) -> None:
 
 def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each file that is linked to: its lines, each with its number and anchor; of a folder, its files."""
-    if app.builder.name == "epub":
-        return
     for name in about(app)["files"]:
         path = ROOT / name
         up = "../" * name.count("/")
@@ -73,7 +108,6 @@ def add_fetched_files(app: Sphinx, config: Config) -> None:
     """Take what the assembly put beside the sources among the static files."""
     fetched = Path(app.srcdir) / "_static"
     config.html_static_path.append(str(fetched))
-    config.epub_exclude_files += [f"_static/{path.relative_to(fetched).as_posix()}" for path in fetched.rglob("*")]
     if (extra := Path(app.srcdir) / "_extra").is_dir():
         config.html_extra_path.append(str(extra))
 
@@ -86,7 +120,7 @@ def read_as_meant(app: Sphinx, what: str, name: str, thing: Any, options: Any, l
 
 def lighten_site(app: Sphinx, problem: Exception | None) -> None:
     """Take out of a built site what no page uses."""
-    if problem is None and app.builder.name == "html":
+    if problem is None:
         lighter.lighten(Path(app.outdir))
 
 
@@ -94,7 +128,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("config-inited", add_fetched_files)
     app.connect("autodoc-process-docstring", read_as_meant)
-    app.connect("doctree-read", say_what_figures_show)
+    app.connect("doctree-read", say_what_figures_show, priority=300)
+    app.connect("doctree-read", add_dark_figures, priority=400)  # before Sphinx collects the images, at 500
+    app.connect("doctree-read", mark_part)
+    app.connect("html-page-context", add_course_nav)
+    PygmentsBridge.html_formatter = HangingLines
     app.connect("doctree-resolved", link_to_files)
     app.connect("html-collect-pages", pages_of_files)
     app.connect("build-finished", lighten_site)

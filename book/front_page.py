@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import nbformat
 
+from book import open_elsewhere
 from book.moving_picture import drawing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,20 +54,47 @@ def lessons() -> list[Lesson]:
     return found
 
 
+def part_of(number: int) -> str:
+    """Class of the part that a lesson belongs to."""
+    return next(name for name, _, first, last in PARTS if first <= number <= last)
+
+
 def filled(page: str) -> str:
-    """The front page with its map and its table of contents."""
+    """The front page with its picture, where to get the course, its map and its table of contents."""
     every = lessons()
-    cards, toctree = [], []
+    listed, toctree = [], []
     for name, title, first, last in PARTS:
         part = [lesson for lesson in every if first <= lesson.number <= last]
-        cards += [f"### {title}\n", ":::::{grid} 1 2 2 3", f":gutter: 3\n:class-container: part part-{name}\n"]
+        listed += [f":::::{{div}} part part-{name}\n**{title}**\n"]
         for lesson in part:
-            cards += [f"::::{{grid-item-card}} {lesson.number:02} · {lesson.question}", f":link: {lesson.path[:-6]}",
-                      ":link-type: doc\n", f"{lesson.measures[:1].upper() + lesson.measures[1:]}\n",
-                      ":::{card-footer}", lesson.time, ":::", "::::\n"]
-        cards.append(":::::\n")
+            listed.append(f"1. [{lesson.number:02} · {lesson.question}]({lesson.path})<br>"
+                          f"{lesson.measures[:1].upper() + lesson.measures[1:]} *{lesson.time}*")
+        listed.append("\n:::::\n")
         toctree += [lesson.path[:-6] for lesson in part]
-    parts = {"map": "\n".join(cards), "lessons": "\n".join(toctree), "picture": f"```{{raw}} html\n{drawing()}\n```"}
-    for name, text in parts.items():
+    fillings = {"map": "\n".join(listed), "lessons": "\n".join(toctree),
+                "picture": f"```{{raw}} html\n{drawing()}\n```", "get": where_to_get(open_elsewhere.REPOSITORY)}
+    for name, text in fillings.items():
         page = page.replace(f"<!-- {name} -->", text)
     return page
+
+
+def where_to_get(repository: str) -> str:
+    """Markdown that says how to get the course.
+
+    Args:
+        repository: OWNER/NAME on GitHub; empty where the book is built from a checkout, which its reader then has.
+    """
+    if not repository:
+        return ("This book was built from a checkout of the course, so it is on this machine already. In its folder:\n\n"
+                "```bash\nmake lab     # sets up .venv, opens JupyterLab at lesson 00 with the exercises beside it\n"
+                "make train   # fine-tunes MiniLM on 2 processes (or on every GPU), ends with a table\n```\n\n"
+                "`pip install .` there brings its tools into an environment of yours "
+                "([what they need](docs/setup.md#without-the-course)).")
+    address = f"https://github.com/{repository}"
+    elsewhere = open_elsewhere.places("00_start_here", repository)
+    return (f"```bash\ngit clone {address} course && cd course\n"
+            "make lab     # sets up .venv, opens JupyterLab at lesson 00 with the exercises beside it\n"
+            "make train   # fine-tunes MiniLM on 2 processes (or on every GPU), ends with a table\n```\n\n"
+            f"Nothing to install: open lesson 00 in [Colab]({elsewhere['Colab']}), as every lesson's margin offers, or the "
+            f"whole course in [Codespaces]({elsewhere['Codespaces']}). Its tools alone, for trainings of yours: "
+            f"`pip install git+{address}` ([what they need](docs/setup.md#without-the-course)).")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 
-from book import open_elsewhere
+from book import cells, open_elsewhere
 from book.links import Links
 
 UNSEEN = "application/vnd."
@@ -30,11 +30,16 @@ def page_of(path: Path, page: Path, links: Links) -> tuple[str, dict[str, str]]:
             cell.source = links.in_markdown(cell.source, page)
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if _seen(output, page, links)]
-            for output in cell.outputs:
+            for output in list(cell.outputs):
                 alternatives |= _alternatives(output)
+                if table := cells.numbers(output):
+                    place = cell.outputs.index(output) + 1
+                    cell.outputs.insert(place, nbformat.v4.new_output("display_data", {"text/html": table}))
+    notebook.cells = [part for cell in notebook.cells
+                      for part in (cells.parts(cell) if cell.cell_type == "code" else [cell])]
     if page.parts[0] == "notebooks":
         said = open_elsewhere.buttons(path.stem, open_elsewhere.REPOSITORY)
-        notebook.cells.insert(1, nbformat.v4.new_markdown_cell(said, id="run-it"))
+        notebook.cells[0].source = cells.with_side_notes(notebook.cells[0].source, said)
     return nbformat.writes(notebook) + "\n", alternatives
 
 
@@ -46,9 +51,7 @@ def _seen(output: nbformat.NotebookNode, page: Path, links: Links) -> bool:
     for kind in [kind for kind in data if kind.startswith(UNSEEN)]:
         del data[kind]
     if "text/html" in data:
-        html = links.in_html(data["text/html"], page)
-        # a listing that is wider than the page is scrolled by keyboard too
-        data["text/html"] = re.sub(r"<pre (?=style)", "<pre tabindex='0' ", html)
+        data["text/html"] = cells.in_the_pages_colours(links.in_html(data["text/html"], page))
     return any(text.strip() if isinstance(text, str) else text for text in data.values())
 
 

@@ -44,11 +44,12 @@ def buttons(lesson: str, repository: str) -> str:
         lesson: name of the notebook, without its suffix.
         repository: OWNER/NAME on GitHub; empty: on the reader's machine alone.
     """
-    here = "Run it: [JupyterLab on your machine](../docs/setup.md)"
-    if not repository:
-        return here
-    file = f"{repository}/blob/{BRANCH}/open/{lesson}.ipynb"
-    places = {"Colab": f"https://colab.research.google.com/github/{file}",
-              "Kaggle": f"https://www.kaggle.com/kernels/welcome?src=https://github.com/{file}",
-              "Codespaces": f"https://codespaces.new/{repository}"}
-    return " · ".join([here, *(f"[{name}]({url})" for name, url in places.items())])
+    here = "**Run it**: [JupyterLab on your machine](../docs/setup.md)"
+    found = places(lesson, repository) if repository else {}
+    return " · ".join([here, *(f"[{name}]({url})" for name, url in found.items())])
+
+
+def places(lesson: str, repository: str) -> dict[str, str]:
+    """Addresses at which a lesson, or the whole course, opens in a browser, by the place's name."""
+    return {"Colab": f"https://colab.research.google.com/github/{repository}/blob/{BRANCH}/open/{lesson}.ipynb",
+            "Codespaces": f"https://codespaces.new/{repository}"}

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "setup.json"
-INPUTS = ("pyproject.toml", "constraints.txt", "requirements/minilm.txt")
+INPUTS = ("pyproject.toml", "constraints.txt", "requirements/minilm.txt", "book/npm.py")
 OLDEST = (3, 11)
 EXTRAS = ("dev", "book", "all")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
@@ -245,8 +245,17 @@ def bring_up_to_date(found: dict, wanted: dict) -> None:
                    f"[compileall.compile_dir(each / name, quiet=2, workers=0, rx=re.compile({NOT_AT_START!r})) "
                    f"for each in pathlib.Path('.venv/lib').glob('*/site-packages') for name in {AT_START}]")
     phase("byte code", [python_of(VENV), "-c", compile_all])
+    fetch_for_the_book()
     write_stamp(wanted)
     print(f"Ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def fetch_for_the_book() -> None:
+    """Fetch npm's packages that `make book` needs; without them all else of the course works."""
+    try:
+        phase("what the book takes from npm", [python_of(VENV), "-m", "book.npm"])
+    except SetupError:
+        print("  `make book` will fetch it; nothing else needs it", flush=True)
 
 
 def check_usable() -> None:

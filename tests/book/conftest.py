@@ -11,7 +11,7 @@ import pytest
 
 from book.build import OUT, ROOT
 
-SITE = OUT["html"]
+SITE = OUT
 
 
 @pytest.fixture(scope="session")

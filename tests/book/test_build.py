@@ -13,11 +13,11 @@ def test_a_build_begins_anew_after_one_that_did_not_end(tmp_path, monkeypatch, i
         found.append((tmp_path / "site" / "old.html").is_file())
         (tmp_path / "site").mkdir(exist_ok=True)
         (tmp_path / "site" / "old.html").touch()
-        (tmp_path / "doctrees" / "html").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "doctrees").mkdir(exist_ok=True)
         return code
 
     monkeypatch.setattr(build, "DOCTREES", tmp_path / "doctrees")
-    monkeypatch.setattr(build, "OUT", {"html": tmp_path / "site"})
+    monkeypatch.setattr(build, "OUT", tmp_path / "site")
     monkeypatch.setattr(build, "assemble", lambda source: None)
     monkeypatch.setattr(build, "sphinx", sphinx)
     code = 2 if interrupted else 0

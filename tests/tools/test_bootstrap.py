@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def bootstrap(tmp_path):
     """The script as a module, in a folder of its own that holds what it reads."""
-    for name in ("tools/bootstrap.py", "pyproject.toml", "constraints.txt", "requirements/minilm.txt"):
+    for name in ("tools/bootstrap.py", "pyproject.toml", "constraints.txt", "requirements/minilm.txt", "book/npm.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     spec = importlib.util.spec_from_file_location("bootstrap", tmp_path / "tools/bootstrap.py")
@@ -40,6 +40,7 @@ def installs(bootstrap, monkeypatch):
 
     monkeypatch.setattr(bootstrap, "make_venv", make_venv)
     monkeypatch.setattr(bootstrap, "install", lambda venv, constraints: asked.append(constraints))
+    monkeypatch.setattr(bootstrap, "fetch_for_the_book", lambda: None)
     return asked
 
 
@@ -50,7 +51,7 @@ def test_a_second_setup_does_nothing(bootstrap, installs):
     assert not subprocess.run([sys.executable, bootstrap.__file__, "setup"], capture_output=True, check=True).stdout
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "requirements/minilm.txt"])
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "requirements/minilm.txt", "book/npm.py"])
 def test_a_changed_input_updates_in_place(bootstrap, installs, name):
     bootstrap.setup()
     (bootstrap.VENV / "kept").touch()
