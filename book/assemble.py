@@ -21,9 +21,7 @@ MATHJAX = ("tex-svg.js", "a11y/assistive-mml.js", "LICENSE")
 LETTERS = ("accents", "arrows", "calligraphic", "double-struck", "fraktur", "marrows", "math", "monospace", "mshapes",
            "script", "shapes", "symbols", "variants")
 """What it loads of its font where a formula asks for it; other alphabets are left out."""
-FONTS = {"@fontsource-variable/source-serif-4": ("source-serif-4-latin-wght-normal", "source-serif-4-latin-wght-italic"),
-         "@fontsource-variable/inter": ("inter-latin-wght-normal",),
-         "@fontsource-variable/jetbrains-mono": ("jetbrains-mono-latin-wght-normal",)}
+FONTS = {"source-serif-4": ("normal", "italic"), "inter": ("normal",), "jetbrains-mono": ("normal",)}
 """Files of the typefaces: of the prose, of headings and tables, of code. Greek and arrows come from the reader's."""
 
 
@@ -75,8 +73,10 @@ def assemble(source: Path) -> None:
                     for path in notebooks() if path.parts[0] == "notebooks"}
     letters = [f"svg/dynamic/{name}.js" for name in LETTERS]
     content |= {f"_static/mathjax/mathjax-newcm-font/{name}": (font / name).read_bytes() for name in letters}
-    content |= {f"_static/fonts/{name}.woff2": (npm.folder(package) / "files" / f"{name}.woff2").read_bytes()
-                for package, names in FONTS.items() for name in names}
+    for name, forms in FONTS.items():
+        files_of_font = npm.folder(f"@fontsource-variable/{name}") / "files"
+        content |= {f"_static/fonts/{file}": (files_of_font / file).read_bytes()
+                    for file in (f"{name}-latin-wght-{form}.woff2" for form in forms)}
     content |= {str(path.relative_to(ROOT)): path.read_bytes() for path in (ROOT / "docs" / "pictures").iterdir()}
     for name, data in content.items():
         path = source / name

@@ -13,8 +13,9 @@ SHOWING = {"record", "measure", "takeaway", "display", "check", "predict"}
 """Functions that put on the page what earlier cells have found."""
 DRAWING = {"figures", "drawings", "drawn", "diagrams"}
 """Names under which lessons import what draws."""
-COUNTING = {"abs", "all", "any", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range", "round", "set",
-            "sorted", "str", "sum", "tuple", "zip"}
+COUNTING = {"abs", "all", "any", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range", "round",
+            "set", "sorted", "str", "sum", "tuple", "zip"}
+METHODS = {"items", "values", "keys", "map", "format", "round"}
 """Calls that find nothing out: arithmetic on what is there."""
 SHOWN_IN = {"pd.DataFrame", "pd.Series"}
 MOSTLY = 0.75
@@ -41,16 +42,19 @@ def parts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
         return [_folded(cell, "imports")]
     if len(statements) == 1 and _called(statements[0]) == "source":
         return [_tagged(cell, "remove-input")]
-    shows = [_called(statement) in SHOWING or _called(statement).partition(".")[0] in DRAWING for statement in statements]
+    called = map(_called, statements)
+    shows = [name in SHOWING or name.partition(".")[0] in DRAWING for name in called]
     plain = [one or _is_arithmetic(statement) for one, statement in zip(shows, statements, strict=True)]
-    if any(shows) and all(plain):
+    if not any(shows) or not cell.outputs:
+        return [cell]
+    if all(plain):
         return [_folded(cell, "shows")]
     tail = next((at for at, one in enumerate(shows) if one and all(plain[at:])), None)
     if tail is None:
         return [cell]
     lines, first = cell.source.splitlines(), statements[tail].lineno - 1
-    read = nbformat.v4.new_code_cell("\n".join(lines[:first]).rstrip(), id=f"{cell.id}-read", metadata={**cell.metadata})
-    read.execution_count, cell.source = cell.execution_count, "\n".join(lines[first:])
+    read = nbformat.v4.new_code_cell("\n".join(lines[:first]).rstrip(), id=f"{cell.id}-read")
+    cell.source = "\n".join(lines[first:])
     return [read, _folded(cell, "shows")]
 
 
@@ -67,8 +71,8 @@ def _is_arithmetic(statement: ast.stmt) -> bool:
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
     if isinstance(statement, ast.Expr) and not calls:
         return False
-    return all(ast.unparse(call.func) in COUNTING | SHOWN_IN or isinstance(call.func, ast.Attribute)
-               and call.func.attr in {"items", "values", "keys", "map", "format", "round", "loc", "T"} for call in calls)
+    return all(ast.unparse(call.func) in COUNTING | SHOWN_IN
+               or isinstance(call.func, ast.Attribute) and call.func.attr in METHODS for call in calls)
 
 
 def _folded(cell: nbformat.NotebookNode, why: str) -> nbformat.NotebookNode:
@@ -86,7 +90,7 @@ def in_the_pages_colours(text: str) -> str:
     """An output's HTML with its boxes and listings in the page's colours, rather than in their own."""
     def listing(match: re.Match[str]) -> str:
         code = html.unescape(re.sub(r"<[^>]*>", "", match[0]))
-        return highlighted(code, PythonLexer())
+        return highlighted(code, PythonLexer()).replace("class='highlight'", "class='highlight listing'", 1)
 
     text = BOX.sub(lambda m: f"<div class='box box-{BOXES.get(m['colour'], 'kept')}'>", text)
     text = text.replace(" border=\"1\" class=\"dataframe\"", " class=\"dataframe\"")
@@ -101,12 +105,14 @@ def numbers(output: nbformat.NotebookNode) -> str:
     """
     tables = [table for about in output.get("metadata", {}).values() if isinstance(about, dict)
               for table in about.get("numbers", [])]
-    shown = "".join(
-        f"<table><caption>{html.escape(table['caption'])}</caption><thead><tr>"
-        + "".join(f"<th scope='col'>{html.escape(str(name))}</th>" for name in table["columns"]) + "</tr></thead><tbody>"
-        + "".join("<tr>" + "".join(f"<td>{html.escape(str(value))}</td>" for value in row) + "</tr>"
-                  for row in table["rows"]) + "</tbody></table>" for table in tables)
+    shown = "".join(f"<table><caption>{html.escape(table['caption'])}</caption><thead>{_row('th', table['columns'])}"
+                    f"</thead><tbody>{''.join(_row('td', row) for row in table['rows'])}</tbody></table>"
+                    for table in tables)
     return f"<details class='numbers'><summary>The figure's numbers</summary>{shown}</details>" if shown else ""
+
+
+def _row(tag: str, texts: list[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)}</tr>"
 
 
 def with_side_notes(source: str, more: str) -> str:

@@ -1,7 +1,7 @@
 """Figures for dark pages, drawn from the stored ones: lightness is turned round, a colour's hue stays.
 
-What has no colour (paper, text, axes) changes places between white and black. What is coloured keeps its lightness, held
-within what is seen on a dark ground, so that a legend's words ("blue", "orange") stay true.
+What has no colour (paper, text, axes) changes places between white and black. What is coloured keeps its lightness,
+held within what is seen on a dark ground, so that a legend's words ("blue", "orange") stay true.
 """
 
 import io
@@ -75,7 +75,7 @@ def svg(text: str) -> str:
         digits = match[0][1:] if len(match[0]) == 7 else "".join(2 * digit for digit in match[0][1:])
         return "#" + bytes(on_dark(np.array([[int(digits[at:at + 2], 16) for at in (0, 2, 4)]]))[0]).hex()
 
-    text = re.sub(r"(?<=[:\"'])\s*(white|black)(?=[;\"'])", lambda m: {"white": "#ffffff", "black": "#000000"}[m[1]], text)
+    text = re.sub(r"(?<=[:\"'])\s*(white|black)(?=[;\"'])", lambda m: {"white": "#fff", "black": "#000"}[m[1]], text)
     ink = bytes(on_dark(np.zeros((1, 3)))[0]).hex()
     return re.sub(r"<svg\b", f"<svg fill='#{ink}'" if not re.search(r"<svg\b[^>]*\bfill=", text) else "<svg",
                   HEX.sub(changed, text), count=1)

@@ -85,7 +85,7 @@ def where_to_get(repository: str) -> str:
         repository: OWNER/NAME on GitHub; empty where the book is built from a checkout, which its reader then has.
     """
     if not repository:
-        return ("This book was built from a checkout of the course, so it is on this machine already. In its folder:\n\n"
+        return ("This book was built from a checkout of the course, which its reader has. In its folder:\n\n"
                 "```bash\nmake lab     # sets up .venv, opens JupyterLab at lesson 00 with the exercises beside it\n"
                 "make train   # fine-tunes MiniLM on 2 processes (or on every GPU), ends with a table\n```\n\n"
                 "`pip install .` there brings its tools into an environment of yours "
@@ -95,6 +95,6 @@ def where_to_get(repository: str) -> str:
     return (f"```bash\ngit clone {address} course && cd course\n"
             "make lab     # sets up .venv, opens JupyterLab at lesson 00 with the exercises beside it\n"
             "make train   # fine-tunes MiniLM on 2 processes (or on every GPU), ends with a table\n```\n\n"
-            f"Nothing to install: open lesson 00 in [Colab]({elsewhere['Colab']}), as every lesson's margin offers, or the "
-            f"whole course in [Codespaces]({elsewhere['Codespaces']}). Its tools alone, for trainings of yours: "
+            f"Nothing to install: open lesson 00 in [Colab]({elsewhere['Colab']}), as every lesson's margin offers, "
+            f"or the whole course in [Codespaces]({elsewhere['Codespaces']}). Its tools alone, for trainings of yours: "
             f"`pip install git+{address}` ([what they need](docs/setup.md#without-the-course)).")

@@ -28,8 +28,8 @@ def drawing() -> str:
     first, last = lines.values()
     said = (f"{RANKS} ranks train {MICROBATCHES} micro-batches: with 1F1B they wait {float(first.bubble):.0%} of the "
             f"time, with ZB-V {float(last.bubble):.0%}, and end earlier")
-    legend = "".join(f"<span class='run-{kind}'><svg viewBox='0 0 12 12' aria-hidden='true'><rect width='12' height='12'/>"
-                     f"</svg>{meaning}</span>" for kind, meaning in MEANINGS.items())
+    swatch = "<svg viewBox='0 0 12 12' aria-hidden='true'><rect width='12' height='12'/></svg>"
+    legend = "".join(f"<span class='run-{kind}'>{swatch}{meaning}</span>" for kind, meaning in MEANINGS.items())
     return (f"<div class='run' id='run'><svg viewBox='0 0 {WIDTH} {top}' role='img' aria-label='{escape(said)}'>"
             f"{''.join(body)}</svg><p class='run-legend'>{legend}<span>the number: which micro-batch</span></p>"
             f"<p class='run-says'>{escape(said)}. "

@@ -13,6 +13,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_lib.figures import numbers
+
 COLOURS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
@@ -30,6 +32,9 @@ COLOURS = {
     "wrong": "#D55E00",
     "neutral": "#555555",
 }
+MEANINGS = {COLOURS[kind]: kind for kind in ("parameters", "gradients", "optimizer states", "activations", "forward",
+                                              "communication", "idle")}
+"""What a bar's colour says where no label does; the others are used for more than one thing."""
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 PREDICTED: dict[str, Any] = {"fill": False, "hatch": "////", "linewidth": 1.2}
 
@@ -43,11 +48,11 @@ _RC = {
 
 
 class Titled(Figure):
-    """A figure whose title is its alternative text too, for readers who cannot see it."""
+    """A figure whose title is its alternative text too, and its numbers tables, for readers who cannot see it."""
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """No picture of its own, which Jupyter draws, but what is said beside it in the notebook."""
-        return {}, {"image/png": {"alt": alternative(self)}}
+        return {}, {"image/png": {"alt": alternative(self), "numbers": numbers.tables(self, MEANINGS)}}
 
 
 def alternative(figure: Figure) -> str:

@@ -70,7 +70,8 @@ def test_the_map_says_of_each_lesson_its_question_its_time_and_what_one_measures
     assert [lesson.number for lesson in lessons] == written and len(lessons) >= 15
     front = sources[0]["index.md"]
     for lesson in lessons:
-        assert front.count(f"{lesson.number:02} · {lesson.question}\n") == 1 and lesson.measures[1:] in front
+        assert front.count(f"[{lesson.number:02} · {lesson.question}]({lesson.path})") == 1
+        assert lesson.measures[1:] in front
         assert re.fullmatch(r"\d+ minutes", lesson.time)
     assert "<!--" not in front
 

@@ -8,7 +8,7 @@ import urllib.parse
 import pytest
 
 pytestmark = pytest.mark.long
-LIMIT = 30e6
+LIMIT = 60e6
 """Bytes of the whole site."""
 
 

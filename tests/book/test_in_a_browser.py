@@ -29,13 +29,15 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
 
-WIDE, NARROW = (1400, 1000), (360, 800)
+WIDE, NARROW = (1280, 900), (360, 800)
+SECONDS_TO_THE_LARGEST_PAINT = 2.0
+"""Of a lesson that is opened from disk, with nothing cached."""
 FIRST_PAGE = 600_000
 """Bytes that come for the front page and all that it loads, text packed as servers send it."""
 FILES_LOOKED_AT = 3
 """Pages that show a file are all of one template."""
-IN_DARK = ("color-contrast", "link-in-text-block")
-"""Rules whose answer the colours change."""
+COLOURS = ("color-contrast", "link-in-text-block")
+"""Rules whose answer a theme changes; the others are asked once per width."""
 AXE = """const [rules, done] = arguments;
 axe.run(document, {resultTypes: ["violations"], ...(rules && {runOnly: rules})}).then(found => done(
   found.violations.filter(one => ["serious", "critical"].includes(one.impact)).map(one =>
@@ -90,16 +92,16 @@ def test_every_page(site, address, browser):
     pages, problems = pages_of(site), []
     assert len(pages) > 120
     for name in pages:
-        resize(browser, WIDE)
         open_(browser, address + name)
-        browser.execute_script("document.documentElement.dataset.theme = 'light'")
         browser.execute_script(axe)
-        said = browser.execute_async_script(AXE, None)
-        browser.execute_script("document.documentElement.dataset.theme = 'dark'")
-        said += [f"dark: {one}" for one in browser.execute_async_script(AXE, list(IN_DARK))]
-        resize(browser, NARROW)
-        width = browser.execute_script("return document.documentElement.scrollWidth")
-        said += [f"{width} px wide on a page of {NARROW[0]}"] if width > NARROW[0] else []
+        said = []
+        for size in (WIDE, NARROW):
+            resize(browser, size)
+            for theme, rules in (("light", None), ("dark", list(COLOURS))):
+                browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
+                said += [f"{theme}, {size[0]} px: {one}" for one in browser.execute_async_script(AXE, rules)]
+            width = browser.execute_script("return document.documentElement.scrollWidth")
+            said += [f"{width} px wide on a page of {size[0]}"] if width > size[0] else []
         said += [f"asks for {url}" for url in asked_for(browser) if not url.startswith((address, "data:", "blob:"))]
         said += [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
         problems += [f"{name}: {one}" for one in said]
@@ -118,6 +120,65 @@ def test_what_a_page_must_not_do_is_seen(site, address, browser):
     assert browser.execute_script("return document.documentElement.scrollWidth") > NARROW[0]
     assert "https://elsewhere.example/a.png" in asked_for(browser)
     assert any("wrong" in entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE")
+
+
+SCROLLED_OR_BROKEN = """const height = one => parseFloat(getComputedStyle(one).lineHeight);
+  return [...document.querySelectorAll(".cell_input pre")].flatMap(
+    one => [...one.querySelectorAll(".line")].filter(line => one.scrollWidth > one.clientWidth ||
+      line.getBoundingClientRect().height > 1.5 * height(one))).map(one => one.textContent)"""
+MEASURE = """const range = document.createRange(), lengths = [];
+  for (const one of document.querySelectorAll("article section > p")) {
+    if (one.querySelector("mjx-container, code")) continue;
+    const text = [...one.childNodes].filter(node => node.nodeType === 3).reduce((a, b) => b.length > a.length ? b : a, "");
+    if (text.length < 200) continue;
+    range.selectNodeContents(one);
+    const lines = new Set([...range.getClientRects()].map(line => Math.round(line.bottom)));
+    lengths.push(one.textContent.length / (lines.size - 0.5));
+  }
+  return lengths"""
+
+
+def test_prose_has_a_measure_and_no_line_of_code_scrolls_or_breaks(address, browser):
+    lengths, wrong, lines = [], [], 0
+    resize(browser, WIDE)
+    for path in sorted(ROOT.glob("notebooks/[0-9]*.ipynb")):
+        open_(browser, f"{address}notebooks/{path.stem}.html")
+        browser.execute_script("for (const one of document.querySelectorAll('details')) one.open = true")
+        lines += browser.execute_script("return document.querySelectorAll('.cell_input .line').length")
+        wrong += [f"{path.stem}: {line}" for line in browser.execute_script(SCROLLED_OR_BROKEN)]
+        lengths += browser.execute_script(MEASURE)
+    assert lines > 5000 and wrong == []
+    assert len(lengths) > 100 and 60 < sum(lengths) / len(lengths) < 75
+
+
+def test_code_on_a_narrow_page_goes_on_further_in_than_it_began(address, browser):
+    resize(browser, NARROW)
+    open_(browser, f"{address}notebooks/05_zero_stages.html")
+    places = browser.execute_script("""const range = document.createRange();
+      return [...document.querySelectorAll(".cell_input .line")].filter(one => one.checkVisibility()).map(one => {
+        range.selectNodeContents(one);
+        return [...range.getClientRects()].filter(box => box.width > 1).map(box => [box.left, Math.round(box.bottom)]);
+      }).filter(boxes => new Set(boxes.map(box => box[1])).size > 1)""")
+    assert len(places) > 100
+    for boxes in places:
+        first = min(box[1] for box in boxes)
+        began = min(left for left, bottom in boxes if bottom == first)
+        assert all(left > began for left, bottom in boxes if bottom > first + 2)
+
+
+def test_a_lesson_is_painted_soon_after_it_is_opened_from_disk(site, browser):
+    resize(browser, WIDE)
+    browser.execute_cdp_cmd("Network.setCacheDisabled", {"cacheDisabled": True})
+    late = {}
+    for path in sorted(ROOT.glob("notebooks/[0-9]*.ipynb")):
+        browser.get((site / "notebooks" / f"{path.stem}.html").as_uri())
+        painted = browser.execute_async_script("""const done = arguments[0];
+          new PerformanceObserver(list => setTimeout(() => done(list.getEntries().at(-1).startTime / 1000), 0))
+            .observe({type: "largest-contentful-paint", buffered: true})""")
+        if painted > SECONDS_TO_THE_LARGEST_PAINT:
+            late[path.stem] = painted
+    browser.execute_cdp_cmd("Network.setCacheDisabled", {"cacheDisabled": False})
+    assert not late
 
 
 def terms():

@@ -6,7 +6,7 @@ from IPython.core.formatters import DisplayFormatter
 from IPython.core.pylabtools import select_figure_formats
 
 from course_lib.figures import explorer
-from course_lib.figures.style import alternative, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, alternative, canvas
 
 
 def shown(thing):
@@ -27,3 +27,34 @@ def test_the_title_is_the_alternative_text_of_the_picture_in_the_notebook():
 def test_a_drawing_with_sliders_has_its_title_too():
     data, metadata = explorer.explorer(name="zb_h1")._repr_mimebundle_()
     assert "image/png" in data and metadata["image/png"]["alt"] == "zb_h1 on 4 ranks, 8 micro-batches: 11.1% idle"
+
+
+def test_a_figures_numbers_stand_beside_it_as_tables():
+    with canvas("Bytes", ncols=2) as (figure, (bars, lines)):
+        bars.bar([0, 1], [3, 4.00004], color=COLOURS["parameters"])
+        bars.bar([0, 1], [3, 4], edgecolor=COLOURS["gradients"], **PREDICTED)
+        bars.set_xticks([0, 1], ["plain", "stage 1"])
+        bars.set_ylabel("GB")
+        lines.plot(range(100), range(100), label="loss")
+        lines.plot(range(100), range(1, 101), label="loss of the other")
+        lines.axhline(7)
+        lines.set(xlabel="step", title="Losses")
+    of_bars, of_lines = shown(figure)[1]["image/png"]["numbers"]
+    assert of_bars == {"caption": "GB", "columns": ["bar", "of", "to (GB)"], "rows": [
+        ["plain", "parameters", "3"], ["stage 1", "parameters", "4"],
+        ["plain", "gradients predicted", "3"], ["stage 1", "gradients predicted", "4"]]}
+    assert of_lines["columns"] == ["step", "loss", "loss of the other"] and len(of_lines["rows"]) == 25
+    assert of_lines["caption"] == "Losses, every 4th of 100 rows" and of_lines["rows"][1] == ["4", "4", "5"]
+
+
+def test_bars_that_lie_points_and_cells_are_tables_too():
+    with canvas("Who computes", ncols=3) as (figure, (bars, points, cells)):
+        bars.barh([0, 1], [2, 3], left=[1, 0])
+        bars.broken_barh([(0, 2), (3, 1)], (1.6, 0.8))
+        bars.set_yticks([0, 1, 2], ["rank 0", "rank 1", "rank 2"])
+        points.scatter([1, 2], [3, 4])
+        cells.imshow([[1, 2], [3, 4]])
+    of_bars, of_points, of_cells = shown(figure)[1]["image/png"]["numbers"]
+    assert of_bars["columns"] == ["bar", "from", "to"]
+    assert of_bars["rows"] == [["rank 0", "1", "3"], ["rank 1", "0", "3"], ["rank 2", "0", "2"], ["rank 2", "3", "4"]]
+    assert of_points["rows"] == [["1", "3"], ["2", "4"]] and of_cells["rows"] == [["0", "1", "2"], ["1", "3", "4"]]
