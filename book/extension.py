@@ -73,6 +73,8 @@ def add_course_nav(app: Sphinx, page: str, template: str, context: dict[str, Any
                       lambda m: m[1] + here, links, count=1, flags=re.DOTALL)
 
     context["course_nav"] = course_nav
+    if "body" in context:  # a fold of MyST-NB has a name beside its words, which a screen reader would say instead
+        context["body"] = context["body"].replace('<summary aria-label="Toggle hidden content">', "<summary>")
 
 
 def link_to_files(app: Sphinx, tree: nodes.document, page: str) -> None:
