@@ -14,11 +14,14 @@ EXTRAS = "train,notebooks,tracking,sagemaker,grading,kernels"
 CELL = """\
 # Fetches the course and installs what it needs, which takes some minutes. Leave it out where you have the course.
 import os
+import sys
 
-if not os.path.isdir("course"):
-    !git clone --quiet --depth 1 https://github.com/{repository} course
-    %pip install --quiet -c course/constraints.txt -e "course[{extras}]"
-%cd course/notebooks"""
+if not os.path.isdir("../course_lib"):
+    if not os.path.isdir("course"):
+        !git clone --quiet --depth 1 https://github.com/{repository} course
+        %pip install --quiet -c course/constraints.txt -e "course[{extras}]"
+    %cd course/notebooks
+sys.path.insert(0, os.path.abspath(".."))  # this Python began before the course was installed"""
 
 
 def notebook(path: Path, repository: str) -> str:

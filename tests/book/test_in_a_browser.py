@@ -129,8 +129,7 @@ SCROLLED_OR_BROKEN = """const height = one => parseFloat(getComputedStyle(one).l
 MEASURE = """const range = document.createRange(), lengths = [];
   for (const one of document.querySelectorAll("article section > p")) {
     if (one.querySelector("mjx-container, code")) continue;
-    const text = [...one.childNodes].filter(node => node.nodeType === 3).reduce((a, b) => b.length > a.length ? b : a, "");
-    if (text.length < 200) continue;
+    if (one.textContent.length < 250) continue;
     range.selectNodeContents(one);
     const lines = new Set([...range.getClientRects()].map(line => Math.round(line.bottom)));
     lengths.push(one.textContent.length / (lines.size - 0.5));

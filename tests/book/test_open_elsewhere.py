@@ -15,7 +15,7 @@ LESSON = "02_data_parallel"
 
 
 def test_its_first_cell_brings_all_that_the_lesson_imports(tmp_path):
-    """A clone of this repository stands for GitHub's; the packages come from the index that pip is configured to use."""
+    """A clone of this repository stands for GitHub's; packages come from the index that pip is configured to use."""
     venv.create(tmp_path / "bare", with_pip=True)
     python = tmp_path / "bare" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "-q", "ipython"], check=True, timeout=600)
