@@ -24,7 +24,7 @@ def contents() -> dict[str, list[dict[str, Any]]]:
     lessons, exercises = [], []
     for lesson in front_page.lessons():
         found = questions_of(nbformat.read(ROOT / lesson.path, as_version=4).cells).values()
-        asked = [{"name": question.name, "id": question.anchor, "ask": question.ask} for question in found]
+        asked = [{"name": one.name, "id": one.anchor, "ask": one.ask.replace("`", "")} for one in found]
         lessons.append({"lesson": Path(lesson.path).stem, "title": f"{lesson.number:02} · {lesson.question}",
                         "questions": asked})
     for path in sorted((ROOT / "exercises").glob("[0-9]*.ipynb")):

@@ -97,7 +97,7 @@ class _Page:
 
 def html(question: Question) -> str:
     """A question as a page without JavaScript shows it, with the data of its form."""
-    data = asdict(question) | {"id": question.anchor}
+    data = {name: value for name, value in asdict(question).items() if name != "ask"} | {"id": question.anchor}
     choices = f"<p class='question-choices'>{escape(' · '.join(question.choices))}</p>" if question.choices else ""
     because = f" ({escape(question.because)})" if question.because else ""
     words = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(question.ask))

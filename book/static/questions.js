@@ -9,7 +9,9 @@ const inMemory = new Map();  // where the browser keeps nothing for pages, as it
 const store = {
   lasts: true,
   read(name) {
-    try { return JSON.parse(localStorage.getItem(`course:${name}`) ?? "{}"); } catch { return inMemory.get(name) ?? {}; }
+    let content = null;
+    try { content = JSON.parse(localStorage.getItem(`course:${name}`)); } catch { /* no storage, or not ours */ }
+    return content ?? inMemory.get(name) ?? {};
   },
   change(name, edit) {
     const content = store.read(name);
@@ -92,7 +94,9 @@ class Question {
   }
 
   draw() {
-    const entry = entries()[this.data.name];
+    const entry = entries()[this.data.name], drawn = JSON.stringify([entry, allShown()]);
+    if (drawn === this.drawn) return;  // what is being written in a field stays
+    this.drawn = drawn;
     this.body.replaceChildren(entry || allShown() ? this.result(entry) : this.form());
   }
 
@@ -245,6 +249,8 @@ function watchPlaces() {
 window.courseStore = Object.assign(store, {make});
 document.documentElement.classList.add("asks");
 document.addEventListener("DOMContentLoaded", () => {
+  // the theme names every fold alike; its own words say more
+  for (const summary of document.querySelectorAll("details.hide > summary")) summary.removeAttribute("aria-label");
   try {
     if (!lesson) return;
     const place = store.read("places")[lesson];
