@@ -140,7 +140,7 @@ def _folded(cell: NotebookNode) -> list[NotebookNode]:
     """A question's cell with the question's code folded, for it holds the author's prediction; other code stands above.
 
     Returns:
-        One cell, or two: the other code without outputs, and the question's with all of them.
+        One cell, or two: the other code with what the cell shows before it asks, and the question's.
     """
     tree = parsed(cell.source)
     calls = set(asking(tree))
@@ -150,7 +150,11 @@ def _folded(cell: NotebookNode) -> list[NotebookNode]:
     other = "\n".join(line for at, line in enumerate(lines) if at not in taken).strip()
     made = []
     if taken and other:
-        made.append(nbformat.v4.new_code_cell(other, id=f"{cell.id[:58]}-code"))
+        first = next(at for at, output in enumerate(cell.outputs) if QUESTION in output.get("data", {}))
+        if any("waits-mark" in output.get("data", {}).get("text/html", "") for output in cell.outputs):
+            first = 0  # what hides outputs stands among them
+        made.append(nbformat.v4.new_code_cell(other, id=f"{cell.id[:58]}-code", outputs=cell.outputs[:first]))
+        cell.outputs = cell.outputs[first:]
         cell.source = "\n".join(line for at, line in enumerate(lines) if at in taken)
     cell.metadata.tags = [*cell.metadata.get("tags", []), "hide-input"]
     cell.metadata.mystnb = {**cell.metadata.get("mystnb", {}), **PROMPT}

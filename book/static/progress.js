@@ -98,7 +98,8 @@ function card({lesson, title, place, given, tasks}, results) {
   const whole = tasks.reduce((sum, one) => sum + one.points, 0);
   return make("li", {}, make("h2", {}, link(lesson, "", title)),
     make("p", {class: "progress-facts"},
-      given.length ? fact(`${answered.length} of ${plural(given.length, "question")}`, answered.length / given.length) : null,
+      given.length ? fact(`${answered.length} of ${plural(given.length, "question")}`, answered.length / given.length)
+        : null,
       answered.length ? make("span", {}, `${close} close`) : null,
       whole ? fact(`${points} of ${plural(whole, "point")}`, points / whole) : null,
       place?.id ? link(lesson, place.id, `Go on at ${place.title}`) : null),
@@ -112,8 +113,8 @@ function details(lesson, answered, checked, results) {
   if (!answered.length && !checked.length) return null;
   const answers = answered.map(({id, ask, answer}) => make("li", {}, link(lesson, id, ask),
     make("span", {class: "progress-answer"}, `You: ${answer.shown ?? answer.value}`
-      + (answer.found ? `; found: ${answer.found} ` : ""), answer.close ? make("span", {class: "question-close"}, "✓ close")
-      : null)));
+      + (answer.found ? `; found: ${answer.found} ` : ""),
+    answer.close ? make("span", {class: "question-close"}, "✓ close") : null)));
   const points = checked.map(({name, title}) => make("li", {}, link(lesson, "", title, "exercises"), " ",
     make("code", {}, name), ` ${results[name].points} of ${plural(results[name].of, "point")}`));
   return make("details", {}, make("summary", {}, "Answers and exercises"), make("ul", {}, ...answers, ...points));

@@ -3,8 +3,8 @@
 (() => {
 "use strict";
 
-/* --- what is kept: answers {lesson: {question: {value, when, measured, close, ...}}}, results {exercise: {points, of, when}},
-   places {lesson: {id, title, when}}, shown {lesson: true} */
+/* --- what is kept: answers {lesson: {question: {value, when, measured, close, shown, found} or {skipped, when}}},
+   results {exercise: {points, of, when}}, places {lesson: {id, title, when}}, shown {lesson: true} */
 const inMemory = new Map();  // where the browser keeps nothing for pages, as it may for those opened from a file
 const store = {
   lasts: true,
@@ -110,7 +110,8 @@ class Question {
     } else if (choices.length) {
       const long = choices.some(choice => choice.length > 20) ? " question-long" : "";
       field = make("div", {class: `question-radios${long}`, role: "radiogroup", "aria-labelledby": asks},
-        ...choices.map(choice => make("label", {}, make("input", {type: "radio", name: "answer", value: choice}), choice)));
+        ...choices.map(choice =>
+          make("label", {}, make("input", {type: "radio", name: "answer", value: choice}), choice)));
     } else {
       field = make("span", {class: "question-number"}, make("input", {
         name: "answer", inputmode: "decimal", autocomplete: "off", size: 10, "aria-labelledby": `${asks} ${id}-unit`}),

@@ -97,13 +97,14 @@ def test_what_waits_is_what_is_about_the_finding():
     predict = 'x = 1\npredict("a", 2,\n        ask="How many?")\ny = 2'
     html = {"text/html": "<b>Takeaway.</b> 3 it is"}
     page = questions.ask([
-        cell(predict, asks("a")), cell("listing", {questions.LISTING: {}, "text/html": "listed"}),
-        cell("between", {"text/plain": "about 3"}), cell("measure", {"text/plain": "it took 9 s"}, finds("a", 3)),
+        cell(predict, {"text/plain": "x is 1"}, asks("a")),
+        cell("listing", {questions.LISTING: {}, "text/html": "listed"}), cell("between", {"text/plain": "about 3"}),
+        cell("measure", {"text/plain": "it took 9 s"}, finds("a", 3)),
         cell("figure", {"text/plain": "a figure of 3"}), text("So 3.\n\n## Next\n\nOther things."),
         cell("other", {"text/plain": "no more of it"}), cell("last", html)])
     assert [one.source for one in page[:2]] == ["x = 1\ny = 2", 'predict("a", 2,\n        ask="How many?")']
     assert list(in_sight(page)) == [
-        "x = 1\ny = 2", "Your prediction. How many?", "listing", "listed", "between", "measure",
+        "x = 1\ny = 2", "x is 1", "Your prediction. How many?", "listing", "listed", "between", "measure",
         "\n\n## Next\n\nOther things.", "other", "no more of it", "last", "Takeaway. 3 it is"]
     page = questions.ask([cell("", asks("a")), cell("measure", finds("a", 3)), text("So 3."), text("On."),
                           cell("", {"text/plain": "on"}), cell("last", html), cell("both", {"text/plain": "x"}, html)])
