@@ -8,7 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
-from book import command_pages, front_page, live_parts, npm, open_elsewhere, textbook_pages
+from book import command_pages, course_contents, front_page, live_parts, npm, open_elsewhere, textbook_pages
 from book.links import Links
 from book.notebooks import page_of
 
@@ -66,6 +66,7 @@ def assemble(source: Path) -> None:
     texts["about-files.json"] = json.dumps({"alternatives": alternatives, "files": sorted(files)}, indent=1)
     content = {name: text.encode() for name, text in texts.items()}
     content |= live_parts.files(npm.folder("pyodide"))
+    content[f"_static/{course_contents.NAME}"] = course_contents.script().encode()
     mathjax, font = npm.folder("mathjax"), npm.folder("@mathjax/mathjax-newcm-font")
     content |= {f"_static/mathjax/{name}": (mathjax / name).read_bytes() for name in MATHJAX}
     if repository := open_elsewhere.REPOSITORY:

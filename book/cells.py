@@ -31,8 +31,10 @@ FOLD = {"imports": ("Imports", "Hide the imports"), "shows": ("Code of this outp
 def parts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """A code cell as the page has it: what is read, and folded to its result what only puts it on the page.
 
-    Imports and listings are one part. The outputs stand below the last.
+    Imports and listings are one part, and what is folded already. The outputs stand below the last.
     """
+    if "hide-input" in cell.metadata.get("tags", []):
+        return [cell]
     try:
         statements = ast.parse(cell.source).body
     except SyntaxError:  # a magic of Jupyter

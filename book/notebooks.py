@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 
-from book import cells, open_elsewhere
+from book import cells, open_elsewhere, questions
 from book.links import Links
 
 UNSEEN = "application/vnd."
@@ -25,6 +25,7 @@ def page_of(path: Path, page: Path, links: Links) -> tuple[str, dict[str, str]]:
     """
     notebook = nbformat.read(path, as_version=4)
     alternatives: dict[str, str] = {}
+    notebook.cells = questions.ask(notebook.cells)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = links.in_markdown(cell.source, page)

@@ -1,12 +1,16 @@
 """``course check``: what the answers in a notebook or a .py file do, property by property, in a terminal."""
 
 import argparse
+import contextlib
+import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from course_lib.errors import EXIT_FAILED, ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
+    from course_lib.grading.check import Report
     from course_lib.grading.task import Task
 
 NAME = "check"
@@ -19,10 +23,25 @@ def register(parser: argparse.ArgumentParser) -> None:
                         help="exercise notebook, or a .py file with the functions; without one, list the exercises")
     parser.add_argument("--tasks", metavar="NAMES", help="exercises or functions to check, with commas between [all in "
                         "the file]")
+    parser.add_argument("--json", action="store_true", help="print the points as one JSON object, as my_results.json "
+                        "holds them and the book's \"My progress\" reads them; the reports go to standard error")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check what was found, or list what there is."""
+    if not args.json:
+        return _run(args, {})
+    if args.file is None:
+        raise ConfigError("--json prints results, and no FILE is given", "name the notebook or .py file to check")
+    results: dict[str, dict[str, object]] = {}
+    with contextlib.redirect_stdout(sys.stderr):
+        code = _run(args, results)
+    print(json.dumps(results, indent=1))
+    return code
+
+
+def _run(args: argparse.Namespace, results: dict[str, dict[str, object]]) -> int:
+    """Check or list; the results of exercises that were run are put into ``results``."""
     cells = _parsed(args.file, args.tasks) if args.file is not None else None
     if cells is not None and not any(cells.values()):
         return EXIT_FAILED  # none of them is Python: said already, without the seconds that torch's import takes
@@ -40,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         raise DataError(f"{args.file} has no answer to any exercise",
                         "give it an exercise notebook, or a .py file that defines an exercise's function")
-    held = [_check(TASKS[name], sources.get(name), args.file) for name in chosen]
-    return 0 if all(held) and not broken else EXIT_FAILED
+    reports = [_check(TASKS[name], sources.get(name), args.file) for name in chosen]
+    results |= {report.task.name: report.result() for report in reports if report}
+    return 0 if all(report and not report.failed for report in reports) and not broken else EXIT_FAILED
 
 
 def _named(word: str, tasks: "dict[str, Task]") -> str:
@@ -63,7 +83,6 @@ def _parsed(path: Path, tasks: str | None) -> dict[str, bool] | None:
         DataError: a script that is not Python.
     """
     import ast
-    import json
     import re
 
     from course_lib.grading.cells import python_of
@@ -132,22 +151,22 @@ def _sources(path: Path, tasks: "dict[str, Task]") -> dict[str, str]:
         raise DataError(f"{path} is not a notebook", "give a .ipynb or a .py file") from None
 
 
-def _check(task: "Task", source: str | None, path: Path) -> bool:
-    """Run one answer and print its report; whether it has all points."""
+def _check(task: "Task", source: str | None, path: Path) -> "Report | None":
+    """Run one answer and print its report; None where there is nothing to run, which is printed, too."""
     from course_lib.grading import own_code
     from course_lib.grading.check import check
 
     if source is None:
         print(f"{task.name}: {path} has no answer to it")
-        return False
+        return None
     file = own_code.registered(f"answer {task.name}", source)
     try:
         scope = own_code.run(source, file)  # the learner's own, on their own machine
     except Exception as error:  # whatever the learner's code raises is for them to read
         print(f"{task.name}: the cell raised {own_code.told(error, file)}")
-        return False
+        return None
     function = scope.get(task.function)
     if not callable(function):
         print(f"{task.name}: the answer defines no function {task.function}")
-        return False
-    return not check(task.name, function, folder=path.parent).failed
+        return None
+    return check(task.name, function, folder=path.parent)

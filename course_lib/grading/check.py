@@ -51,6 +51,10 @@ class Report:
         return tuple(name for name in self.task.properties
                      if not all(finding.holds for finding in self.findings if finding.property == name))
 
+    def result(self) -> dict[str, Any]:
+        """The points as they are kept: those earned, of how many, and when."""
+        return {"points": self.points, "of": sum(self.task.points.values()), "when": learner_files.now()}
+
     def __str__(self) -> str:
         whole = sum(self.task.points.values())
         lines = [f"{self.task.name}: {self.points} of {whole} points"]
@@ -123,7 +127,7 @@ def case(name: str, number: int) -> dict[str, Any]:
 
 def keep(report: Report, file: learner_files.LearnerFile) -> None:
     """Write down a report's points, in place of the exercise's last ones; a file in the way is one line."""
-    result = {"points": report.points, "of": sum(report.task.points.values()), "when": learner_files.now()}
+    result = report.result()
     try:
         if said := file.change(lambda content: content.__setitem__(report.task.name, result)):
             print(said)

@@ -120,6 +120,20 @@ def test_check_gives_the_points_of_jupyter(tmp_path, capsys, decoration):
     assert said.count("is not run here") == (decoration in SKIPPED)
 
 
+def test_check_prints_the_points_as_json_that_my_results_hold(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COURSE_RESULTS", str(tmp_path / "my_results.json"))
+    notebook(tmp_path / "a.ipynb", "print('mine')\n{}")
+    assert cli.main(["check", str(tmp_path / "a.ipynb"), "--tasks", TASK.name, "--json"]) == 0
+    printed = capsys.readouterr()
+    kept = json.loads((tmp_path / "my_results.json").read_text())
+    whole = sum(TASK.points.values())
+    assert list(kept) == [TASK.name] and kept[TASK.name].keys() == {"points", "of", "when"}
+    results = json.loads(printed.out)
+    assert results == {TASK.name: kept[TASK.name] | {"when": results[TASK.name]["when"]}}
+    assert "mine" in printed.err and f"{TASK.name}: {whole} of" in printed.err
+    assert cli.main(["check", "--json"]) == 2 and "no FILE is given" in capsys.readouterr().err
+
+
 def test_check_tells_the_line_below_a_magic(tmp_path, capsys):
     notebook(tmp_path / "a.ipynb", "%%time\n!ls\n{}\nprint(“a”)")
     assert cli.main(["check", str(tmp_path / "a.ipynb"), "--tasks", TASK.name]) == 1
