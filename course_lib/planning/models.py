@@ -8,13 +8,11 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from course_lib.errors import ModelError, nearest
+from course_lib.planning import catalogue_files
 from course_lib.planning.families import FAMILIES, RENAMED, UNSUPPORTED, Parts
 from course_lib.system import hub_reachable
 
@@ -136,11 +134,9 @@ def _model(parts: Parts, name: str, family: str) -> Model:
     return Model(**{field.name: getattr(parts, field.name) for field in fields(Parts)}, name=name, family=family)
 
 
-@functools.cache
 def bundled() -> dict[str, dict[str, Any]]:
     """Configs by name, smallest first within a family."""
-    text = resources.files("course_lib.planning").joinpath("catalogue/models.yaml").read_text(encoding="utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return catalogue_files.read("models")
 
 
 @functools.cache
