@@ -100,7 +100,7 @@ def find(args: argparse.Namespace) -> "Search":
     Raises:
         ConfigError: an option is out of range, or nothing fits.
     """
-    from course_lib.planning import benchmark, from_run, hardware, models, strategy
+    from course_lib.planning import hardware, models, strategy
 
     for name in ("gpus", "global_batch", "sequence_length"):
         value = getattr(args, name)
@@ -116,8 +116,12 @@ def find(args: argparse.Namespace) -> "Search":
     if args.calibration and args.calibrate:
         raise ConfigError("--calibration and --calibrate both say what matmuls reach", "leave one of them out")
     if args.calibration:
+        from course_lib.planning import benchmark
+
         cluster = benchmark.calibrated(cluster, args.calibration)
     if args.calibrate:
+        from course_lib.planning import from_run
+
         calibrated = from_run.calibrate(cluster, args.calibrate)
         cluster = calibrated.cluster
         print(*calibrated.lines(), sep="\n", file=sys.stderr if args.json else sys.stdout)

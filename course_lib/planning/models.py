@@ -14,7 +14,6 @@ from typing import Any
 from course_lib.errors import ModelError, nearest
 from course_lib.planning import catalogue_files
 from course_lib.planning.families import FAMILIES, RENAMED, UNSUPPORTED, Parts
-from course_lib.system import hub_reachable
 
 
 @dataclass(frozen=True)
@@ -197,6 +196,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download  # here: it takes 0.3 s, and bundled names do without
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    from course_lib.system import hub_reachable
 
     hint = nearest(name.lower(), _names())
     problem = hub_reachable.problem()
