@@ -14,7 +14,7 @@ LIVE = "../_static/live"
 HEAD = f"""# Exercises in the page
 
 The exercises of lessons 07 and 09 that are arithmetic. Write an answer, press Check, and their own checker
-runs it and prints what it prints in the notebook: Python in your browser, nothing to install. Nothing leaves it;
+runs it and says what it says in the notebook: Python in your browser, nothing to install. Nothing leaves it;
 what you write is kept in this browser. Ctrl+Enter checks too, and Stop ends an answer that runs for ever.
 
 [`pipeline.run`](../exercises/07_pipeline_schedules.ipynb), which needs ranks and torch, is in the notebook alone.
@@ -32,7 +32,7 @@ EDITOR = """```{{raw}} html
 {code}</textarea></label>
 <p><button type="button" name="check" disabled>Check</button> <button type="button" disabled>Stop</button>
 <button type="button" disabled>Begin anew</button></p>
-<pre role="status" tabindex="0" hidden></pre>
+<div class="live-report" role="status" tabindex="0" hidden></div>
 </div>
 ```
 """

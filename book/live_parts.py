@@ -14,7 +14,8 @@ LIVE = Path(__file__).parent / "live"
 PACKED, LOCK = ("pyodide.asm.wasm", "pyodide.asm.mjs"), "pyodide-lock.json"
 PYTHON = ("pyodide.mjs", "python_stdlib.zip", *PACKED)
 MODULES = (
-    "book/__init__.py", "book/live/*.py", "course_lib/__init__.py", "course_lib/errors.py", "course_lib/missing_extra.py",
+    "book/__init__.py", "book/live/*.py",
+    "course_lib/__init__.py", "course_lib/errors.py", "course_lib/missing_extra.py",
     "course_lib/parallel/__init__.py", "course_lib/parallel/pipeline/**/*.py",
     "course_lib/commands/__init__.py", "course_lib/commands/plan.py", "course_lib/commands/plan_page.py",
     "course_lib/planning/*.py", "course_lib/planning/catalogue/errors.json",

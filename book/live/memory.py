@@ -52,8 +52,9 @@ def _row(model: models.Model, wanted: dict[str, Any], engine: Any, stage: int) -
     if plan.offload != "none" and (reason := to_launchers.why_not(plan, model)):
         return {"strategy": name, "error": f"`course train` {reason}"}
     held = memory.estimate(model, plan)
-    return {"strategy": name, "host": held.host, "formula": formula(model, plan, held),
-            "bytes": {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")}}
+    kinds = {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")}
+    return {"strategy": name, "host": held.host, "formula": formula(model, plan, held), "bytes": kinds,
+            "total": sum(kinds.values())}
 
 
 def formula(model: models.Model, plan: Plan, held: memory.Memory) -> str:
@@ -68,7 +69,7 @@ def formula(model: models.Model, plan: Plan, held: memory.Memory) -> str:
     lines = []
     for kind, each, shared_from in kinds:
         shared = plan.shards if plan.stage >= shared_from else 1
-        text = f"{each:g} x {size}" + (f" / {shared}" if shared > 1 else "")
+        text = f"{each:g} × {size}" + (f" / {shared}" if shared > 1 else "")
         whole = each * model.parameters / shared
         here = getattr(held, kind)
         if abs(here - whole) < 1:

@@ -13,6 +13,8 @@ from course_lib.errors import ConfigError, CourseError
 from course_lib.planning import hardware, margins, models, strategy
 from course_lib.planning.memory import RUNTIME
 
+WIDTH = 80
+"""Characters of a line of the command."""
 NEAR = 2
 """GPUs with less memory, and with more, that "what if" tries."""
 
@@ -31,7 +33,7 @@ def choices() -> str:
 
 
 def planned(asked: str) -> str:
-    """JSON of the plans: what `course plan --json` prints, and what its page says and draws.
+    """JSON of the plans: what `course plan --json` prints, its margins in words, and what its page says and draws.
 
     Args:
         asked: JSON of options of `course plan` by name; those that are empty are left out.
@@ -41,12 +43,14 @@ def planned(asked: str) -> str:
         result = plan.find(args)
     except CourseError as error:
         return json.dumps({"error": str(error)})
-    lines = plan_page.command(result, args.tokens, args.dataset, width=10**6)
-    return json.dumps(plan_page.as_json(result, args.tokens, args.dataset) | {
+    lines = plan_page.command(result, args.tokens, args.dataset, WIDTH)
+    found = plan_page.as_json(result, args.tokens, args.dataset)
+    del found["error"]  # the planner's margins, which are said in words; an answer with an error is none
+    return json.dumps(found | {
         "said": [line for line in lines if line and line[0] != " "],
-        "command": "\n".join(line.strip() for line in lines if line.startswith(" ")),
+        "command": "\n".join(line[2:] for line in lines if line.startswith(" ")),
         "bill": plan_page.bill(result, args.tokens) if args.tokens else "", "margins": margins.said(),
-        "asked": "course plan " + shlex.join(_words(json.loads(asked))), "runtime_bytes": RUNTIME,
+        "asked": "course plan " + shlex.join(_words(json.loads(asked))),
         "bars": [*(_bar(one.plan, one.memory) | {"chance": one.chance} for one in result.best_of_each()),
                  *(_bar(one.plan, one.memory) | {"remedy": one.remedy} for one in result.failed)],
         "what_if": _alternatives(result, args)})
@@ -76,8 +80,8 @@ def _options(asked: dict[str, Any]) -> argparse.Namespace:
 
 
 def _bar(layout: Any, held: Any) -> dict[str, Any]:
-    """A rank's memory by kind, with what the runtime takes."""
-    return {"strategy": layout.strategy, "bytes": held.at_peak() | {"runtime": RUNTIME}, "host": held.host}
+    """A rank's memory by kind, with what the runtime takes, which is not in the total."""
+    return {"strategy": layout.strategy, "bytes": held.at_peak() | {"runtime": RUNTIME}, "total": held.total}
 
 
 def _alternatives(result: strategy.Search, args: argparse.Namespace) -> list[str]:

@@ -35,8 +35,8 @@ function show(answer) {
     return;
   }
   now = answer;
-  said.textContent = `step ${answer.step.toPrecision(4)} · idle ${(100 * answer.bubble).toFixed(1)} % · ` +
-    `held at most, per rank: ${answer.peaks.map((peak) => peak.toPrecision(3)).join(", ")} micro-batches`;
+  said.textContent = `step ${Number(answer.step.toPrecision(4))} · idle ${(100 * answer.bubble).toFixed(1)} % · ` +
+    `held at most, per rank: ${answer.peaks.map((peak) => Number(peak.toPrecision(3))).join(", ")} micro-batches`;
   draw();
 }
 

@@ -2,34 +2,43 @@
 (() => {
   const place = document.getElementById("exercises");
   const kept = (name) => `course:exercise:${name}`;
+  const opened = new Promise((begin) => live.part(place, "exercises", "names", begin));
+  const open = place.querySelector("[name=open]");
 
-  function begin(python) {
-    for (const exercise of document.querySelectorAll(".live-exercise")) set(exercise, python);
-  }
-
-  function set(exercise, python) {
+  /* Writing needs no Python; the first check loads it. */
+  function set(exercise) {
     const { task } = exercise.dataset, [check, stop, anew] = exercise.querySelectorAll("button");
-    const text = exercise.querySelector("textarea"), report = exercise.querySelector("pre");
+    const text = exercise.querySelector("textarea"), report = exercise.querySelector(".live-report");
     const first = text.value;
     text.value = localStorage.getItem(kept(task)) ?? first;
     for (const control of [text, check, anew]) control.disabled = false;
 
     async function run() {
-      for (const button of document.querySelectorAll(".live-exercise [name=check]")) button.disabled = true;
+      const every = document.querySelectorAll(".live-exercise [name=check]");
+      for (const button of every) button.disabled = true;
+      show("Loading Python, at the top of the page …");
+      if (!open.disabled) open.click();
+      const python = await opened;
       stop.disabled = false;
-      report.hidden = false;
-      report.textContent = "Checking …";
+      stop.onclick = () => python.stop();
+      show("Checking …");
       const answer = await python.ask("checked", task, text.value);
-      report.textContent = answer.stopped ? "Stopped. The next check starts Python anew."
-        : answer.error ?? `${answer.printed ? `${answer.printed.trimEnd()}\n\n` : ""}${answer.report}`;
+      show(answer.stopped ? "Stopped. The next check starts Python anew."
+        : answer.error ?? `${answer.printed ? `${answer.printed.trimEnd()}\n\n` : ""}${answer.report}`);
       report.classList.toggle("live-right", answer.points !== undefined && answer.points === answer.of);
       report.classList.toggle("live-wrong", Boolean(answer.error));
-      for (const button of document.querySelectorAll(".live-exercise [name=check]")) button.disabled = false;
+      for (const button of every) button.disabled = false;
       stop.disabled = true;
     }
 
+    /* Sentences are broken at the edge, rows of a drawn table are not. */
+    function show(said) {
+      report.hidden = false;
+      report.innerHTML = said.split("\n").map((line) =>
+        `<div${/^ *rank \d+ +/.test(line) ? ' class="live-row"' : ""}>${live.escaped(line) || " "}</div>`).join("");
+    }
+
     check.addEventListener("click", run);
-    stop.addEventListener("click", () => python.stop());
     anew.addEventListener("click", () => { text.value = first; localStorage.removeItem(kept(task)); });
     text.addEventListener("input", () => localStorage.setItem(kept(task), text.value));
     text.addEventListener("keydown", (event) => {
@@ -43,5 +52,5 @@
     });
   }
 
-  live.part(place, "exercises", "names", begin);
+  if (!open.disabled) document.querySelectorAll(".live-exercise").forEach(set);
 })();

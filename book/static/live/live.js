@@ -96,12 +96,12 @@ window.live = (() => {
   const legend = (kinds) => `<ul class="live-legend">${Object.entries(kinds).map(([name, said]) =>
     `<li><span class="live-swatch live-${name}"></span>${escaped(said)}</li>`).join("")}</ul>`;
 
-  /* Stacked bars of memory, one below the other, with a line where the GPU's memory ends. Rows: {name, bytes by kind, note}.
+  /* Stacked bars of memory, one below the other, with a line where the GPU's memory ends. Rows: {name, total, bytes by kind}.
      Drawn at the size of the page, so that its letters stay as large as the page's on a telephone. */
   function bars(place, rows, capacity) {
     const GIB = 2 ** 30, ROW = 46, BAR = 18, width = Math.max(place.clientWidth, 240);
-    const total = (row) => Object.values(row.bytes).reduce((sum, one) => sum + one, 0);
-    const most = Math.max(...rows.map(total), capacity) * 1.02;
+    const length = (row) => Object.values(row.bytes).reduce((sum, one) => sum + one, 0);
+    const most = Math.max(...rows.map(length), capacity) * 1.02;
     const at = (bytes) => bytes / most * width;
     const parts = rows.map((row, i) => {
       let before = 0;
@@ -111,13 +111,14 @@ window.live = (() => {
         before += size;
         return piece;
       });
-      return `<text y="${i * ROW + 14}">${escaped(row.name)}</text>` +
-        `<text class="live-total" x="${width}" y="${i * ROW + 14}">${(total(row) / GIB).toFixed(1)} GiB</text>` +
+      const room = Math.floor((width - 80) / 7), name = row.name.length > room ? `${row.name.slice(0, room - 1)}…` : row.name;
+      return `<text y="${i * ROW + 14}">${escaped(name)}</text>` +
+        `<text class="live-total" x="${width}" y="${i * ROW + 14}">${(row.total / GIB).toFixed(1)} GiB</text>` +
         `<rect class="live-lane" y="${i * ROW + 20}" width="${width}" height="${BAR}"/>${pieces.join("")}`;
     });
     const said = rows.map((row) => `${row.name}: ${Object.entries(row.bytes).filter(([, size]) => size > 0)
       .map(([kind, size]) => `${kind} ${(size / GIB).toFixed(1)}`).join(", ")} GiB`).join("; ");
-    place.innerHTML = `<svg role="img" width="${width}" height="${rows.length * ROW}" aria-label="${escaped(said)}">` +
+    place.innerHTML = `<svg class="live-bars" role="img" width="${width}" height="${rows.length * ROW}" aria-label="${escaped(said)}">` +
       `${parts.join("")}<line x1="${at(capacity)}" x2="${at(capacity)}" y1="16" y2="${rows.length * ROW}"/></svg>`;
   }
 

@@ -37,8 +37,8 @@
     if (now.error) { said.textContent = now.error; return; }
     const capacity = choices.gpus[form.gpu.value], able = now.rows.filter((row) => !row.error);
     one(".memory-legend").innerHTML = live.legend({ ...KINDS, end: `${(capacity / 2 ** 30).toFixed(0)} GiB, all that a GPU has` });
-    live.bars(one(".memory-bars"), able.map((row) => ({ bytes: row.bytes,
-      name: row.host ? `${row.strategy}, and ${(row.host / 2 ** 30).toFixed(1)} GiB of host memory for each GPU` : row.strategy })), capacity);
+    live.bars(one(".memory-bars"), able.map((row) => ({ bytes: row.bytes, total: row.total,
+      name: row.host ? `${row.strategy}, ${(row.host / 2 ** 30).toFixed(1)} GiB on the host` : row.strategy })), capacity);
     said.innerHTML = now.rows.filter((row) => row.error).map((row) =>
       live.escaped(`${row.strategy} is not drawn: ${row.error}.`)).join("<br>");
     const chosen = able.some((row) => row.strategy === strategy.value) ? strategy.value : able[able.length - 1]?.strategy;

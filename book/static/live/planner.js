@@ -3,7 +3,8 @@
   const place = document.getElementById("planner"), form = place.querySelector("form");
   const one = (selector) => place.querySelector(selector);
   const KINDS = { parameters: "parameters", gradients: "gradients", optimizer: "optimizer states",
-    activations: "activations", logits: "logits", buffers: "buffers", runtime: "the runtime, assumed" };
+    activations: "activations", logits: "logits", buffers: "buffers", runtime: "CUDA and its libraries, assumed, not in the sums" };
+  const INSTEAD = { gpus: (value) => `${value} GPUs`, gpu: (value) => value, sequence_length: (value) => `${whole(value)} tokens long` };
   const said = one(".live-said"), { escaped } = live;
   const whole = (number) => Math.round(number).toLocaleString("en");
   const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
@@ -50,16 +51,16 @@
   function draw() {
     if (!now) return;
     one(".planner-legend").innerHTML = live.legend({ ...KINDS, end: `${gib(now.gpu_memory_bytes)} GiB, all that a GPU has` });
-    live.bars(one(".planner-bars"), now.bars.map(({ strategy, bytes, chance }) => ({ bytes,
-      name: `${strategy}: ${chance === undefined ? "does not fit" : `fits with ${percent(chance)}`}` })), now.gpu_memory_bytes);
+    live.bars(one(".planner-bars"), now.bars.map(({ strategy, bytes, chance, total }) => ({ bytes, total,
+      name: `${strategy}: ${chance === undefined ? "does not fit" : `${percent(chance)} to fit`}` })), now.gpu_memory_bytes);
   }
 
   function table() {
-    const heads = ["strategy", "micro-batch", "accumulation", "GiB", "chance to fit", "tokens/s",
-      `${percent(now.plans[0].interval_share)} of such plans`, "MFU", ...("hours" in now.plans[0] ? ["hours", "dollars"] : [])];
-    const rows = now.plans.map((row) => [escaped(row.strategy), row.plan.micro_batch, row.plan.accumulation,
+    const heads = ["strategy", "sequences × micro-batches", "GiB", "chance to fit", `tokens/s, and of ${percent(now.plans[0].interval_share)} of such plans`,
+      "MFU", ...("hours" in now.plans[0] ? ["hours", "dollars"] : [])];
+    const rows = now.plans.map((row) => [escaped(row.strategy), `${row.plan.micro_batch} × ${row.plan.accumulation}`,
       gib(Object.values(row.memory_bytes).reduce((sum, size) => sum + size, 0)), percent(row.chance_that_it_fits),
-      whole(row.tokens_per_second), row.tokens_per_second_interval.map(whole).join(" to "), percent(row.mfu, 1),
+      `${whole(row.tokens_per_second)}<br><small>${row.tokens_per_second_interval.map(whole).join(" to ")}</small>`, percent(row.mfu, 1),
       ...("hours" in row ? [whole(row.hours), row.dollars ? whole(row.dollars) : "–"] : [])]);
     one(".planner-plans").innerHTML = `<thead><tr>${heads.map((head) => `<th scope="col">${head}</th>`).join("")}</tr></thead>` +
       `<tbody>${rows.map((row) => `<tr>${row.map((cell) => `<td>${cell}</td>`).join("")}</tr>`).join("")}</tbody>`;
@@ -73,14 +74,14 @@
     for (const what of now.what_if) {
       const rows = await python.ask("varied", wanted, what);
       if (mine !== asked) return;
-      const [name, value] = what.split("="), label = `${name.replace("_", " ")} ${value}`;
+      const [name, value] = what.split("="), label = INSTEAD[name](value);
       const row = rows.error ? { why: rows.error } : rows[0];
       const cells = row.fits
         ? `<td>${escaped(row.strategy)}</td><td>${whole(row.tokens_per_second)}</td>` +
           `<td>${(row.tokens_per_second / now.plans[0].tokens_per_second).toFixed(2)} ×</td>`
-        : `<td colspan="3">${escaped(row.why.replace(/^.*?: (?=the nearest layout|it fits)/, "does not fit: "))}</td>`;
+        : `<td colspan="3">does not fit: ${escaped(row.why.split(": ").pop())}</td>`;
       shown.tBodies[0].insertAdjacentHTML("beforeend", `<tr><td>${escaped(label)}</td>${cells}<td><button type="button"
-        data-name="${name}" data-value="${escaped(value)}" aria-label="take ${escaped(label)}">take it</button></td></tr>`);
+        data-name="${name}" data-value="${escaped(value)}" aria-label="take it: ${escaped(label)}">take it</button></td></tr>`);
     }
   }
 
