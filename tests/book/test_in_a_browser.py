@@ -273,7 +273,7 @@ def test_a_live_part_that_was_loaded_opens_without_a_network(site, browser):
     with served(site) as here:
         opened(browser, here + "live/memory.html", ".memory-formula", "GiB")
         until(lambda: browser.execute_async_script("""const done = arguments[0];
-          caches.open("x").then(() => caches.match(location.href)).then((kept) => done(Boolean(kept)))"""), what="kept")
+          caches.match(location.href).then((kept) => done(Boolean(kept)))"""), what="kept")
     opened(browser, here + "live/memory.html", ".memory-formula", "GiB")
 
 
