@@ -8,7 +8,16 @@ import json
 import shutil
 from pathlib import Path
 
-from book import command_pages, course_contents, front_page, live_parts, npm, open_elsewhere, textbook_pages
+from book import (
+    command_pages,
+    course_contents,
+    front_page,
+    live_exercises,
+    live_parts,
+    npm,
+    open_elsewhere,
+    textbook_pages,
+)
 from book.links import Links
 from book.notebooks import page_of
 
@@ -48,7 +57,7 @@ def sources() -> tuple[dict[str, str], dict[str, str], set[str]]:
     for path in sorted(PAGES.rglob("*.md")):
         texts[str(path.relative_to(PAGES))] = path.read_text(encoding="utf-8")
     texts["index.md"] = front_page.filled(texts["index.md"])
-    for pages in (command_pages.pages(), textbook_pages.pages()):
+    for pages in (command_pages.pages(), textbook_pages.pages(), live_exercises.pages()):
         texts |= pages
     return texts, alternatives, links.files | set(textbook_pages.files())
 

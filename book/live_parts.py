@@ -7,23 +7,36 @@ import json
 import zipfile
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 LIVE = Path(__file__).parent / "live"
-PYTHON = ("pyodide.mjs", "pyodide.asm.mjs", "python_stdlib.zip")
-PACKED, LOCK = "pyodide.asm.wasm", "pyodide-lock.json"
-MODULES = ("book/__init__.py", "book/live/*.py", "course_lib/__init__.py", "course_lib/errors.py",
-           "course_lib/parallel/__init__.py", "course_lib/parallel/pipeline/**/*.py")
-"""What book/live/bench.py needs, and what stands in the same folders; none of it imports torch before it is asked."""
+PACKED, LOCK = ("pyodide.asm.wasm", "pyodide.asm.mjs"), "pyodide-lock.json"
+PYTHON = ("pyodide.mjs", "python_stdlib.zip", *PACKED)
+MODULES = (
+    "book/__init__.py", "book/live/*.py",
+    "course_lib/__init__.py", "course_lib/errors.py", "course_lib/missing_extra.py",
+    "course_lib/parallel/__init__.py", "course_lib/parallel/pipeline/**/*.py",
+    "course_lib/commands/__init__.py", "course_lib/commands/plan.py", "course_lib/commands/plan_page.py",
+    "course_lib/planning/*.py", "course_lib/planning/catalogue/errors.json",
+    *(f"course_lib/grading/{name}.py" for name in ("__init__", "own_code", "report", "rules", "task")),
+    *(f"course_lib/grading/tasks/{name}.py" for name in ("__init__", "drawing", "pipeline", "planner", "planning")),
+    "course_lib/modeling/__init__.py", "course_lib/modeling/dealing.py")
+"""What book/live/ needs, and what stands in the same folders; none of it imports torch before it is asked."""
+TABLES = "course_lib/planning/catalogue/*.yaml"
+"""Go as JSON: the browser's Python has no YAML."""
 
 
 def modules() -> bytes:
     """A ZIP archive of the modules, with the same bytes for the same sources."""
+    content = {path: path.read_bytes() for pattern in MODULES for path in sorted(ROOT.glob(pattern))}
+    for path in sorted(ROOT.glob(TABLES)):
+        table = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        content[path.with_suffix(".json")] = json.dumps(table).encode()
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as packed:
-        for pattern in MODULES:
-            for path in sorted(ROOT.glob(pattern)):
-                packed.writestr(zipfile.ZipInfo(path.relative_to(ROOT).as_posix()), path.read_bytes(),
-                                zipfile.ZIP_DEFLATED)
+        for path, data in content.items():
+            packed.writestr(zipfile.ZipInfo(path.relative_to(ROOT).as_posix()), data, zipfile.ZIP_DEFLATED)
     return archive.getvalue()
 
 
@@ -34,9 +47,11 @@ def files(pyodide: Path) -> dict[str, bytes]:
         pyodide: the unpacked package.
     """
     lock = json.loads((pyodide / LOCK).read_text(encoding="utf-8")) | {"packages": {}}  # none is loaded
-    python = {name: (pyodide / name).read_bytes() for name in PYTHON}
-    python |= {f"{PACKED}.gz": gzip.compress((pyodide / PACKED).read_bytes(), mtime=0), LOCK: json.dumps(lock).encode()}
+    python = {name: (pyodide / name).read_bytes() for name in PYTHON} | {LOCK: json.dumps(lock).encode()}
+    python |= {f"{name}.gz": gzip.compress(python.pop(name), mtime=0) for name in PACKED}
     live = {"modules.zip": modules()} | {f"pyodide/{name}": data for name, data in python.items()}
-    version = hashlib.sha256(b"".join(live[name] for name in sorted(live))).hexdigest()[:12]
+    sizes = json.dumps({name: len(data) for name, data in live.items()})
+    live["files.js"] = f"live.comes({sizes});\n".encode()
+    version = hashlib.sha256(b"".join(python[name] for name in sorted(python))).hexdigest()[:12]
     cache = (LIVE / "live-cache.js").read_text(encoding="utf-8").replace("VERSION", version)
     return {f"_static/live/{name}": data for name, data in live.items()} | {"_extra/live-cache.js": cache.encode()}

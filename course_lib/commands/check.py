@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from course_lib.errors import EXIT_FAILED, ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
-    from course_lib.grading.check import Report
+    from course_lib.grading.report import Report
     from course_lib.grading.task import Task
 
 NAME = "check"
@@ -45,6 +45,7 @@ def _run(args: argparse.Namespace, results: dict[str, dict[str, object]]) -> int
     cells = _parsed(args.file, args.tasks) if args.file is not None else None
     if cells is not None and not any(cells.values()):
         return EXIT_FAILED  # none of them is Python: said already, without the seconds that torch's import takes
+    from course_lib.grading.check import result
     from course_lib.grading.tasks import TASKS
 
     if args.file is None:
@@ -60,7 +61,7 @@ def _run(args: argparse.Namespace, results: dict[str, dict[str, object]]) -> int
         raise DataError(f"{args.file} has no answer to any exercise",
                         "give it an exercise notebook, or a .py file that defines an exercise's function")
     reports = [_check(TASKS[name], sources.get(name), args.file) for name in chosen]
-    results |= {report.task.name: report.result() for report in reports if report}
+    results |= {report.task.name: result(report) for report in reports if report}
     return 0 if all(report and not report.failed for report in reports) and not broken else EXIT_FAILED
 
 

@@ -100,7 +100,7 @@ def find(args: argparse.Namespace) -> "Search":
     Raises:
         ConfigError: an option is out of range, or nothing fits.
     """
-    from course_lib.planning import benchmark, from_run, hardware, models, strategy
+    from course_lib.planning import hardware, models, strategy
 
     for name in ("gpus", "global_batch", "sequence_length"):
         value = getattr(args, name)
@@ -116,8 +116,12 @@ def find(args: argparse.Namespace) -> "Search":
     if args.calibration and args.calibrate:
         raise ConfigError("--calibration and --calibrate both say what matmuls reach", "leave one of them out")
     if args.calibration:
+        from course_lib.planning import benchmark
+
         cluster = benchmark.calibrated(cluster, args.calibration)
     if args.calibrate:
+        from course_lib.planning import from_run
+
         calibrated = from_run.calibrate(cluster, args.calibrate)
         cluster = calibrated.cluster
         print(*calibrated.lines(), sep="\n", file=sys.stderr if args.json else sys.stdout)
@@ -133,17 +137,14 @@ VARIED = {"gpus": int, "gpu": str, "max_memory_gb": float, "global_batch": int, 
 """What --what-if can vary, and how a value is read."""
 
 
-def _vary(args: argparse.Namespace) -> int:
-    """The best plan for each value of one option, in a table."""
-    import json
+def vary(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """The option that ``--what_if`` varies, and the best plan for each of its values, or why none fits.
 
-    from rich.console import Console
-    from rich.table import Table
-
+    Raises:
+        ConfigError: no such option, no such value, or another option is out of range.
+    """
     from course_lib.planning.strategy import NothingFits
 
-    if args.emit:
-        raise ConfigError("--what-if finds several plans, and --emit writes one", "leave one of them out")
     name, _, listed = args.what_if.partition("=")
     name = name.strip().lstrip("-").replace("-", "_")
     if name not in VARIED or not listed:
@@ -165,6 +166,19 @@ def _vary(args: argparse.Namespace) -> int:
                               "accumulation": best.plan.accumulation, "bytes": best.memory.total,
                               "chance_that_it_fits": best.chance,
                               "tokens_per_second": best.cost.tokens_per_second, "mfu": best.cost.mfu} | time)
+    return name, rows
+
+
+def _vary(args: argparse.Namespace) -> int:
+    """The best plan for each value of one option, in a table."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    if args.emit:
+        raise ConfigError("--what-if finds several plans, and --emit writes one", "leave one of them out")
+    name, rows = vary(args)
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0

@@ -67,7 +67,7 @@ def show(result: "Search", budget: float | None, dataset: str) -> None:
     console, model = Console(), result.model
     console.print(answer(result), highlight=False)
     if budget:
-        console.print(_bill(result, budget), highlight=False)
+        console.print(bill(result, budget), highlight=False)
     for line in command(result, budget, dataset, console.width):
         console.print(line, highlight=False, markup=False, soft_wrap=line.startswith(" "))
     console.print()
@@ -162,7 +162,7 @@ def _table(result: "Search", budget: float | None) -> Any:
     return table
 
 
-def _bill(result: "Search", budget: float) -> str:
+def bill(result: "Search", budget: float) -> str:
     """What so many tokens take, and cost."""
     from course_lib.planning import intervals
 

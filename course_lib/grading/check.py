@@ -5,8 +5,8 @@ All cases run in one launch: for each, the ranks that it needs make a process gr
 
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,67 +22,11 @@ from course_lib.grading.on_rank import (
     observe_on_rank,
     share_pages,
 )
-from course_lib.grading.task import Case, Finding, Observation, Task, earned
+from course_lib.grading.report import Report, of_case
+from course_lib.grading.task import Case, Finding, Observation, Task
 from course_lib.grading.tasks import TASKS
 from course_lib.grading.time_limits import LOOPS
 from course_lib.launching.launch import RankError, RanksHung, launch
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a check found; prints as the answer to the learner.
-
-    Attributes:
-        task: that was checked.
-        findings: of all cases.
-    """
-
-    task: Task
-    findings: tuple[Finding, ...]
-
-    @property
-    def points(self) -> int:
-        """Points earned."""
-        return earned(self.task, self.findings)
-
-    @property
-    def failed(self) -> tuple[str, ...]:
-        """Properties that do not hold in some case."""
-        return tuple(name for name in self.task.properties
-                     if not all(finding.holds for finding in self.findings if finding.property == name))
-
-    def result(self) -> dict[str, Any]:
-        """The points as they are kept: those earned, of how many, and when."""
-        return {"points": self.points, "of": sum(self.task.points.values()), "when": learner_files.now()}
-
-    def __str__(self) -> str:
-        whole = sum(self.task.points.values())
-        lines = [f"{self.task.name}: {self.points} of {whole} points"]
-        misses = {finding.property: finding for finding in reversed(self.findings) if not finding.holds}
-        told: set[tuple[str, str]] = set()
-        for name, points in self.task.points.items():
-            miss = misses.get(name)
-            lines.append(f"  {'no ' if miss else 'yes'}  {name} ({points})")
-            if miss and (miss.expected, miss.found) not in told:  # an error is every property's
-                told.add((miss.expected, miss.found))
-                if cause := self._cause(miss, misses.values()):
-                    lines.append(f"       from step {miss.step} on; `{cause.property}` is wrong in step {cause.step} "
-                                 "already: mend that first")
-                where = "" if miss.rank is None or not self.task.needs_ranks else f" on rank {miss.rank}"
-                lines.append(f"       expected{where}: {miss.expected}; found: {miss.found}")
-                lines += [f"       {line}" for line in [*miss.note.splitlines(), *miss.case.splitlines()] if line]
-        if self.task.most(self.failed) < whole and self.points:
-            point = ", ".join(f"`{name}`" for name in self.task.essential if name in self.failed)
-            most = self.task.most(self.failed)
-            lines.append(f"  without {point}, which is the point of it, at most {most} point{'s' * (most != 1)}")
-        return "\n".join(lines)
-
-    @staticmethod
-    def _cause(miss: Finding, misses: Iterable[Finding]) -> Finding | None:
-        """The miss of another property, in the same case and an earlier step, that this one may follow from."""
-        earlier = [other for other in misses if other.case == miss.case and None not in (miss.step, other.step)
-                   and other.step < miss.step]  # type: ignore[operator]  # both are numbers
-        return min(earlier, key=lambda other: other.step or 0, default=None)
 
 
 def task_of(name: str) -> Task:
@@ -125,11 +69,15 @@ def case(name: str, number: int) -> dict[str, Any]:
     return task_of(name).cases(random.Random(0))[number - 1].inputs
 
 
+def result(report: Report) -> dict[str, Any]:
+    """A report's points as they are kept: those earned, of how many, and when."""
+    return {"points": report.points, "of": sum(report.task.points.values()), "when": learner_files.now()}
+
+
 def keep(report: Report, file: learner_files.LearnerFile) -> None:
     """Write down a report's points, in place of the exercise's last ones; a file in the way is one line."""
-    result = report.result()
     try:
-        if said := file.change(lambda content: content.__setitem__(report.task.name, result)):
+        if said := file.change(lambda content: content.__setitem__(report.task.name, result(report))):
             print(said)
     except DataError as error:
         print(error)
@@ -161,8 +109,7 @@ def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> 
         is_hang = task.needs_ranks and job.case.world_size > 1 and _waited_in_vain(seen)
         if is_hang and (why := hang_report.explain(PAGES[: job.case.world_size], file)):
             seen = [{"error": f"a hang: {_placed(why, seen)}"}] * job.case.world_size
-        findings += [replace(finding, case=finding.case and f"case {number} of {len(jobs)}: {finding.case}")
-                     for finding in task.judge(job.case, seen)]
+        findings += of_case(task, job.case, seen, f"case {number} of {len(jobs)}")
     return Report(task, tuple(findings))
 
 

@@ -2,21 +2,24 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from course_lib.grading.task import Case, Malformed, Miss, Observation, Plain, Rule, is_array
 
-from course_lib.grading.task import Case, Malformed, Miss, Observation, Plain, Rule
+if TYPE_CHECKING:
+    import numpy as np
 
 Seen = Sequence[Observation]
 
 
-def array(seen: Seen, rank: int, key: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+def array(seen: Seen, rank: int, key: str, shape: tuple[int, ...] | None = None) -> "np.ndarray":
     """A rank's array of numbers, as float64.
 
     Raises:
         Malformed: something else, or another shape.
     """
+    import numpy as np  # here: rules of plain arithmetic do without
+
     value = seen[rank].get(key)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = np.asarray(value)
@@ -34,8 +37,17 @@ def raised(seen: Seen) -> str:
 
 
 def number(seen: Seen, rank: int, key: str) -> float:
-    """A rank's number."""
-    return float(array(seen, rank, key, ()))
+    """A rank's number.
+
+    Raises:
+        Malformed: something else.
+    """
+    value = seen[rank].get(key)
+    if is_array(value):
+        return float(array(seen, rank, key, ()))
+    if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63):
+        return float(value)
+    raise Malformed(Miss(f"numbers as {key}", kind(value), rank))
 
 
 def items(seen: Seen, rank: int, key: str, of: type | tuple[type, ...] = object) -> list[Any]:
@@ -66,6 +78,8 @@ def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-
     Args:
         first_step: number of the first step, where the arrays have an entry for each: the first that is wrong is told.
     """
+    import numpy as np
+
     rights = [np.asarray(right, dtype=np.float64) for right in expected]
     pairs = [(array(seen, rank, key, right.shape), right, tolerance * max(1e-3, float(np.abs(right).max(initial=0.0))))
              for rank, right in enumerate(rights)]
@@ -94,8 +108,10 @@ def suspected(miss: Miss | None, seen: Seen, key: str, suspects: Mapping[str, Ca
     return replace(miss, note=note)
 
 
-def ratio(actual: np.ndarray, right: np.ndarray, ranks: int) -> str:
+def ratio(actual: "np.ndarray", right: "np.ndarray", ranks: int) -> str:
     """What is to be said where all numbers are the same multiple of the right ones; empty where they are not."""
+    import numpy as np
+
     if not np.any(right) or not np.all(np.isfinite(actual)):
         return "" if np.all(np.isfinite(actual)) else "there are numbers among them that are not finite"
     if not np.any(actual):

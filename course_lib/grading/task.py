@@ -5,12 +5,14 @@ plain data, and hold the oracle. So nothing that a learner's code can reach deci
 """
 
 import random
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pprint import pformat
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
+if TYPE_CHECKING:  # arithmetic does without: it is checked in the book's pages, which have no numpy
+    import numpy as np
 
 Plain: TypeAlias = Any
 """None, bool, int, float, str, a list or dict of these, or a numpy array: all that crosses a process border."""
@@ -116,7 +118,7 @@ class Met:
 
     property: str
     key: str
-    brings: Callable[[Case], np.ndarray]
+    brings: Callable[[Case], "np.ndarray"]
 
 
 @dataclass(frozen=True)
@@ -225,19 +227,26 @@ def described(case: Case, on_ranks: bool = True) -> str:
                                 for name, value in case.inputs.items())])
 
 
+def is_array(value: Plain) -> bool:
+    """Whether a value is an array of numpy; where numpy was never imported, nothing is."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
 def _has_array(value: Plain) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
-    return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(_has_array, value)))
+    return is_array(value) or (isinstance(value, (list, tuple)) and any(map(_has_array, value)))
 
 
 def _form(value: Plain) -> str:
     """A number or a text itself, of an array its shape, of a list with arrays the distinct shapes in it."""
-    if isinstance(value, np.ndarray):
+    if is_array(value):
         return "x".join(map(str, value.shape)) or "a number"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} {_form(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)) and any(isinstance(item, (np.ndarray, list, tuple, dict)) for item in value):
+    if isinstance(value, (list, tuple)) and any(
+            is_array(item) or isinstance(item, (list, tuple, dict)) for item in value):
         forms = [_form(item) for item in value]
         return f"{len(forms)} of {forms[0]}" if len(set(forms)) == 1 else "[" + ", ".join(forms) + "]"
     return str(value)
@@ -261,12 +270,12 @@ def plain(value: Any) -> Plain:
         return [plain(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, np.generic):
+    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.generic):
         return value.item()
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy().copy()
-    if isinstance(value, np.ndarray):
+    if is_array(value):
         return value
     raise TypeError(f"the function returned a {type(value).__name__}; return numbers, strings, tensors, lists or dicts")
 

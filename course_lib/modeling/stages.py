@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from course_lib.errors import ConfigError, nearest
 from course_lib.modeling import balance
+from course_lib.modeling.dealing import deal_out
 from course_lib.modeling.layouts import Layout
 from course_lib.modeling.masks import padding_known
 from course_lib.modeling.structure import layout_of
@@ -97,7 +98,7 @@ def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int =
         costs = balance.measure_seconds(model, names, length, device or next(model.parameters()).device)
     else:
         raise ConfigError(f"cannot balance by `{by}`", "choose from flops, parameters, seconds, blocks")
-    return Split((EMBEDDINGS, *names, HEAD), balance.deal_out(costs, stages), tuple(costs), by)
+    return Split((EMBEDDINGS, *names, HEAD), deal_out(costs, stages), tuple(costs), by)
 
 
 def split_at(model: nn.Module, spec: Mapping[str, str]) -> Split:

@@ -6,12 +6,10 @@ Bytes and FLOPs per second throughout; memory in bytes.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any
 
-import yaml
-
 from course_lib.errors import ConfigError, nearest
+from course_lib.planning import catalogue_files
 
 MEMORY_EFFICIENCY = 0.83
 """Share of the datasheet's memory bandwidth that a streaming kernel reaches: the median of copy and triad over
@@ -140,10 +138,8 @@ class Cluster:
         return (self.accelerator.latency if here > 1 else 0) + NETWORK_LATENCY * borders + LINK_STEP * inside
 
 
-@functools.cache
 def _catalogue() -> dict[str, Any]:
-    text = resources.files("course_lib.planning").joinpath("catalogue/hardware.yaml").read_text(encoding="utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return catalogue_files.read("hardware")
 
 
 @functools.cache

@@ -8,15 +8,12 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from course_lib.errors import ModelError, nearest
+from course_lib.planning import catalogue_files
 from course_lib.planning.families import FAMILIES, RENAMED, UNSUPPORTED, Parts
-from course_lib.system import hub_reachable
 
 
 @dataclass(frozen=True)
@@ -136,11 +133,9 @@ def _model(parts: Parts, name: str, family: str) -> Model:
     return Model(**{field.name: getattr(parts, field.name) for field in fields(Parts)}, name=name, family=family)
 
 
-@functools.cache
 def bundled() -> dict[str, dict[str, Any]]:
     """Configs by name, smallest first within a family."""
-    text = resources.files("course_lib.planning").joinpath("catalogue/models.yaml").read_text(encoding="utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return catalogue_files.read("models")
 
 
 @functools.cache
@@ -201,6 +196,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download  # here: it takes 0.3 s, and bundled names do without
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    from course_lib.system import hub_reachable
 
     hint = nearest(name.lower(), _names())
     problem = hub_reachable.problem()

@@ -1,5 +1,6 @@
 """The built book, for the tests that look at its pages."""
 
+import contextlib
 import functools
 import http.server
 import os
@@ -29,11 +30,18 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="session")
-def address(site):
-    """Where a server of the site answers."""
+@contextlib.contextmanager
+def served(site):
+    """Where a server of the site answers, until the block ends."""
     handler = functools.partial(Quiet, directory=os.fspath(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def address(site):
+    """Where a server of the site answers."""
+    with served(site) as where:
+        yield where

@@ -4,7 +4,6 @@
 packages: chromium and chromium-driver.
 """
 
-import functools
 import gzip
 import json
 import os
@@ -19,9 +18,12 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
 
 from book import npm
 from book.build import ROOT
+from book.live import memory, planner
+from tests.book.conftest import served
 from tests.waiting import until
 
 CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
@@ -221,26 +223,130 @@ def test_the_keyboard_reaches_everything(address, browser, name):
     assert wanted > 40 and left == []
 
 
-def test_the_schedule_bench_answers_with_the_librarys_own_sentences(address, browser):
-    """Python in the page: a table, an action moved by keyboard, a refusal."""
-    resize(browser, WIDE)
-    open_(browser, address + "live/schedule.html")
-    answer = functools.partial(browser.find_element, By.CSS_SELECTOR, ".bench-said")
+def opened(browser, page, selector, words):
+    """Open a live part, load it, and wait until an element of it says something; the button's text before."""
+    open_(browser, page)
+    button = browser.find_element(By.NAME, "open")
+    said = button.text
+    button.click()
+    until_it_says(browser, selector, words)
+    return said
 
-    def until_it_says(words):
-        until(lambda: words in answer().text, what=words, told=lambda: answer().text)
 
-    browser.find_element(By.NAME, "open").click()
-    until_it_says("idle 27.3 %")
-    browser.execute_script("document.querySelector('[data-rank=\"3\"][data-at=\"0\"]').focus()")
-    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
-    until_it_says("rank 3 of 1f1b has 3B0 before 3F0: put it later")
-    browser.execute_script("document.querySelector('[data-rank=\"0\"][data-at=\"0\"]').focus()")
-    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
-    until_it_says("idle 29.4 %")
+def until_it_says(browser, selector, words):
+    def text():
+        return " ".join(found.text for found in browser.find_elements(By.CSS_SELECTOR, selector))
+
+    until(lambda: words in text(), what=words, told=text)
+
+
+def nothing_is_wrong(browser, address):
     browser.execute_script((npm.folder("axe-core") / "axe.min.js").read_text(encoding="utf-8"))
     assert browser.execute_async_script(AXE, None) == []
     assert not {url for url in asked_for(browser) if not url.startswith((address, "data:", "blob:"))}
+    assert not [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    resize(browser, NARROW)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= NARROW[0]
+    resize(browser, WIDE)
+
+
+def test_the_schedule_bench_answers_with_the_librarys_own_sentences(site, address, browser):
+    """Python in the page: how much has come, a table, an action moved by keyboard, a refusal."""
+    resize(browser, WIDE)
+    said = opened(browser, address + "live/schedule.html", ".bench-said", "idle 27.3 %")
+    size = sum(path.stat().st_size for path in (site / "_static/live").rglob("*")
+               if path.suffix in (".gz", ".zip", ".json", ".mjs"))
+    progress = browser.find_element(By.CSS_SELECTOR, ".live-load progress")
+    assert said == f"Load ({size / 1e6:.1f} MB)"
+    assert int(progress.get_property("value")) == int(progress.get_property("max")) == size
+    until_it_says(browser, ".bench-legend", "forward\nbackward, whole\nidle")
+    browser.execute_script("document.querySelector('[data-rank=\"3\"][data-at=\"0\"]').focus()")
+    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
+    until_it_says(browser, ".bench-said", "rank 3 of 1f1b has 3B0 before 3F0: put it later")
+    browser.execute_script("document.querySelector('[data-rank=\"0\"][data-at=\"0\"]').focus()")
+    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
+    until_it_says(browser, ".bench-said", "idle 29.4 %")
+    nothing_is_wrong(browser, address)
+
+
+def test_the_planner_says_what_course_plan_says(address, browser):
+    resize(browser, WIDE)
+    opened(browser, address + "live/planner.html", ".live-said", "Train facebook/opt-6.7b")
+    wanted = {"model": "facebook/opt-6.7b", "gpu": "A100-80", "gpus": "8", "tokens": "10B", "optimizer": "adamw"}
+    right = json.loads(planner.planned(json.dumps(wanted)))
+    until_it_says(browser, ".live-said", right["answer"])
+    until_it_says(browser, ".live-command pre", right["command"])
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".live-bars .live-parameters")) == len(right["bars"])
+    until(lambda: len(browser.find_elements(By.CSS_SELECTOR, ".planner-if button")) == len(right["what_if"]))
+    nothing_is_wrong(browser, address)
+    browser.find_element(By.CSS_SELECTOR, ".planner-if [data-name=gpus][data-value='16']").click()
+    until_it_says(browser, ".live-said", "16 x A100-80")
+    model, gpu = (Select(browser.find_element(By.NAME, name)) for name in ("model", "gpu"))
+    model.select_by_visible_text("meta-llama/Llama-2-70b-hf")
+    gpu.select_by_value("T4")
+    until_it_says(browser, ".live-said.live-wrong", "meta-llama/Llama-2-70b-hf does not fit on 16 x T4")
+    assert not browser.find_element(By.CSS_SELECTOR, ".live-result").is_displayed()
+
+
+def test_memory_follows_the_sliders(address, browser):
+    resize(browser, WIDE)
+    states = {"model": "meta-llama/Llama-2-7b-hf", "precision": "bf16", "optimizer": "adamw", "offload": "none"}
+    opened(browser, address + "live/memory.html", "[name=gpus_said]", "8")
+    for gpus in (8, 16):
+        right = json.loads(memory.counted(json.dumps(states | {"gpus": gpus})))["rows"]
+        until_it_says(browser, ".memory-formula", right[-1]["formula"])
+        drawn = [text.text for text in browser.find_elements(By.CSS_SELECTOR, ".live-total")]
+        assert drawn == [f"{row['total'] / 2**30:.1f} GiB" for row in right]
+        browser.execute_script("document.querySelector('[name=gpus]').focus()")
+        ActionChains(browser).send_keys(Keys.ARROW_RIGHT).perform()
+    nothing_is_wrong(browser, address)
+
+
+def test_an_exercise_is_checked_in_the_page_and_an_endless_one_is_stopped(address, browser):
+    resize(browser, WIDE)
+    open_(browser, address + "live/exercises.html")
+    exercise = browser.find_element(By.CSS_SELECTOR, "[data-task='pipeline.bubble']")
+    text, report = (exercise.find_element(By.CSS_SELECTOR, name) for name in ("textarea", ".live-report"))
+    check, stop, anew = exercise.find_elements(By.TAG_NAME, "button")
+
+    def answer(line):
+        anew.click()
+        text.send_keys(Keys.CONTROL, Keys.END, Keys.NULL, Keys.SHIFT, Keys.HOME, Keys.NULL, f"    {line}")
+        check.click()
+
+    answer("return 0.5")  # loads Python too
+    until(lambda: "pipeline.bubble: 0 of 2 points" in report.text, what="no points", told=lambda: report.text)
+    answer("while True: pass")
+    until(stop.is_enabled, what="something to stop")
+    assert browser.execute_script("return 1 + 1") == 2  # the page lives on
+    stop.click()
+    until(lambda: "Stopped" in report.text, what="stopped", told=lambda: report.text)
+    answer("return (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)")
+    until(lambda: "pipeline.bubble: 2 of 2 points" in report.text, what="all points", told=lambda: report.text)
+    assert "/ (stages_per_rank" in browser.execute_script("return localStorage['course:exercise:pipeline.bubble']")
+    nothing_is_wrong(browser, address)
+
+
+def test_a_live_part_that_was_loaded_opens_without_a_network(site, browser):
+    """Its server is gone: page, Python and modules come from what the browser has kept."""
+    resize(browser, WIDE)
+    with served(site) as here:
+        opened(browser, here + "live/memory.html", ".memory-formula", "GiB")
+        until(lambda: browser.execute_async_script("""const done = arguments[0];
+          caches.match(location.href).then((kept) => done(Boolean(kept)))"""), what="kept")
+    opened(browser, here + "live/memory.html", ".memory-formula", "GiB")
+
+
+@pytest.mark.parametrize("name", ["schedule", "planner", "memory", "exercises"])
+def test_from_a_file_a_live_part_says_how_to_open_it(site, browser, name):
+    resize(browser, NARROW)
+    open_(browser, (site / f"live/{name}.html").as_uri())
+    assert not browser.find_element(By.NAME, "open").is_enabled()
+    said = browser.find_element(By.CSS_SELECTOR, ".live-load").text
+    assert "python -m http.server" in said and f"http://localhost:8000/live/{name}.html" in said
+    buttons = browser.find_elements(By.CSS_SELECTOR, ".live button, .live-exercise button")
+    assert buttons and not [button for button in buttons if button.is_enabled() and button.is_displayed()]
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= NARROW[0]
 
 
 def test_the_front_page_is_light_and_its_picture_runs_again(site, address, browser):

@@ -11,7 +11,8 @@ from transformers import CONFIG_MAPPING, BertConfig, BertModel
 
 from course_lib.errors import ConfigError
 from course_lib.metering.meter import Meter
-from course_lib.modeling.balance import Clock, deal_out
+from course_lib.modeling.balance import Clock
+from course_lib.modeling.dealing import deal_out
 from course_lib.modeling.stages import EMBEDDINGS, HEAD, cut, shared_weights, split_at, split_evenly
 from testing import tiny_architectures
 from tests.modeling.stage_cases import LENGTH, MODELS, batch, build, loss_sum

@@ -1,48 +1,30 @@
 /* The schedule bench: controls, the drawing, and actions that can be moved, by pointer or by keyboard. */
+(() => {
 const place = document.getElementById("bench");
 const field = (name) => place.querySelector(`[name=${name}]`);
 const said = place.querySelector(".bench-said");
-const progress = place.querySelector("progress");
 const drawing = place.querySelector(".bench-drawing");
 const LANE = 30, LABEL = 58, WIDTH = 900;
-let worker, asked = 0, waiting = new Map(), now = null, chosen = null;
-
-function ask(call, ...values) {
-  return new Promise((resolve) => {
-    waiting.set(++asked, resolve);
-    worker.postMessage({ id: asked, call, values });
-  });
-}
+const KINDS = { F: "forward", B: "backward, whole", I: "backward: gradient of the input", W: "backward: gradient of the weights" };
+let python = null, now = null, chosen = null;
 
 function wanted() {
   const numbers = ["ranks", "microbatches", "stages", "forward", "input", "weight", "message"];
   return JSON.stringify({ name: field("name").value, ...Object.fromEntries(numbers.map((name) => [name, Number(field(name).value)])) });
 }
 
-async function start() {
-  field("open").disabled = true;
-  progress.hidden = false;
-  worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
-  worker.onmessage = ({ data }) => {
-    if (data.progress !== undefined) { progress.value = data.progress; return; }
-    waiting.get(data.id)(data.answer);
-    waiting.delete(data.id);
-  };
-  worker.onerror = () => { said.textContent = "The bench cannot start here: it needs a browser with module workers."; };
-  const names = await ask("names");
-  if (names.error) { said.textContent = names.error; return; }
+function begin(own, names) {
+  python = own;
   for (const name of Object.keys(names)) field("name").add(new Option(name));
   field("name").value = "1f1b";
   field("name").addEventListener("change", () => { field("stages").disabled = !names[field("name").value]; });
   field("stages").disabled = true;
-  field("open").closest("p").hidden = true;
-  place.querySelector(".bench-controls").hidden = false;
   for (const control of place.querySelectorAll("select, input")) control.addEventListener("change", make);
   make();
 }
 
 async function make() {
-  show(await ask("made", wanted()));
+  show(await python.ask("made", wanted()));
 }
 
 /* A table that cannot run keeps its drawing, so that the move can be taken back; the sentence says why. */
@@ -53,8 +35,8 @@ function show(answer) {
     return;
   }
   now = answer;
-  said.textContent = `step ${answer.step.toPrecision(4)} · idle ${(100 * answer.bubble).toFixed(1)} % · ` +
-    `held at most, per rank: ${answer.peaks.map((peak) => peak.toPrecision(3)).join(", ")} micro-batches`;
+  said.textContent = `step ${Number(answer.step.toPrecision(4))} · idle ${(100 * answer.bubble).toFixed(1)} % · ` +
+    `held at most, per rank: ${answer.peaks.map((peak) => Number(peak.toPrecision(3))).join(", ")} micro-batches`;
   draw();
 }
 
@@ -75,6 +57,10 @@ function draw() {
   });
   drawing.innerHTML = `<svg viewBox="0 0 ${WIDTH} ${height}" role="group" aria-label="The table, a lane per rank">` +
     `${parts.join("")}</svg>`;
+  const shown = new Set(now.rows.flat().map((one) => one.kind));
+  const listed = Object.fromEntries(Object.entries(KINDS).filter(([kind]) => shown.has(kind)).map(([kind, text]) => [`run-${kind}`, text]));
+  place.querySelector(".bench-legend").innerHTML = live.legend({ ...listed, lane: "idle" }) +
+    "<p>A row is a rank, from left to right is time; the number in a block is its micro-batch.</p>";
   focusable(chosen ?? { rank: 0, at: 0 }, chosen !== null);
 }
 
@@ -96,7 +82,7 @@ function focusable(where, focus) {
 async function move(where, to) {
   const row = now.rows[where.rank];
   if (to < 0 || to >= row.length || to === where.at) return;
-  const answer = await ask("moved", now.table, wanted(), where.rank, where.at, to);
+  const answer = await python.ask("moved", now.table, wanted(), where.rank, where.at, to);
   if (!answer.error) chosen = { rank: where.rank, at: to };
   show(answer);
 }
@@ -137,7 +123,6 @@ function save(name, kind, text) {
   URL.revokeObjectURL(link.href);
 }
 
-field("open").addEventListener("click", start);
 field("csv").addEventListener("click", () => save(`${field("name").value}.csv`, "text/csv", now.table));
 field("svg").addEventListener("click", () => {
   const copy = drawing.querySelector("svg").cloneNode(true);
@@ -148,9 +133,5 @@ field("svg").addEventListener("click", () => {
   save(`${field("name").value}.svg`, "image/svg+xml", copy.outerHTML);
 });
 
-if (location.protocol === "file:") {
-  field("open").disabled = true;
-  said.textContent = "Browsers start no Python from a file. In the book's folder: python -m http.server";
-} else if ("serviceWorker" in navigator) {
-  navigator.serviceWorker.register(new URL("../../live-cache.js", import.meta.url));
-}
+live.part(place, "schedule", "names", begin);
+})();

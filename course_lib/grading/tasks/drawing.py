@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from course_lib.grading.task import Case, Part
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WORLDS = (1, 2, 3)
 """World sizes of the public cases."""
@@ -14,14 +15,18 @@ WORLDS = (1, 2, 3)
 Inputs = Callable[[random.Random, int], dict]
 
 
-def numbers(rng: random.Random, *shape: int) -> np.ndarray:
+def numbers(rng: random.Random, *shape: int) -> "np.ndarray":
     """fp32 from a normal distribution, rounded to 1/64 so that sums of a few are exact in any order."""
+    import numpy as np  # here: tasks of plain arithmetic do without
+
     drawn = np.random.default_rng(rng.randrange(2**32)).standard_normal(shape)
     return (np.round(drawn * 64) / 64).astype(np.float32)
 
 
-def whole(rng: random.Random, low: int, high: int, *shape: int) -> np.ndarray:
+def whole(rng: random.Random, low: int, high: int, *shape: int) -> "np.ndarray":
     """int64 from ``low`` to ``high`` - 1."""
+    import numpy as np
+
     return np.random.default_rng(rng.randrange(2**32)).integers(low, high, shape)
 
 
@@ -60,13 +65,17 @@ def entry(values: Sequence[Any], rank: int, world_size: int) -> list[Any]:
 def along(axis: int) -> Part:
     """A rank's part of an array that the ranks split along an axis: its own piece, and zeros."""
 
-    def piece(values: np.ndarray, rank: int, world_size: int) -> np.ndarray:
+    def piece(values: "np.ndarray", rank: int, world_size: int) -> "np.ndarray":
+        import numpy as np
+
         pieces = np.split(values, world_size, axis)
         return np.concatenate([part * (i == rank) for i, part in enumerate(pieces)], axis)
 
     return piece
 
 
-def every_nth(values: np.ndarray, rank: int, world_size: int) -> np.ndarray:
+def every_nth(values: "np.ndarray", rank: int, world_size: int) -> "np.ndarray":
     """A rank's part of rows that are dealt out to the ranks one by one: its own, and zeros."""
+    import numpy as np
+
     return values * (np.arange(len(values)) % world_size == rank)[:, None].astype(values.dtype)

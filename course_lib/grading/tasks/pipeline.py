@@ -9,7 +9,7 @@ from course_lib.errors import ConfigError
 from course_lib.grading.rules import Seen, items, number, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks.drawing import alone, in_turn
-from course_lib.modeling.balance import deal_out
+from course_lib.modeling.dealing import deal_out
 from course_lib.parallel.pipeline.actions import Action, Schedule, loop
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
