@@ -299,6 +299,9 @@ def test_memory_follows_the_sliders(address, browser):
         assert drawn == [f"{row['total'] / 2**30:.1f} GiB" for row in right]
         browser.execute_script("document.querySelector('[name=gpus]').focus()")
         ActionChains(browser).send_keys(Keys.ARROW_RIGHT).perform()
+    Select(browser.find_element(By.NAME, "offload")).select_by_visible_text("optimizer")
+    until_it_says(browser, ".live-said", "FSDP2 is not drawn: fsdp with offload optimizer")
+    until_it_says(browser, ".memory-formula", "in host memory")  # ZeRO-3's
     nothing_is_wrong(browser, address)
 
 

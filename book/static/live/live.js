@@ -114,12 +114,13 @@ window.live = (() => {
       const room = Math.floor((width - 80) / 7), name = row.name.length > room ? `${row.name.slice(0, room - 1)}…` : row.name;
       return `<text y="${i * ROW + 14}">${escaped(name)}</text>` +
         `<text class="live-total" x="${width}" y="${i * ROW + 14}">${(row.total / GIB).toFixed(1)} GiB</text>` +
-        `<rect class="live-lane" y="${i * ROW + 20}" width="${width}" height="${BAR}"/>${pieces.join("")}`;
+        `<rect class="live-lane" y="${i * ROW + 20}" width="${width}" height="${BAR}"/>${pieces.join("")}` +
+        `<line x1="${at(capacity)}" x2="${at(capacity)}" y1="${i * ROW + 18}" y2="${i * ROW + 22 + BAR}"/>`;
     });
     const said = rows.map((row) => `${row.name}: ${Object.entries(row.bytes).filter(([, size]) => size > 0)
       .map(([kind, size]) => `${kind} ${(size / GIB).toFixed(1)}`).join(", ")} GiB`).join("; ");
     place.innerHTML = `<svg class="live-bars" role="img" width="${width}" height="${rows.length * ROW}" aria-label="${escaped(said)}">` +
-      `${parts.join("")}<line x1="${at(capacity)}" x2="${at(capacity)}" y1="16" y2="${rows.length * ROW}"/></svg>`;
+      `${parts.join("")}</svg>`;
   }
 
   /* A form's fields by name, as text. */

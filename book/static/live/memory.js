@@ -13,7 +13,7 @@
     for (const name of Object.keys(choices.gpus)) form.gpu.add(new Option(name));
     form.gpu.value = "A100-80";
     for (const name of choices.optimizers) form.optimizer.add(new Option(name));
-    form.addEventListener("input", count);
+    for (const moved of ["input", "change"]) form.addEventListener(moved, count);
     form.addEventListener("submit", (event) => event.preventDefault());
     strategy.addEventListener("change", draw);
     addEventListener("resize", draw);
