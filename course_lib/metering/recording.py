@@ -69,7 +69,9 @@ def record(prepare: Callable[[], Callable[[], Any]], functions: Sequence[Callabl
     if error is not None and not all(rank and rank[0][0] == "begin" for rank in events):
         raise error
     offsets = rank_clocks.offsets([rank[0][2] for rank in events])
-    begun = min(rank[0][1] - round(offset.seconds * 1e6) for rank, offset in zip(events, offsets, strict=True))
+    # from the first line on: before it the hooks are put in place
+    begun = min(next((event[1] for event in rank if event[0] == "line"), rank[0][1]) - round(offset.seconds * 1e6)
+                for rank, offset in zip(events, offsets, strict=True))
     ranks = [_rank(rank[1:], begun + round(offset.seconds * 1e6), until - begun)
              for rank, offset in zip(events, offsets, strict=True)]
     for rank, lane in enumerate(ranks):
@@ -134,7 +136,7 @@ def _rank(events: Sequence[Sequence[Any]], zero: int, until: int) -> dict[str, A
     lane: dict[str, Any] = {"lines": [], "values": [], "calls": [], "waits": [], "held": [], "groups": [],
                             "end": {"how": "never returned", "at": until, "said": "", "waits_for": []}}
     for kind, at, *rest in events:
-        at -= zero
+        at = max(0, at - zero)
         if kind in ("line", "value", "held"):
             lane[f"{kind}s" if kind != "held" else kind].append([at, *rest])
         elif kind == "call":
