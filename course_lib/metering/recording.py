@@ -96,19 +96,26 @@ def section(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def write(recording: Recording, path: Path) -> int:
-    """Write a recording, an event of a rank or a call to a line at most; returns the file's size in bytes.
+    """Write a recording, each kind of a rank's events as a line; returns the file's size in bytes.
 
     Raises:
         ValueError: it is too large for a page.
     """
-    text = json.dumps(recording, ensure_ascii=False, separators=(",", ":"))
-    text = text.replace('},{"name"', '},\n{"name"').replace('{"lines":[[', '\n{"lines":[[').replace(
-        '],"', '],\n"') + "\n"
+    ranks = ",\n".join(_lines(rank) for rank in recording["ranks"])
+    rest = {key: value for key, value in recording.items() if key != "ranks"}
+    text = _lines(rest)[:-1] + f',\n"ranks":[{ranks}]}}\n'
     size = len(text.encode())
     if size > LIMIT_BYTES:
         raise ValueError(f"{path.name} would have {size} bytes, and the limit is {LIMIT_BYTES}: record less")
     write_text(path, text)
     return size
+
+
+def _lines(values: dict[str, Any]) -> str:
+    """An object with a line for each of its values."""
+    written = (f"{json.dumps(key)}:{json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
+               for key, value in values.items())
+    return "{" + ",\n".join(written) + "}"
 
 
 def _on_rank(folder: Path, prepare: Callable[[], Callable[[], Any]], functions: Sequence[Callable[..., Any]],

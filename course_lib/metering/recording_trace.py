@@ -41,17 +41,19 @@ def trace(recording: Mapping[str, Any]) -> dict[str, Any]:
                    {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
                    named("thread_name", rank, LINES, "lines")]
         events += [_slice(rank, LINES, name, start, until, "line") for name, start, until in _lines(recording, rank)]
-        for call, thread in laid_out(_calls(lane), lambda call: "calls"):
-            if CALLS + thread not in [event["tid"] for event in events if event["pid"] == rank and "tid" in event]:
-                events.append(named("thread_name", rank, CALLS + thread, "calls" + f" ({thread + 1})" * (thread > 0)))
+        laid = laid_out(_calls(lane), lambda call: "calls")
+        events += [named("thread_name", rank, CALLS + thread, "calls" + f" ({thread + 1})" * (thread > 0))
+                   for thread in sorted({thread for _, thread in laid})]
+        for call, thread in laid:
             slices[rank, call.place] = _slice(rank, CALLS + thread, call.name, call.start, call.end, "call") | {
                 "args": call.facts}
             events.append(slices[rank, call.place])
         events += [{"ph": "C", "name": "held by tensors", "pid": rank, "ts": at, "args": {"bytes": held}}
                    for at, held in lane["held"]]
-    for link in recording["links"]:
-        for begin, end in _arrows(link, [slices[rank, place] for rank, place in link["of"]]):
-            events += _flow(begin, end, number=sum(event["ph"] == "s" for event in events))
+    arrows = [arrow for link in recording["links"]
+              for arrow in _arrows([slices[rank, place] for rank, place in link["of"]])]
+    for number, (begin, end) in enumerate(arrows, start=1):
+        events += _flow(begin, end, number)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -79,7 +81,7 @@ def _slice(rank: int, thread: int, name: str, start: float, end: float, kind: st
 Slice = dict[str, Any]
 
 
-def _arrows(link: Mapping[str, Any], members: list[Slice]) -> Iterator[tuple[Slice, Slice]]:
+def _arrows(members: list[Slice]) -> Iterator[tuple[Slice, Slice]]:
     """From which slice to which: a message's is the first of a link; a collective's begin at the last to come."""
     first = members[0] if members[0]["name"] == "send" else max(members, key=lambda member: member["ts"])
     for other in members:
@@ -93,6 +95,6 @@ def _flow(begin: Slice, end: Slice, number: int) -> list[dict[str, Any]]:
     """The two ends of an arrow, each at a time at which its slice runs, the second not before the first."""
     arrives = min(max(begin["ts"], end["ts"]), end["ts"] + end["dur"])
     leaves = min(begin["ts"], arrives)
-    common = {"name": begin["name"], "cat": "flow", "id": number + 1}
+    common = {"name": begin["name"], "cat": "flow", "id": number}
     return [common | {"ph": "s", "pid": begin["pid"], "tid": begin["tid"], "ts": leaves},
             common | {"ph": "f", "bp": "e", "pid": end["pid"], "tid": end["tid"], "ts": arrives}]
