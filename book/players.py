@@ -1,6 +1,7 @@
 """Players of recorded ranks: the page that lists them, a lesson's own, and the scripts that bring the recordings."""
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,17 @@ from book.command_pages import escaped
 ROOT = Path(__file__).resolve().parents[1]
 RECORDINGS = Path(__file__).parent / "recordings"
 HEADING = "The ranks, side by side"
-LANE, BELOW = 63, 620
+LANE, BELOW = 69, 560
 """Pixels of a player: for each rank, and for all else."""
 INTRODUCTION = """# Ranks side by side
 
 What real ranks did, recorded line by line on one clock, and played: a lane for each rank, arrows for messages, a line
-down the lanes for a collective, hatched where a rank waits. The times are those of the machine that made the recording,
-with more ranks than cores at that; following the lines takes some 20 µs each.
+down the lanes for a collective, hatched where a rank waits. The times are those of the machine that made the
+recording, with more ranks than cores at that; following the lines takes some 20 µs each.
 
 For another viewer, `course trace book/recordings/NAME.json` makes a trace of a recording, with the same arrows: open it
-at [ui.perfetto.dev](https://ui.perfetto.dev). [tools/recordings.py](source:tools/recordings.py) is what is recorded, and
-[metering/recorder.py](source:course_lib/metering/recorder.py) what records it.
+at [ui.perfetto.dev](https://ui.perfetto.dev). [tools/recordings.py](source:tools/recordings.py) has what is recorded,
+and [metering/recorder.py](source:course_lib/metering/recorder.py) what records it.
 """
 
 
@@ -46,9 +47,9 @@ def files() -> dict[str, bytes]:
 
 
 def coloured(lines: list[str]) -> list[str]:
-    """Source lines as HTML, in the classes of the book's listings."""
+    """Source lines as HTML, in the classes of the book's listings, less the indentation of all of them."""
     lexer = PythonLexer(stripnl=False, ensurenl=True)
-    html = highlight("\n".join(lines), lexer, HtmlFormatter(nowrap=True)).split("\n")[: len(lines)]
+    html = highlight(textwrap.dedent("\n".join(lines)), lexer, HtmlFormatter(nowrap=True)).split("\n")[: len(lines)]
     return html + [""] * (len(lines) - len(html))
 
 
@@ -86,7 +87,7 @@ def with_players(text: str, page: Path) -> str:
 
 
 def _section(own: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield (f"## {HEADING}\n\nRecorded on real ranks of this lesson's code, and played: step with the arrow keys, or press ▶. "
-           "[All recordings](../live/ranks.md)\n")
+    yield (f"## {HEADING}\n\nThis lesson's code on real ranks, recorded and played: step with the arrow keys, or press "
+           "▶. [All recordings](../live/ranks.md)\n")
     for name, recording in own.items():
         yield f"### {escaped(recording['title'])}\n\n{escaped(recording['says'])}\n\n{player(name, recording)}\n"

@@ -43,7 +43,7 @@ class Scene:
         variables: that are followed.
         ranks: how many.
         paint: by kind of work what the source lines of that kind begin with; F forward, B backward, O the
-            optimizer's update. All other lines are plain.
+            optimizer's update, C what stands for computing. All other lines are plain.
         timeout: seconds until ranks that hang are ended.
     """
 
@@ -121,7 +121,8 @@ def prepare_zero1() -> Play:
 
 def prepare_fsdp() -> Play:
     torch.manual_seed(0)
-    engine, (x, y) = fsdp.FullyShardedDataParallel(Net(3), torch.optim.AdamW, world()), rows(256, dist.get_rank())
+    engine = fsdp.FullyShardedDataParallel(Net(3), torch.optim.SGD, world())  # plain SGD: memory is weights
+    x, y = rows(32, dist.get_rank())
     return second_time(lambda: fsdp.train_step(engine, F.mse_loss, x, y))
 
 
@@ -203,24 +204,24 @@ SCENES = {
         ("inputs", "loss", "parameter.shape", "parameter.grad"), 3,
         {"F": ["loss = loss_function(module(inputs)"], "B": ["loss.backward()"], "O": ["optimizer.step()"]}),
     "05_zero1": Scene(
-        "ZeRO stage 1: reduce-scatter, update, all-gather", "Each rank gets the mean gradient of its own slice, updates "
-        "that slice, and receives the others'.",
+        "ZeRO stage 1: reduce-scatter, update, all-gather", "Each rank gets the mean gradient of its own slice, "
+        "updates that slice, and receives the others'.",
         prepare_zero1, (zero1.train_step, zero1.Zero1.step),
         ("loss", "self.gradients", "local_gradient", "self.local_shard", "self.weights"), 4,
         {"F": ["loss = loss_function("], "B": ["loss.backward()"], "O": ["self.optimizer.step()"]}),
     "06_fsdp": Scene(
-        "FSDP: gather before use, free after use", "The line of memory rises where a unit's weights are gathered and falls "
-        "where they are freed, forward and again backward.",
+        "FSDP: gather before use, free after use", "The line of memory rises where a unit's weights are gathered "
+        "and falls where they are freed, forward and again backward.",
         prepare_fsdp, (fsdp.train_step, fsdp.Unit.gather, fsdp.Unit.free, fsdp.Unit.after_forward,
                        fsdp.Unit.gradient_arrived),
         ("loss", "self.weights", "self.shard", "self.missing", "local_gradient"), 2,
         {"F": ["loss = loss_function("], "B": ["loss.backward()"], "O": ["engine.optimizer.step()"]}),
     "07_one_f_one_b": Scene(
-        "A pipeline by 1F1B", "After a warm-up each rank goes forward and backward in turn; activations go down the ranks, "
-        "gradients up. What a rank waits for is the bubble.",
+        "A pipeline by 1F1B", "After a warm-up each rank goes forward and backward in turn; activations go down "
+        "the ranks, gradients up. Where a rank waits is the bubble.",
         prepare_one_f_one_b, (one_f_one_b.OneFOneB.step, one_f_one_b.OneFOneB.exchange, gpipe.GPipe.forward,
                               gpipe.GPipe.backward, gpipe.GPipe.send, gpipe.GPipe.receive),
-        ("i", "warmup", "self.held", "output", "gradient", "input_gradient"), 4,
+        ("i", "self.held", "output", "gradient", "input_gradient"), 4,
         {"F": ["output = self.stage(x)", "output = self.loss_function("], "B": ["output.backward(gradient)"]}),
     "08_tensor_parallel": Scene(
         "Two layers, cut by columns and by rows", "Both ranks see the same rows. A pair of layers costs one all-reduce "
@@ -250,8 +251,8 @@ SCENES = {
         "A rank leaves the loop", "Rank 1 has one batch less, and returns. The others' next sum never ends.",
         fault(scenarios.shorter_loader), (scenarios.shorter_loader,), ("steps", "batch", "gradient"), 3, timeout=3.0),
     "10_mismatched_collectives": Scene(
-        "Collectives that do not fit together", "Rank 1 calls broadcast where the others call all_reduce. Each waits in its "
-        "own call.",
+        "Collectives that do not fit together", "Rank 1 calls broadcast where the others call all_reduce. Each waits "
+        "in its own call.",
         fault(scenarios.mismatched_collectives), (scenarios.mismatched_collectives,), ("norm",), 3, timeout=3.0),
     "10_deadlocked_pipeline": Scene(
         "Both send first", "Neighbours send to each other, and would receive afterwards. No send ends before somebody "
@@ -259,14 +260,14 @@ SCENES = {
         fault(scenarios.deadlocked_pipeline), (scenarios.deadlocked_pipeline,),
         ("rank", "neighbours", "neighbour", "received"), 3, timeout=3.0),
     "10_exception": Scene(
-        "An exception on one rank", "Rank 1 has no memory for its long batch. The others wait for its part of the sum until "
-        "the launcher ends them.",
+        "An exception on one rank", "Rank 1 has no memory for its long batch. The others wait for its part of "
+        "the sum until the launcher ends them.",
         fault(numerical_faults.out_of_memory), (numerical_faults.out_of_memory,), ("activations", "total"), 3),
     "10_straggler": Scene(
-        "A rank that is slow", "Rank 1 has all the long texts; sleeping stands for its work. Every rank's steps are as long "
-        "as its own, and only here it can be seen who waits for whom.",
+        "A rank that is slow", "Rank 1 has all the long texts; sleeping stands for work. The others' steps are as "
+        "long as its own, and only here it can be seen who waits for whom.",
         fault(numerical_faults.straggler), (numerical_faults._timed_steps,), ("texts", "total"), 3,
-        {"F": ["time.sleep("]}),
+        {"C": ["time.sleep("]}),
 }
 
 

@@ -1,10 +1,10 @@
 /* Ranks side by side: plays what real ranks did. A recording (book/recordings/, course_lib/metering/recording.py says what
    it holds) comes as a script that calls courseRecording, so that a page opened from a folder can load it. */
 (() => {
-  const LINES = 20, CALLS = 13, HELD = 18, GAP = 12, AXIS = 20;  // heights in a lane, in pixels
+  const LINES = 20, CALLS = 13, HELD = 24, GAP = 12, AXIS = 20;  // heights in a lane, in pixels
   const WHOLE_SECONDS = 40;  // that all lanes take to play at speed 1
   const SPEEDS = {"¼": 0.25, "½": 0.5, "1": 1, "2": 2, "4": 4};
-  const KINDS = {F: "forward", B: "backward", O: "optimizer", "": "other lines"};
+  const KINDS = {F: "forward", B: "backward", O: "optimizer", C: "computes", "": "other lines"};
   const still = matchMedia("(prefers-reduced-motion: reduce)");
   const waitingFor = {};
   window.courseRecording = (name, recording) => waitingFor[name]?.splice(0).forEach(show => show(recording));
@@ -64,11 +64,11 @@
       const order = [...gaps].sort((one, other) => other - one);
       let left = this.until, limit = Infinity;
       for (const gap of order) {
-        if (gap < 0.3 * left) break;
+        if (gap < 0.6 * left) break;
         left -= gap;
         limit = gap;
       }
-      const room = Math.max(left * 0.2, 1);
+      const room = Math.max(left * 0.25, 1);
       this.points = [[0, 0]];
       this.breaks = [];
       gaps.forEach((gap, i) => {
@@ -112,7 +112,7 @@
     }
 
     /* What a rank does, in words. */
-    says(rank, t) {
+    doing(rank, t) {
       const lane = this.ranks[rank], {how, at, said} = lane.end;
       if (t >= at) {
         const waited = lane.end.waits_for, where = lane.end.in ? ` from ${lane.end.in}` : "";
@@ -120,11 +120,13 @@
           : `never returned${where}${waited.length ? `: waits for ${ranks(waited)}` : ""}`;
       }
       const open = lane.calls.filter(call => call[0] <= t && (call[1] === null || t < call[1]));
-      const line = this.line(rank, t), where = line ? `line ${line[2]}` : "outside the code shown";
+      const line = this.line(rank, t), kind = line && this.painted.get(`${line[1]}:${line[2]}`);
+      const where = line ? `line ${line[2]}${kind ? `, ${KINDS[kind]}` : ""}` : "outside the code shown";
       if (!open.length || !this.isWaiting(rank, t)) return line ? `runs ${where}` : `is ${where}`;
       const [call] = open, missing = this.missing(call, t), what = `${call[2]} of ${bytes(call[3])}`;
       if (missing.length) return `${where}, ${what}: waits for ${ranks(missing)}`;
-      if (call.fits === false) return `${where}, ${what}: the others are in ${[...new Set(call.others.map(other => other[2]))].join(", ")}`;
+      const differing = call.others.filter(other => other[2] !== call[2]);
+      if (differing.length) return `${where}, ${what}, and ${ranks(differing.map(other => other.rank))} in ${differing[0][2]}`;
       return `${where}, ${what} with ${ranks(call[5].filter(other => other !== rank))}`;
     }
   }
@@ -157,8 +159,8 @@
         oninput: () => { this.stop(); this.go(this.story.moment(Number(this.range.value))); }});
       this.speed = 1;
       return element("div", {class: "ranks-bar"},
-        this.button("⏮", "To the beginning", () => this.jump(-Infinity)), this.button("◂", "One event back", () => this.step(-1)),
-        this.playing, this.button("▸", "One event on", () => this.step(1)), this.button("⏭", "To the end", () => this.jump(Infinity)),
+        this.button("|◂", "To the beginning", () => this.jump(-Infinity)), this.button("◂", "One event back", () => this.step(-1)),
+        this.playing, this.button("▸", "One event on", () => this.step(1)), this.button("▸|", "To the end", () => this.jump(Infinity)),
         this.range, this.clock, choice("speed", SPEEDS, "1", value => { this.speed = SPEEDS[value]; }),
         choice("zoom", {1: 1, 2: 2, 4: 4, 8: 8}, "1", value => { this.zoom = Number(value); this.draw(); }));
     }
@@ -183,7 +185,7 @@
         element("span", {}, element("i", {class: "ranks-key ranks-key-wait"}), "waits"),
         element("span", {}, element("i", {class: "ranks-key ranks-key-call"}), "call, all ranks there"),
         element("span", {}, element("i", {class: "ranks-key ranks-key-held"}), `memory, up to ${bytes(story.most)}`),
-        ...(story.breaks.length ? [element("span", {}, "⫽ time left out")] : []));
+        ...(story.breaks.length ? [element("span", {}, "// time left out")] : []));
       return element("div", {class: "ranks-lanes"},
         element("div", {class: "ranks-labels"}, ...this.follow), this.box, legend);
     }
@@ -212,7 +214,7 @@
       this.live = element("p", {class: "ranks-live", role: "status"});
       const table = element("details", {class: "ranks-table"}, element("summary", {}, "All events as a table"));
       table.addEventListener("toggle", () => { if (table.open && !table.querySelector("table")) table.append(this.table()); });
-      return element("div", {class: "ranks-below"}, this.code,
+      return element("div", {class: "ranks-below"}, element("div", {class: "ranks-beside"}, this.code),
         element("div", {class: "ranks-cards"}, ...this.cards.map(one => one.card)), this.live,
         element("p", {class: "ranks-keys"}, "Keys: ", element("kbd", {}, "←"), " ", element("kbd", {}, "→"), " event by event, with ",
           element("kbd", {}, "Shift"), " those of the followed rank; ", element("kbd", {}, "Page ↑"), " ", element("kbd", {}, "Page ↓"),
@@ -222,7 +224,7 @@
     table() {
       const rows = this.story.events.map(([at, rank, kind, what]) => {
         const text = kind === "line" ? (what[1] < 0 ? "leaves the code shown" : `line ${what[2]}: ${this.story.source(what)}`)
-          : kind === "end" ? this.story.says(rank, what.at)
+          : kind === "end" ? this.story.doing(rank, what.at)
             : `${what[2]} of ${bytes(what[3])} with ${ranks(what[5].filter(other => other !== rank))} ${kind === "call" ? "begins" : "ends"}`;
         return element("tr", {}, element("td", {}, time(at)), element("td", {}, String(rank)), element("td", {}, text));
       });
@@ -290,7 +292,7 @@
       }
       for (const [from, to] of story.breaks) {
         const middle = (x(from) + x(to)) / 2, label = drawn("text", {x: middle, y: AXIS - 8, class: "ranks-axis ranks-break"});
-        label.textContent = `⫽ ${time(to - from)}`;
+        label.textContent = `// ${time(to - from)} //`;
         this.svg.append(drawn("line", {x1: middle, x2: middle, y1: AXIS - 4, y2: whole - GAP, class: "ranks-cut"}), label);
       }
     }
@@ -304,10 +306,13 @@
     }
 
     stopped(x, y, lane, rank) {
-      this.svg.append(drawn("path", {d: `M${x - 5} ${y - 5}l10 10m0 -10l-10 10`, class: "ranks-stop"}, `rank ${rank} ${this.story.says(rank, lane.end.at)}`));
-      const label = drawn("text", {x: x - 10, y: y + 4, class: "ranks-never"});
-      label.textContent = lane.end.how === "never returned" ? "never returned" : lane.end.how;
-      this.svg.append(label);
+      this.svg.append(drawn("path", {d: `M${x - 5} ${y - 5}l10 10m0 -10l-10 10`, class: "ranks-stop"}, `rank ${rank} ${this.story.doing(rank, lane.end.at)}`));
+      const waited = lane.end.waits_for;
+      [lane.end.how, waited.length ? `waits for ${ranks(waited)}` : ""].forEach((text, i) => {
+        const label = drawn("text", {x: x - 10, y: y + 4 + i * (LINES + CALLS) / 2, class: "ranks-never"});
+        label.textContent = text;
+        this.svg.append(label);
+      });
     }
 
     links(x, y) {
@@ -329,6 +334,12 @@
         this.svg.append(shown);
         this.arrows.push({shown, begins, ends});
       }
+      for (const lane of this.story.ranks) {  // messages that nobody receives
+        for (const call of lane.calls.filter(one => one[1] === null && ["send", "recv"].includes(one[2]) && !one.others.length)) {
+          this.svg.append(drawn("path", {d: `M${x(call[0])} ${y(call.rank)}L${(x(call[0]) + x(lane.end.at)) / 2} ${y(call[5][1])}`, class: "ranks-arrow ranks-unfit",
+            "marker-end": `url(#tip-${this.story.name})`}, `rank ${call.rank}'s ${call[2]}, for which rank ${call[5][1]} never came`));
+        }
+      }
     }
 
     /* --- time --- */
@@ -336,7 +347,7 @@
     go(t) {
       const {story} = this;
       this.t = Math.min(story.until, Math.max(0, t));
-      const place = story.place(this.t), said = story.ranks.map((_, rank) => story.says(rank, this.t));
+      const place = story.place(this.t), said = story.ranks.map((_, rank) => story.doing(rank, this.t));
       this.range.value = place;
       this.range.setAttribute("aria-valuetext", time(this.t));
       this.clock.textContent = `${time(this.t)} of ${time(story.until)}`;
@@ -364,10 +375,9 @@
         source.textContent = line ? story.source(line) : "";
         card.classList.toggle("ranks-waits", story.isWaiting(rank, this.t) && this.t < lane.end.at);
         card.classList.toggle("ranks-stopped", this.t >= lane.end.at && lane.end.how !== "returned");
-        const known = story.variables.map((name, at) => [name, last(lane.values.filter(value => value[1] === at), this.t)]).filter(one => one[1]);
-        const held = last(lane.held, this.t);
-        values.replaceChildren(...[...known.map(([name, value]) => [name, value[2]]), ...(held ? [["held", bytes(held[1])]] : [])]
-          .flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
+        const known = story.variables.map((name, at) => [name, last(lane.values.filter(value => value[1] === at), this.t)?.[2] ?? "–"]);
+        values.replaceChildren(...[...known, ["memory", bytes(last(lane.held, this.t)?.[1] ?? 0)]]
+          .flatMap(([name, text]) => [element("dt", {}, name), element("dd", {title: text}, text)]));
       });
       this.live.setAttribute("aria-live", this.frame ? "off" : "polite");  // silent while it plays
       this.live.textContent = `${time(this.t)}: ${said.map((words, rank) => `rank ${rank} ${words}`).join("; ")}.`;
@@ -375,7 +385,7 @@
 
     /* Bring a line into the code's own box, and leave the page where it is. */
     show(row) {
-      const {code} = this, above = row.offsetTop - code.offsetTop;
+      const {code} = this, above = row.offsetTop;  // the box is what offsets are counted from
       if (above < code.scrollTop + 20 || above + row.offsetHeight > code.scrollTop + code.clientHeight - 20) {
         code.scrollTop = above - code.clientHeight / 3;
       }

@@ -212,9 +212,10 @@ def codes(function: Callable[..., Any]) -> list[CodeType]:
 
 
 def short(value: Any) -> str:
-    """A value in a few words: of a tensor dtype, shape and first numbers, of a container how many it holds."""
+    """A value in a few words: of a tensor dtype (``f32``), shape and first numbers, of a container its length."""
     if isinstance(value, torch.Tensor):
-        text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}".replace(",)", ")")
+        dtype = str(value.dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u").replace("int", "i")
+        text = f"{dtype} {tuple(value.shape)}".replace(",)", ")")
         if value.numel() and not value.untyped_storage().nbytes():
             return f"{text}: freed"
         numbers = value.detach().flatten()[:SHOWN].tolist()

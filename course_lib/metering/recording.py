@@ -12,8 +12,8 @@ A recording is a dictionary that JSON can hold; all times are whole microseconds
         waits      [begin, end or null]: it stood still for a call
         held       [time, bytes of living tensors]
         end        ``how`` ("returned", "raised", "died" or "never returned"), ``at``, ``said``, and ``waits_for``: ranks
-    links      of each message or collective [rank, place in its ``calls``] of all that take part, a message's sender
-               first; ``fits`` is false where these are different operations, payloads or dtypes
+    links      of each message or collective ``of``: [rank, place in its ``calls``] of all in it, of a message
+               the sender first; ``fits`` is false where these are different operations, payloads or dtypes
 """
 
 import inspect

@@ -1,8 +1,8 @@
 """A recording as a file for https://ui.perfetto.dev: a process a rank, its lines, its calls, arrows between them.
 
 Format: Chrome's Trace Event Format, as :mod:`course_lib.metering.job_trace` has it. An arrow is a pair of flow events,
-``s`` and ``f`` of one id, each of which lies within the slice that it is bound to: from a message's send to its receive;
-of a collective from the call of the last rank to come, for which the others waited, to theirs.
+``s`` and ``f`` of one id, each within the slice that it is bound to: from a message's send to its receive; of a
+collective from the call of the last rank to come, for which the others waited, to theirs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -92,9 +92,14 @@ def _arrows(members: list[Slice]) -> Iterator[tuple[Slice, Slice]]:
 
 
 def _flow(begin: Slice, end: Slice, number: int) -> list[dict[str, Any]]:
-    """The two ends of an arrow, each at a time at which its slice runs, the second not before the first."""
-    arrives = min(max(begin["ts"], end["ts"]), end["ts"] + end["dur"])
-    leaves = min(begin["ts"], arrives)
+    """The two ends of an arrow: within their slices, not where one slice ends and the next begins."""
+    leaves = _within(begin, begin["ts"])
+    arrives = _within(end, max(leaves + 0.25, end["ts"]))  # never at the same time: which comes first would be open
     common = {"name": begin["name"], "cat": "flow", "id": number}
     return [common | {"ph": "s", "pid": begin["pid"], "tid": begin["tid"], "ts": leaves},
             common | {"ph": "f", "bp": "e", "pid": end["pid"], "tid": end["tid"], "ts": arrives}]
+
+
+def _within(event: Slice, time: float) -> float:
+    """The time nearest to another at which a slice runs; all slices last a microsecond or more."""
+    return min(max(time, event["ts"] + 0.25), event["ts"] + event["dur"] - 0.25)

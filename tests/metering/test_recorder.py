@@ -1,4 +1,4 @@
-"""Recordings of real ranks: every line and call is there once, a rank that hangs leaves its lane, nothing stays behind."""
+"""Recordings of real ranks: every line and call once, a rank that hangs leaves its lane, nothing stays behind."""
 
 import json
 import sys
@@ -145,9 +145,9 @@ def test_afterwards_nothing_is_traced_and_nothing_listened_to(tmp_path):
 
 def test_a_value_is_short_and_freed_memory_is_never_read():
     weights = torch.arange(6.0).view(2, 3)
-    assert short(weights) == "float32 (2, 3): 0 1 2 …" and short(torch.tensor(0.12345)) == "float32 (): 0.123"
+    assert short(weights) == "f32 (2, 3): 0 1 2 …" and short(torch.tensor(0.12345)) == "f32 (): 0.123"
     weights.untyped_storage().resize_(0)
-    assert short(weights) == "float32 (2, 3): freed"
+    assert short(weights) == "f32 (2, 3): freed"
     assert [short(value) for value in (True, None, 7, 0.5, [1, 2], {"a": 1}, object())] == [
         "True", "None", "7", "0.5", "[1, 2]", "dict of 1", "object"]
 
