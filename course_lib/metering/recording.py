@@ -11,8 +11,8 @@ A recording is a dictionary that JSON can hold; all times are whole microseconds
         calls      [start, end or null, name, bytes, dtype, ranks that take part, bytes that this rank sends]
         waits      [begin, end or null]: it stood still for a call
         held       [time, bytes of living tensors]
-        end        ``how`` ("returned", "raised", "died" or "never returned"), ``at``, ``said``, and ``waits_for``: ranks
-    links      of each message or collective ``of``: [rank, place in its ``calls``] of all in it, of a message
+    links      ``of``: [rank, place in its ``calls``] of each that takes part in a message, its sender first, or in a
+               collective; ``fits`` is false where these are different operations, payloads or dtypes
                the sender first; ``fits`` is false where these are different operations, payloads or dtypes
 """
 
