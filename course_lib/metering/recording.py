@@ -11,9 +11,9 @@ A recording is a dictionary that JSON can hold; all times are whole microseconds
         calls      [start, end or null, name, bytes, dtype, ranks that take part, bytes that this rank sends]
         waits      [begin, end or null]: it stood still for a call
         held       [time, bytes of living tensors]
+        end        ``how`` ("returned", "raised", "died", "never returned"), ``at``, ``said``, ``waits_for``: ranks
     links      ``of``: [rank, place in its ``calls``] of each that takes part in a message, its sender first, or in a
                collective; ``fits`` is false where these are different operations, payloads or dtypes
-               the sender first; ``fits`` is false where these are different operations, payloads or dtypes
 """
 
 import inspect

@@ -1,9 +1,9 @@
 """A recording as a file for https://ui.perfetto.dev: a process a rank, its lines, its calls, arrows between them.
 
 Format: Chrome's Trace Event Format, as :mod:`course_lib.metering.job_trace` has it. A call is two slices: it waits
-until the last of its ranks has come, then it is under way. An arrow is a pair of flow events, ``s`` and ``f`` of one id, each
-within the slice that it is bound to: from a message's send to its receive; of a collective from the last rank to come
-to the others. Perfetto draws an arrow from the slice that begins first, so that none may lead to a wait.
+until the last of its ranks has come, then it is under way. An arrow is a pair of flow events, ``s`` and ``f`` of one
+id, each within the slice that it is bound to: from a message's send to its receive; of a collective from the last rank
+to come to the others. Perfetto draws an arrow from the slice that begins first, so that none may lead to a wait.
 """
 
 from collections.abc import Iterator, Mapping
