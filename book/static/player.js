@@ -122,7 +122,8 @@
       const open = lane.calls.filter(call => call[0] <= t && (call[1] === null || t < call[1]));
       const line = this.line(rank, t), kind = line && this.painted.get(`${line[1]}:${line[2]}`);
       const where = line ? `line ${line[2]}${kind ? `, ${KINDS[kind]}` : ""}` : "outside the code shown";
-      if (!open.length || !this.isWaiting(rank, t)) return line ? `runs ${where}` : `is ${where}`;
+      if (!open.length) return line ? `runs ${where}` : `is ${where}`;
+      if (!this.isWaiting(rank, t)) return `runs ${where}, ${open[0][2]} under way`;
       const [call] = open, missing = this.missing(call, t), what = `${call[2]} of ${bytes(call[3])}`;
       if (missing.length) return `${where}, ${what}: waits for ${ranks(missing)}`;
       const differing = call.others.filter(other => other[2] !== call[2]);
@@ -203,11 +204,11 @@
           this.marks.set(`${place}:${part.first + i}`, {row, here});
           return row;
         })));
-      this.code = element("div", {class: "ranks-code highlight", tabindex: 0, role: "region", "aria-label": "The code that runs"}, ...sections);
+      this.code = element("div", {class: "ranks-code highlight", tabindex: 0, role: "group", "aria-label": "The code that runs"}, ...sections);
       this.cards = story.ranks.map((_, rank) => {
         const said = element("p", {class: "ranks-said"}), source = element("code", {class: "ranks-source"});
         const values = element("dl", {class: "ranks-values"});
-        const card = element("section", {class: `ranks-card ranks-${rank}`, "aria-label": `Rank ${rank}`},
+        const card = element("div", {class: `ranks-card ranks-${rank}`, role: "group", "aria-label": `Rank ${rank}`},
           element("p", {class: "ranks-head"}, element("b", {class: `ranks-chip ranks-${rank}`}, `rank ${rank}`), said), source, values);
         return {card, said, source, values};
       });
@@ -229,7 +230,7 @@
         return element("tr", {}, element("td", {}, time(at)), element("td", {}, String(rank)), element("td", {}, text));
       });
       const head = element("tr", {}, ...["time", "rank", "event"].map(name => element("th", {scope: "col"}, name)));
-      return element("div", {class: "ranks-scroll", tabindex: 0, role: "region", "aria-label": "All events"},
+      return element("div", {class: "ranks-scroll", tabindex: 0, role: "group", "aria-label": "All events"},
         element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
     }
 
