@@ -49,7 +49,7 @@ def sources() -> tuple[dict[str, str], dict[str, str], set[str]]:
     texts["index.md"] = front_page.filled(texts["index.md"])
     for pages in (command_pages.pages(), textbook_pages.pages(), players.page()):
         texts |= pages
-    return texts, alternatives, links.files | set(textbook_pages.files())
+    return texts, alternatives, links.files | set(textbook_pages.files()) | players.FILES
 
 
 def assemble(source: Path) -> None:

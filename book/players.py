@@ -15,6 +15,8 @@ from book.command_pages import escaped
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDINGS = Path(__file__).parent / "recordings"
+FILES = {"tools/recordings.py", "course_lib/metering/recorder.py"}
+"""What its page links to, relative to the repository's root."""
 HEADING = "The ranks, side by side"
 LANE, BELOW = 69, 560
 """Pixels of a player: for each rank, and for all else."""
