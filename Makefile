@@ -62,8 +62,9 @@ lab: setup  ## open JupyterLab at lesson 0, exercises beside it; options in ARGS
 browser: setup  ## lessons in JupyterLab, in a real browser: needs chromium and chromium-driver
 	BROWSER_TESTS=required $(BIN)/pytest tests/notebooks/test_in_a_browser.py -m long
 
-notebooks: setup  ## run all lessons and store their outputs
+notebooks: setup  ## run all lessons and store their outputs, and what their ranks do
 	$(BIN)/python tools/notebooks.py
+	$(BIN)/python tools/recordings.py
 
 exercises: setup  ## make exercises/ anew from solutions/
 	$(BIN)/python tools/exercises.py

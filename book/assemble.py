@@ -16,6 +16,7 @@ from book import (
     live_parts,
     npm,
     open_elsewhere,
+    players,
     textbook_pages,
 )
 from book.links import Links
@@ -52,14 +53,15 @@ def sources() -> tuple[dict[str, str], dict[str, str], set[str]]:
     texts = {str(path): links.in_markdown((ROOT / path).read_text(encoding="utf-8"), path) for path in documents()}
     alternatives: dict[str, str] = {}
     for path in notebooks():
-        texts[str(path)], said = page_of(ROOT / path, path, links)
+        text, said = page_of(ROOT / path, path, links)
+        texts[str(path)] = players.with_players(text, path)
         alternatives |= said
     for path in sorted(PAGES.rglob("*.md")):
         texts[str(path.relative_to(PAGES))] = path.read_text(encoding="utf-8")
     texts["index.md"] = front_page.filled(texts["index.md"])
-    for pages in (command_pages.pages(), textbook_pages.pages(), live_exercises.pages()):
+    for pages in (command_pages.pages(), textbook_pages.pages(), live_exercises.pages(), players.page()):
         texts |= pages
-    return texts, alternatives, links.files | set(textbook_pages.files())
+    return texts, alternatives, links.files | set(textbook_pages.files()) | players.FILES
 
 
 def assemble(source: Path) -> None:
@@ -74,7 +76,7 @@ def assemble(source: Path) -> None:
     texts, alternatives, files = sources()
     texts["about-files.json"] = json.dumps({"alternatives": alternatives, "files": sorted(files)}, indent=1)
     content = {name: text.encode() for name, text in texts.items()}
-    content |= live_parts.files(npm.folder("pyodide"))
+    content |= live_parts.files(npm.folder("pyodide")) | players.files()
     content[f"_static/{course_contents.NAME}"] = course_contents.script().encode()
     mathjax, font = npm.folder("mathjax"), npm.folder("@mathjax/mathjax-newcm-font")
     content |= {f"_static/mathjax/{name}": (mathjax / name).read_bytes() for name in MATHJAX}

@@ -46,14 +46,15 @@ from course_lib.commands import (
     simulate,
     submit,
     sweep,
+    trace,
     train,
     watch,
 )
 from course_lib.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 
-COMMANDS = (train, evaluate, merge, audit, watch, meter, schedule, plan, simulate, select, bench, runs, dashboard,
-            sweep, submit, push, check, progress, grade, release, doctor)
+COMMANDS = (train, evaluate, merge, audit, watch, meter, trace, schedule, plan, simulate, select, bench, runs,
+            dashboard, sweep, submit, push, check, progress, grade, release, doctor)
 
 LESS_MEMORY = {
     "train": "take a smaller --batch_size and as much more of --gradient_accumulation_steps, then "

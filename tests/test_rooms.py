@@ -197,6 +197,8 @@ SHOWN = {
     "hangs/flight_recorder.py": "where a call was issued, for the report",
     "hangs/user_frames.py": "where a rank is, for the report; a name in <> is no file to show",
     "lessons/listing.py": "shows a function's source in a lesson",
+    "metering/recorder.py": "the line that a rank is in, for a recording",
+    "metering/recording.py": "the source of what was recorded",
 }
 PLACES = re.compile(r"co_filename|f_lineno|co_firstlineno|tb_lineno|getsource|getsourcelines|linecache|getsourcefile|"
                     r"inspect\.stack|currentframe")

@@ -115,11 +115,12 @@ class CollectiveLog:
         clock: stamps the beginnings and ends.
         issued: called with a collective's tensors before it is passed on.
         waited: called with the stamps between which a thread stood still for a collective.
+        ended: called with each transfer, once, when its end is known; on any thread.
     """
 
     def __init__(self, clock: Clock, issued: Callable[[list[torch.Tensor]], None],
-                 waited: Callable[[Stamp, Stamp], None]):
-        self.clock, self._handed_over, self._stood_still = clock, issued, waited
+                 waited: Callable[[Stamp, Stamp], None], ended: Callable[[Transfer], None] = lambda transfer: None):
+        self.clock, self._handed_over, self._stood_still, self._has_ended = clock, issued, waited, ended
         self.transfers: list[Transfer] = []
         self._pending: dict[int, tuple[list[Transfer], dist.Work, set[int]]] = {}  # and the storages of their tensors
         self._lock = threading.Lock()
@@ -207,6 +208,7 @@ class CollectiveLog:
         with self._lock:  # the backend's thread and the one that waits both come here: the first is right
             if transfer.end is None:
                 transfer.end = self.clock.stamp(device)
+                self._has_ended(transfer)
 
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> Stamp:
         (transfer, *_), *_ = self._pending.get(id(waited_for), ([None],))
