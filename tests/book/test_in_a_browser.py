@@ -1,20 +1,15 @@
 """Every page of the built book in Chromium: nothing from elsewhere, no error, axe, a narrow page, search, keyboard.
 
-`make book-test` runs this file and fails where Chromium and its driver are missing. Debian and Ubuntu have both as
-packages: chromium and chromium-driver.
+`make book-test` runs this file and fails where Chromium and its driver are missing.
 """
 
 import gzip
 import json
-import os
 import re
-import shutil
 import urllib.parse
 
 import nbformat
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -23,15 +18,10 @@ from selenium.webdriver.support.ui import Select
 from book import npm
 from book.build import ROOT
 from book.live import memory, planner
-from tests.book.conftest import served
+from tests.browsing import AXE, NARROW, WIDE, asked_for, needs_a_browser, open_, resize, served
 from tests.waiting import until
 
-CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
-
-WIDE, NARROW = (1280, 900), (360, 800)
+pytestmark = [pytest.mark.long, needs_a_browser]
 SECONDS_TO_THE_LARGEST_PAINT = 2.0
 """Of a lesson that is opened from disk, with nothing cached."""
 FIRST_PAGE = 600_000
@@ -40,44 +30,8 @@ FILES_LOOKED_AT = 3
 """Pages that show a file are all of one template."""
 COLOURS = ("color-contrast", "link-in-text-block")
 """Rules whose answer a theme changes; the others are asked once per width."""
-AXE = """const [rules, done] = arguments;
-axe.run(document, {resultTypes: ["violations"], ...(rules && {runOnly: rules})}).then(found => done(
-  found.violations.filter(one => ["serious", "critical"].includes(one.impact)).map(one =>
-    `${one.id}: ${one.nodes.length}, first ${one.nodes[0].target.join(" ")} ${one.nodes[0].html.slice(0, 200)}`)))"""
-TYPESET = "const done = arguments[0]; (window.MathJax?.startup?.promise ?? Promise.resolve()).then(() => done())"
 REACHABLE = """return [...document.querySelectorAll("a[href], button, input, summary")].filter(
   one => one.checkVisibility({checkOpacity: true, checkVisibilityCSS: true}) && one.getClientRects().length)"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    assert CHROMIUM and DRIVER, "install chromium and chromium-driver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--force-prefers-reduced-motion"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(120)
-    driver.set_script_timeout(300)
-    yield driver
-    driver.quit()
-
-
-def resize(browser, size):
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
-        "width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False})
-
-
-def open_(browser, address):
-    browser.get(address)
-    browser.execute_async_script(TYPESET)
-
-
-def asked_for(browser):
-    """Addresses that the browser has asked for since the last call."""
-    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    return {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
 
 
 def pages_of(site):

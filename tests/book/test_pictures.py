@@ -7,15 +7,16 @@ a tolerance is for is how another Chromium smooths their edges.
 import base64
 import io
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.book.test_in_a_browser import NARROW, WIDE, browser, open_, pytestmark, resize  # noqa: F401
+from book.build import ROOT
+from tests.browsing import NARROW, WIDE, needs_a_browser, open_, resize
 
-PICTURES = Path(__file__).parent / "pictures"
+pytestmark = [pytest.mark.long, needs_a_browser]
+PICTURES = ROOT / "tests" / "book" / "pictures"
 PAGES = {
     "front": ("index.html", "", WIDE, "light"),
     "front-dark": ("index.html", "", WIDE, "dark"),
@@ -38,7 +39,7 @@ SHARE = 0.02
 """Of the tiles, that may differ: a line that breaks elsewhere moves what is below it."""
 
 
-def look(browser, address, page, anchor, size, theme):  # noqa: F811
+def look(browser, address, page, anchor, size, theme):
     resize(browser, size)
     browser.get("about:blank")  # so that an anchor of the same page is gone to as well
     open_(browser, address + page)
@@ -61,7 +62,7 @@ def differing(some, others):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_looks_as_it_did(address, browser, name):  # noqa: F811
+def test_a_page_looks_as_it_did(address, browser, name):
     now = look(browser, address, *PAGES[name])
     kept = PICTURES / f"{name}.png"
     if os.environ.get("BOOK_PICTURES") == "renew":

@@ -2,20 +2,18 @@
 
 import html
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
 import nbformat
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from book import npm, players
+from tests.browsing import needs_a_browser, resize
 from tests.waiting import until
 
 STATIC = Path(players.__file__).parent / "static"
@@ -52,10 +50,6 @@ def test_the_coloured_code_is_the_code_line_by_line():
 
 # --- in a browser, from a folder, without the book around it
 
-CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-in_a_browser = [
-    pytest.mark.long,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
 COLOURS = {"light": ("#fff", "#222832", "#48566b"), "dark": ("#121212", "#ced6dd", "#9ca4af")}
 PAGE = """<!doctype html><html lang="en" data-theme="{theme}"><meta charset="utf-8"><title>ranks</title>
 <meta name="viewport" content="width=device-width"><style>html {{ --pst-color-background: {0}; --pst-color-surface: {0};
@@ -63,19 +57,6 @@ PAGE = """<!doctype html><html lang="en" data-theme="{theme}"><meta charset="utf
 background: {0}; color: {1}; }} body {{ font-family: sans-serif; }}</style>
 <link rel="stylesheet" href="player.css"><script src="player.js"></script>
 <body><main class="bd-article"><h1>ranks</h1>{player}</main></body></html>"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--force-prefers-reduced-motion"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_script_timeout(300)
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture
@@ -90,8 +71,7 @@ def played(browser, tmp_path):
         markup = players.player(name, RECORDINGS[name]).replace("../_static/recordings/", "")
         page = PAGE.format(*COLOURS[theme], theme=theme, player=re.sub("```.*", "", markup))
         (tmp_path / "page.html").write_text(page, encoding="utf-8")
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
-            "width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False})
+        resize(browser, (width, 1000))
         browser.get((tmp_path / "page.html").as_uri())
         until(lambda: browser.find_elements(By.CSS_SELECTOR, ".ranks-box svg"), what="the lanes")
         browser.execute_script("document.querySelector('.ranks-box').focus()")
@@ -126,7 +106,7 @@ def said(browser):
 
 
 class TestInABrowser:
-    pytestmark = in_a_browser
+    pytestmark = [pytest.mark.long, needs_a_browser]
 
     def test_arrow_keys_step_from_event_to_event_and_the_marked_lines_follow(self, browser, played):
         press, recording = played("07_one_f_one_b"), RECORDINGS["07_one_f_one_b"]

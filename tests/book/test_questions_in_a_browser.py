@@ -4,10 +4,8 @@ See test_in_a_browser.py for what they need.
 """
 
 import functools
-import http.server
 import json
 import re
-import threading
 import time
 from pathlib import Path
 
@@ -26,13 +24,11 @@ from course_lib import cli
 from course_lib.grading.hidden import solutions_folder
 from course_lib.grading.tasks import TASKS
 from course_lib.lessons.questions import parsed
-from tests.book import test_in_a_browser as driving
-from tests.book.conftest import Quiet
+from tests import browsing
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = driving.pytestmark
-browser = driving.browser
+pytestmark = browsing.needs_a_browser
 NOTEBOOKS = ("notebooks/05_zero_stages", "notebooks/16_gradient_audit")
 
 
@@ -50,11 +46,8 @@ def small(tmp_path_factory):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(content)
     assert build.sphinx(["-Q", "-b", "html", "-c", str(ROOT / "book"), str(source), str(folder / "html")]) == 0
-    handler = functools.partial(Quiet, directory=str(folder / "html"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with browsing.served(folder / "html") as where:
+        yield where
 
 
 @pytest.fixture
@@ -62,10 +55,10 @@ def page(browser, small):
     """Opens a page of the small book; nothing is kept at the beginning."""
     browser.get(small + "index.html")
     browser.execute_script("localStorage.clear()")
-    driving.resize(browser, driving.WIDE)
+    browsing.resize(browser, browsing.WIDE)
 
     def open_(name):
-        driving.open_(browser, small + name)
+        browsing.open_(browser, small + name)
         return functools.partial(browser.find_element, By.CSS_SELECTOR)
 
     return open_
@@ -231,13 +224,13 @@ def test_questions_and_progress_are_accessible_and_fit_a_phone(browser, page, sm
         else:
             for fold in browser.find_elements(By.CSS_SELECTOR, ".progress-page summary"):
                 fold.click()
-        driving.asked_for(browser)
+        browsing.asked_for(browser)
         browser.execute_script(axe)
-        for theme, size in (("light", driving.WIDE), ("dark", driving.NARROW)):
-            driving.resize(browser, size)
+        for theme, size in (("light", browsing.WIDE), ("dark", browsing.NARROW)):
+            browsing.resize(browser, size)
             browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
             time.sleep(0.3)  # the theme's colours change in steps
-            problems += [f"{name}, {theme}: {one}" for one in browser.execute_async_script(driving.AXE, None)]
+            problems += [f"{name}, {theme}: {one}" for one in browser.execute_async_script(browsing.AXE, None)]
             assert browser.execute_script("return document.documentElement.scrollWidth") <= size[0]
-        assert not {url for url in driving.asked_for(browser) if not url.startswith((small, "data:", "blob:"))}
+        assert not {url for url in browsing.asked_for(browser) if not url.startswith((small, "data:", "blob:"))}
     assert not problems, "\n".join(problems)

