@@ -21,6 +21,7 @@ def build() -> int:
         shutil.rmtree(DOCTREES, ignore_errors=True)
         shutil.rmtree(OUT, ignore_errors=True)
     ended_well.unlink(missing_ok=True)
+    shutil.rmtree(OUT / "_static", ignore_errors=True)  # which Sphinx adds to, and takes nothing out of
     assemble(SOURCE)
     code = sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(Path(__file__).parent),
                    "-d", str(DOCTREES), str(SOURCE), str(OUT)])

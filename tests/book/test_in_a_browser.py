@@ -133,6 +133,7 @@ def test_a_lesson_is_painted_soon_after_it_is_opened_from_disk(site, browser):
         if painted > SECONDS_TO_THE_LARGEST_PAINT:
             late[path.stem] = painted
     browser.execute_cdp_cmd("Network.setCacheDisabled", {"cacheDisabled": False})
+    asked_for(browser)  # files, which are not for the next test to find
     assert not late
 
 
