@@ -103,14 +103,19 @@ def numbers(output: nbformat.NotebookNode) -> str:
     """HTML of a figure's numbers as tables, folded; empty where the figure has none.
 
     Args:
-        output: whose picture's metadata may have ``numbers``: tables with ``caption``, ``columns`` and ``rows``.
+        output: whose picture's metadata may have ``numbers``: tables with ``caption``, ``columns`` and ``rows``
+            (course_lib/figures/numbers.py).
     """
     tables = [table for about in output.get("metadata", {}).values() if isinstance(about, dict)
               for table in about.get("numbers", [])]
     shown = "".join(f"<table><caption>{html.escape(table['caption'])}</caption><thead>{_row('th', table['columns'])}"
-                    f"</thead><tbody>{''.join(_row('td', row) for row in table['rows'])}</tbody></table>"
+                    f"</thead><tbody>{''.join(map(_cells, table['rows']))}</tbody></table>"
                     for table in tables)
     return f"<details class='numbers'><summary>The figure's numbers</summary>{shown}</details>" if shown else ""
+
+
+def _cells(row: str) -> str:
+    return _row("td", row.split("\t"))
 
 
 def _row(tag: str, texts: list[str]) -> str:

@@ -48,8 +48,7 @@ def buttons(lesson: str, repository: str) -> str:
         repository: OWNER/NAME on GitHub; empty: on the reader's machine alone.
     """
     here = "**Run it**: [JupyterLab on your machine](../docs/setup.md)"
-    found = places(lesson, repository) if repository else {}
-    return " · ".join([here, *(f"[{name}]({url})" for name, url in found.items())])
+    return f"{here} · [Colab]({places(lesson, repository)['Colab']})" if repository else here
 
 
 def places(lesson: str, repository: str) -> dict[str, str]:

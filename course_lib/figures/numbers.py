@@ -10,22 +10,21 @@ from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 Table: TypeAlias = dict[str, Any]
 MOST_ROWS, MOST_COLUMNS = 32, 12
 """Of a table; of longer lines every n-th point is taken, and the caption says so."""
+MOST_SPANS = 16
+"""Of one kind in one lane of a time line."""
 
 
-def tables(figure: Figure, meanings: Mapping[str, str]) -> list[Table]:
+def tables(figure: Figure) -> list[Table]:
     """The tables of all axes that hold data, each with ``caption``, ``columns`` and ``rows`` of short texts.
 
-    Args:
-        figure: as it is drawn.
-        meanings: of bars that no label names, by their colour.
+    A row is one text with tabs, which a notebook's file has in one line.
     """
-    return [table for axes in figure.axes
-            for table in (*_lines(axes), *_bars(axes, meanings), *_points(axes), *_images(axes))]
+    return [table for axes in figure.axes for table in (*_lines(axes), *_bars(axes), *_points(axes), *_images(axes))]
 
 
 def _caption(axes: Axes, more: str = "") -> str:
@@ -36,9 +35,9 @@ def _caption(axes: Axes, more: str = "") -> str:
 
 def _table(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     step = -(-len(rows) // MOST_ROWS)
-    more = f"every {step}th of {len(rows)} rows" if step > 1 else ""
+    more = f"one row of {step}" if step > 1 else ""
     return {"caption": _caption(axes, more), "columns": [" ".join(name.split()) for name in columns],
-            "rows": [[_short(value) for value in row] for row in rows[::step or 1]]}
+            "rows": ["\t".join(map(_short, row)) for row in rows[::step or 1]]}
 
 
 def _short(value: Any) -> str:
@@ -69,24 +68,39 @@ def _lines(axes: Axes) -> Iterator[Table]:
     for lines in groups.values():
         lines = lines[:MOST_COLUMNS]
         names = [str(line.get_label()) for line in lines]
-        columns = [axes.get_xlabel() or "x", *(f"line {at}" if name.startswith("_") else name
-                                               for at, name in enumerate(names, 1))]
+        many = [f"line {at}" for at in range(1, len(lines) + 1)]
+        unnamed = many if len(lines) > 1 else [axes.get_ylabel() or "value"]
+        columns = [axes.get_xlabel() or "at", *(other if name.startswith("_") else name
+                                                for name, other in zip(names, unnamed, strict=True))]
         places = [_named(words, x) for x in np.asarray(lines[0].get_xdata(), float)]
         heights = [np.asarray(line.get_ydata(), float) for line in lines]
         yield _table(axes, columns, list(zip(places, *heights, strict=True)))
 
 
-def _meaning(bar: Rectangle, label: str, meanings: Mapping[str, str]) -> str:
-    """What a bar is of: its label's words, or its colour's; hollow ones are predicted."""
-    colour = to_hex(bar.get_facecolor() if bar.get_fill() else bar.get_edgecolor()).upper()
-    said = meanings.get(colour, "") if label.startswith("_") else label
+def _colour(patch: Patch) -> str:
+    return to_hex(patch.get_facecolor() if patch.get_fill() else patch.get_edgecolor())
+
+
+def _legend(axes: Axes) -> dict[str, str]:
+    """What a legend, of the axes or of the figure, says of colours."""
+    legends = [legend for legend in (axes.get_legend(), *axes.figure.legends) if legend]
+    return {_colour(patch): text.get_text() for legend in legends
+            for patch, text in zip(legend.get_patches(), legend.get_texts(), strict=False)}
+
+
+def _meaning(bar: Rectangle, label: str, legend: Mapping[str, str]) -> str:
+    """What a bar is of: its label's words, or the legend's for its colour; hollow ones are predicted."""
+    said = legend.get(_colour(bar), "") if label.startswith("_") else label
     return said if bar.get_fill() or "predicted" in said else f"{said} predicted".strip()
 
 
-def _bars(axes: Axes, meanings: Mapping[str, str]) -> Iterator[Table]:
-    """All bars of some axes as one table: which, from where to where; as broken bars have them too."""
+def _bars(axes: Axes) -> Iterator[Table]:
+    """All bars of some axes as one table: which, from where to where; as broken bars have them too.
+
+    Of a time line's many, one row has all of one kind in one lane.
+    """
     rows: list[tuple[Any, ...]] = []
-    lies, words = False, {axis: _ticks(axes, axis) for axis in "xy"}
+    lies, words, legend = False, {axis: _ticks(axes, axis) for axis in "xy"}, _legend(axes)
     for container in axes.containers:
         if isinstance(container, BarContainer):
             lies = container.orientation == "horizontal"
@@ -95,14 +109,21 @@ def _bars(axes: Axes, meanings: Mapping[str, str]) -> Iterator[Table]:
                 at, start, size = ((bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()) if lies else
                                    (bar.get_x() + bar.get_width() / 2, bar.get_y(), bar.get_height()))
                 which = _named(words["y" if lies else "x"], at)
-                rows.append((which, _meaning(bar, name, meanings), start, start + size))
+                rows.append((which, _meaning(bar, name, legend), start, start + size))
     for collection in axes.collections:
         if isinstance(collection, PolyCollection) and not isinstance(collection, PathCollection):
             paths = collection.get_paths()
             if all(np.shape(path.vertices) == (5, 2) for path in paths):  # broken bars
                 lies, boxes = True, [path.get_extents() for path in paths]
                 rows += [(_named(words["y"], (box.y0 + box.y1) / 2), "", box.x0, box.x1) for box in boxes]
-    if rows:
+    if len(rows) > MOST_ROWS:
+        spans: dict[tuple[Any, Any], list[str]] = {}
+        for which, of, start, end in rows:
+            spans.setdefault((which, of), []).append(f"{start:.3g}–{end:.3g}")
+        yield _table(axes, ["bar", "of", f"from–to {axes.get_xlabel() if lies else axes.get_ylabel()}".strip()],
+                     [(*key, ", ".join(parts[:MOST_SPANS]) + ", …" * (len(parts) > MOST_SPANS))
+                      for key, parts in spans.items()])
+    elif rows:
         unit = axes.get_xlabel() if lies else axes.get_ylabel()
         columns, keep = ["bar", "of", "from", f"to ({unit})" if unit else "to"], [True] * 4
         keep[1] = any(row[1] for row in rows)
@@ -114,7 +135,7 @@ def _bars(axes: Axes, meanings: Mapping[str, str]) -> Iterator[Table]:
 def _points(axes: Axes) -> Iterator[Table]:
     for collection in axes.collections:
         if isinstance(collection, PathCollection) and len(places := np.asarray(collection.get_offsets())):
-            yield _table(axes, [axes.get_xlabel() or "x", axes.get_ylabel() or "y"], places.tolist())
+            yield _table(axes, [axes.get_xlabel() or "at", axes.get_ylabel() or "value"], places.tolist())
 
 
 def _images(axes: Axes) -> Iterator[Table]:

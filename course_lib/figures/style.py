@@ -32,9 +32,6 @@ COLOURS = {
     "wrong": "#D55E00",
     "neutral": "#555555",
 }
-MEANINGS = {COLOURS[kind]: kind for kind in ("parameters", "gradients", "optimizer states", "activations", "forward",
-                                              "communication", "idle")}
-"""What a bar's colour says where no label does; the others are used for more than one thing."""
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 PREDICTED: dict[str, Any] = {"fill": False, "hatch": "////", "linewidth": 1.2}
 
@@ -52,7 +49,7 @@ class Titled(Figure):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """No picture of its own, which Jupyter draws, but what is said beside it in the notebook."""
-        return {}, {"image/png": {"alt": alternative(self), "numbers": numbers.tables(self, MEANINGS)}}
+        return {}, {"image/png": {"alt": alternative(self), "numbers": numbers.tables(self)}}
 
 
 def alternative(figure: Figure) -> str:

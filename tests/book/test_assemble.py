@@ -170,7 +170,7 @@ def test_the_notebook_for_elsewhere_begins_with_the_cell_that_fetches_the_course
 
 def test_there_are_buttons_where_the_repository_is_known():
     said = open_elsewhere.buttons("02_data_parallel", "a/b")
-    assert re.findall(r"\[([^]]+)\]", said) == ["JupyterLab on your machine", "Colab", "Codespaces"]
+    assert re.findall(r"\[([^]]+)\]", said) == ["JupyterLab on your machine", "Colab"]
     assert said.count("a/b/blob/gh-pages/open/02_data_parallel.ipynb") == 1
     assert "http" not in open_elsewhere.buttons("02_data_parallel", "")
 

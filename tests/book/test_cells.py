@@ -72,7 +72,7 @@ def test_a_line_says_how_far_its_code_is_indented_and_is_copied_as_it_is():
 
 def test_a_figures_numbers_are_a_table_that_is_folded():
     output = nbformat.v4.new_output("display_data", metadata={"image/png": {"numbers": [
-        {"caption": "a < b", "columns": ["x"], "rows": [["1"], ["2"]]}]}})
+        {"caption": "a < b", "columns": ["x"], "rows": ["1", "2"]}]}})
     html = cells.numbers(output)
     assert html.startswith("<details") and "a &lt; b" in html and html.count("<td>") == 2
     assert cells.numbers(nbformat.v4.new_output("display_data")) == ""

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from IPython.core.formatters import DisplayFormatter
 from IPython.core.pylabtools import select_figure_formats
+from matplotlib.patches import Patch
 
 from course_lib.figures import explorer
 from course_lib.figures.style import COLOURS, PREDICTED, alternative, canvas
@@ -31,8 +32,9 @@ def test_a_drawing_with_sliders_has_its_title_too():
 
 def test_a_figures_numbers_stand_beside_it_as_tables():
     with canvas("Bytes", ncols=2) as (figure, (bars, lines)):
-        bars.bar([0, 1], [3, 4.00004], color=COLOURS["parameters"])
+        bars.bar([0, 1], [3, 4.00004], color=COLOURS["parameters"], label="parameters")
         bars.bar([0, 1], [3, 4], edgecolor=COLOURS["gradients"], **PREDICTED)
+        bars.legend(handles=[Patch(color=COLOURS["gradients"], label="gradients")])
         bars.set_xticks([0, 1], ["plain", "stage 1"])
         bars.set_ylabel("GB")
         lines.plot(range(100), range(100), label="loss")
@@ -41,10 +43,10 @@ def test_a_figures_numbers_stand_beside_it_as_tables():
         lines.set(xlabel="step", title="Losses")
     of_bars, of_lines = shown(figure)[1]["image/png"]["numbers"]
     assert of_bars == {"caption": "GB", "columns": ["bar", "of", "to (GB)"], "rows": [
-        ["plain", "parameters", "3"], ["stage 1", "parameters", "4"],
-        ["plain", "gradients predicted", "3"], ["stage 1", "gradients predicted", "4"]]}
+        "plain\tparameters\t3", "stage 1\tparameters\t4",
+        "plain\tgradients predicted\t3", "stage 1\tgradients predicted\t4"]}
     assert of_lines["columns"] == ["step", "loss", "loss of the other"] and len(of_lines["rows"]) == 25
-    assert of_lines["caption"] == "Losses, every 4th of 100 rows" and of_lines["rows"][1] == ["4", "4", "5"]
+    assert of_lines["caption"] == "Losses, one row of 4" and of_lines["rows"][1] == "4\t4\t5"
 
 
 def test_bars_that_lie_points_and_cells_are_tables_too():
@@ -56,5 +58,15 @@ def test_bars_that_lie_points_and_cells_are_tables_too():
         cells.imshow([[1, 2], [3, 4]])
     of_bars, of_points, of_cells = shown(figure)[1]["image/png"]["numbers"]
     assert of_bars["columns"] == ["bar", "from", "to"]
-    assert of_bars["rows"] == [["rank 0", "1", "3"], ["rank 1", "0", "3"], ["rank 2", "0", "2"], ["rank 2", "3", "4"]]
-    assert of_points["rows"] == [["1", "3"], ["2", "4"]] and of_cells["rows"] == [["0", "1", "2"], ["1", "3", "4"]]
+    assert of_bars["rows"] == ["rank 0\t1\t3", "rank 1\t0\t3", "rank 2\t0\t2", "rank 2\t3\t4"]
+    assert of_points["rows"] == ["1\t3", "2\t4"] and of_cells["rows"] == ["0\t1\t2", "1\t3\t4"]
+
+
+def test_a_time_line_has_a_row_for_each_kind_in_each_lane():
+    with canvas("Who waits") as (figure, axes):
+        for rank in range(2):
+            axes.barh([rank] * 20, [1] * 20, left=range(0, 40, 2), label="forward")
+        axes.set(xlabel="ms", yticks=[0, 1], yticklabels=["rank 0", "rank 1"])
+    (table,) = shown(figure)[1]["image/png"]["numbers"]
+    assert table["columns"] == ["bar", "of", "from–to ms"] and len(table["rows"]) == 2
+    assert table["rows"][1].startswith("rank 1\tforward\t0–1, 2–3, ") and table["rows"][1].endswith("30–31, …")
