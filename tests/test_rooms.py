@@ -32,6 +32,7 @@ OF_ALL = {
     "test_shown_commands.py": "what README and lessons tell users to type",
     "book/test_every_page.py": "the book that was built",
     "book/test_in_a_browser.py": "the same in a browser",
+    "book/test_pictures.py": "how the pages look",
     "notebooks/test_all_lessons.py": "what holds for every lesson",
     "notebooks/test_claims.py": "what every page says of its numbers",
     "notebooks/test_in_a_browser.py": "lessons in JupyterLab, in a real browser",
