@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from pygments import highlight
 from pygments.formatters import HtmlFormatter
 
 TAG = re.compile(r"<[^>]*>")
@@ -25,6 +26,4 @@ class HangingLines(HtmlFormatter):
 
 def highlighted(text: str, lexer: Any) -> str:
     """HTML of a text as Sphinx writes a block of code, in the page's own colours."""
-    from pygments import highlight
-
-    return f"<div class='highlight'>{highlight(text, lexer, HangingLines(nowrap=False, cssclass='')).strip()}</div>"
+    return f"<div class='highlight'>{highlight(text, lexer, HangingLines(cssclass='')).strip()}</div>"
