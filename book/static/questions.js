@@ -250,8 +250,6 @@ function watchPlaces() {
 window.courseStore = Object.assign(store, {make});
 document.documentElement.classList.add("asks");
 document.addEventListener("DOMContentLoaded", () => {
-  // the theme names every fold alike; its own words say more
-  for (const summary of document.querySelectorAll("details.hide > summary")) summary.removeAttribute("aria-label");
   try {
     if (!lesson) return;
     const place = store.read("places")[lesson];
