@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas
 
@@ -24,17 +25,17 @@ def memory(held: ByMethod, planned: ByMethod, title: str) -> Figure:
             for at, (method, kinds) in enumerate(methods.items()):
                 counted = foreseen = 0.0
                 for kind, size in kinds.items():
-                    axes.bar(at - 0.2, size / 1e6, bottom=counted / 1e6, width=0.36, color=COLOURS[kind])
+                    axes.bar(at - 0.2, size / 1e6, bottom=counted / 1e6, width=0.36, color=COLOURS[kind], label=kind)
                     expected = planned[way][method][kind]
                     axes.bar(at + 0.2, expected / 1e6, bottom=foreseen / 1e6, width=0.36, edgecolor=COLOURS[kind],
-                             **PREDICTED)
+                             label=kind, **PREDICTED)
                     counted, foreseen = counted + size, foreseen + expected
                 axes.annotate(f"{counted / 1e6:.1f}", (at - 0.2, counted / 1e6), xytext=(0, 3), ha="center", fontsize=8,
                               textcoords="offset points")
             axes.set_xticks(range(len(methods)), list(methods))
             axes.set_title(way, fontsize=10)
         panels[0].set_ylabel("MB per rank: counted, planned (hollow)")
-        figure.legend(handles=[panels[0].bar(0, 0, color=COLOURS[kind], label=kind)
+        figure.legend(handles=[Patch(color=COLOURS[kind], label=kind)
                                for kind in next(iter(next(iter(held.values())).values()))], loc="outside lower center",
                       ncols=4, fontsize=8)
     return figure
@@ -49,10 +50,11 @@ def losses(by_trained: Mapping[str, tuple[float, float]], before: float, title: 
         title: the finding.
     """
     with canvas(title, width=7, height=3) as (figure, axes):
-        axes.axhline(before, color=COLOURS["neutral"], linewidth=1, linestyle=":")
+        axes.axhline(before, color=COLOURS["neutral"], linewidth=1, linestyle=":", label="before")
         axes.annotate("before", (1.0, before), va="bottom", ha="right", fontsize=9, color=COLOURS["neutral"])
-        axes.plot(*zip(*by_trained.values(), strict=True), color=COLOURS["parameters"], marker="o")
+        axes.plot(*zip(*by_trained.values(), strict=True), color=COLOURS["parameters"])
         for way, point in by_trained.items():
+            axes.plot(*point, "o", color=COLOURS["parameters"], label=way)
             axes.annotate(way, point, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9,
                           fontweight="bold", color=COLOURS["parameters"])
         axes.set(xscale="log", xlabel="share of the parameters that are trained",
@@ -75,7 +77,8 @@ def four_bits(values: Sequence[float], levels: Mapping[str, Sequence[float]], ti
         axes.hist(np.asarray(values), bins=80, color=COLOURS["idle"], density=True)
         for row, (name, places) in enumerate(levels.items()):
             height = -0.22 - 0.25 * row
-            axes.plot(places, [height] * len(places), "|", color=SERIES[row], markersize=11, markeredgewidth=1.8)
+            axes.plot(places, [height] * len(places), "|", color=SERIES[row], markersize=11, markeredgewidth=1.8,
+                      label=name)
             axes.annotate(name, (1.04, height), va="center", color=SERIES[row], fontweight="bold", fontsize=9,
                           annotation_clip=False)
         axes.set(xlabel="weight, by the largest of its block of 64", ylabel="density", xlim=(-1.03, 1.03))
@@ -96,7 +99,7 @@ def left(kept: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         for row, kinds in enumerate(kept.values()):
             start = 0.0
             for kind, size in kinds.items():
-                axes.barh(row, size / 1e6, left=start / 1e6, height=0.6, color=COLOURS[kind])
+                axes.barh(row, size / 1e6, left=start / 1e6, height=0.6, color=COLOURS[kind], label=kind)
                 start += size
             axes.annotate(f"{start / 1e6:.1f}", (start / 1e6, row), xytext=(4, 0), va="center", fontsize=9,
                           textcoords="offset points")
@@ -106,7 +109,7 @@ def left(kept: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x")
         axes.set_xlabel("MB on the device")
-        bars = [axes.barh(0, 0, color=COLOURS[kind], label=kind) for kind in next(iter(kept.values()))]
+        bars = [Patch(color=COLOURS[kind], label=kind) for kind in next(iter(kept.values()))]
         axes.legend(handles=bars, fontsize=8, ncols=4,
                     loc="lower right")
     return figure

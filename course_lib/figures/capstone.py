@@ -53,13 +53,13 @@ def comparison(runs: Sequence[Tracked], planned: Mapping[str, Here], title: str)
         for axes, (name, (column, plan)) in zip(bars, panels.items(), strict=True):
             for place, (arm, colour) in enumerate(ARMS.items()):
                 if arm in plan:
-                    axes.bar(place - 0.2, plan[arm], width=0.4, **PREDICTED, edgecolor=colour)
-                axes.bar(place + 0.2 * bool(plan), rows.loc[arm, column], width=0.4, color=colour)
+                    axes.bar(place - 0.2, plan[arm], width=0.4, **PREDICTED, edgecolor=colour, label="predicted")
+                axes.bar(place + 0.2 * bool(plan), rows.loc[arm, column], width=0.4, color=colour, label="measured")
             axes.set(xlabel=name)
         for place, (arm, colour) in enumerate(ARMS.items()):
             points = [run.loss for run in runs if run.arm == arm]
-            losses.plot([place] * len(points), points, "o", color=colour, alpha=0.7)
-            losses.plot([place - 0.2, place + 0.2], [rows.loc[arm, "loss"]] * 2, color=colour)
+            losses.plot([place] * len(points), points, "o", color=colour, alpha=0.7, label="every run")
+            losses.plot([place - 0.2, place + 0.2], [rows.loc[arm, "loss"]] * 2, color=colour, label="mean")
         losses.set(xlabel="test loss of each run (nats)", xlim=(-0.6, 1.6))
         for axes in (*bars, losses):
             axes.set_xticks(range(len(ARMS)), list(ARMS))

@@ -56,7 +56,7 @@ def _phases(axes: Any, description: Mapping[str, Any]) -> None:
     ends = [*starts[1:], description["TrainingEndTime"]]
     for phase, start, end in zip(phases, starts, ends, strict=True):
         axes.barh(0, (end - start).total_seconds(), left=(start - starts[0]).total_seconds(),
-                  color=PHASES[phase["Status"]])
+                  color=PHASES[phase["Status"]], label=phase["Status"])
     interruption = [(start - starts[0]).total_seconds() for phase, start in zip(phases, starts, strict=True)
                     if phase["Status"] == "Interrupted"]
     axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)

@@ -19,8 +19,9 @@ def bill(compute: float, waits: Mapping[str, float]) -> Figure:
     share = waits[slowest] / (compute + waits[slowest])
     with canvas(f"At {slowest} a step waits {share:.0%} of its time", height=2.3) as (figure, axes):
         for row, (_, wait) in enumerate(waits.items()):
-            axes.barh(row, 1000 * compute, height=0.6, color=COLOURS["forward"])
-            axes.barh(row, 1000 * wait, left=1000 * compute, height=0.6, color=COLOURS["communication"])
+            axes.barh(row, 1000 * compute, height=0.6, color=COLOURS["forward"], label="computing")
+            axes.barh(row, 1000 * wait, left=1000 * compute, height=0.6, color=COLOURS["communication"],
+                      label="all-reduce")
             axes.annotate(f"{1000 * (compute + wait):.0f}", (1000 * (compute + wait), row), xytext=(5, 0),
                           textcoords="offset points", va="center")
         axes.set_yticks(range(len(waits)), list(waits))
@@ -48,7 +49,7 @@ def loss_over_seconds(curves: Mapping[str, Mapping[str, Sequence[tuple[float, fl
         for axes, (link, by_way) in zip(panels, curves.items(), strict=True):
             for way, points in by_way.items():
                 axes.plot(*zip(*points, strict=True), color=colours[first[way]], marker="o", markersize=3,
-                          linestyle="-" if first[way] == way else "--")
+                          linestyle="-" if first[way] == way else "--", label=way)
             axes.set_title(link, fontsize=10)
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

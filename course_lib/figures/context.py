@@ -24,8 +24,8 @@ def sent(counted: Mapping[str, Mapping[str, int]], predicted: Mapping[str, Mappi
                 ncols=2, height=2.7, sharey=True) as (figure, both):
         for axes, kind in zip(both, kinds, strict=True):
             for row, (way, value) in enumerate(counted[kind].items()):
-                axes.barh(row, value / KB, height=0.5, color=COLOURS["communication"])
-                axes.barh(row, predicted[kind][way] / KB, height=0.72, **OUTLINE)
+                axes.barh(row, value / KB, height=0.5, color=COLOURS["communication"], label="counted")
+                axes.barh(row, predicted[kind][way] / KB, height=0.72, **OUTLINE, label="predicted")
                 axes.annotate(f"{value / KB:.0f}", (value / KB, row), xytext=(6, 0), textcoords="offset points",
                               va="center")
             axes.set_title(kind, fontsize=10)
@@ -52,7 +52,8 @@ def balance(work: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
             ranks = len(steps[0])
             for rank in range(ranks):
                 at = np.arange(len(steps)) + (rank - (ranks - 1) / 2) * 0.8 / ranks
-                axes.bar(at, [step[rank] for step in steps], width=0.74 / ranks, color=SERIES[rank])
+                axes.bar(at, [step[rank] for step in steps], width=0.74 / ranks, color=SERIES[rank],
+                         label=f"rank {rank}")
                 axes.annotate(f"rank {rank}", (at[0], steps[0][rank]), xytext=(0, 3), textcoords="offset points",
                               ha="center", fontsize=8, color=SERIES[rank])
             for place, step in enumerate(steps):

@@ -31,7 +31,7 @@ def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
         lowest = 0.0
         for name, values in sorted(spread.items(), key=lambda entry: entry[1][-1]):
             colour = colours.get(name, COLOURS["right"])
-            axes.plot(values, color=colour, marker="o", markersize=3, clip_on=False)
+            axes.plot(values, color=colour, marker="o", markersize=3, clip_on=False, label=name)
             end_label(axes, len(values) - 1, max(values[-1], lowest), name, colour)
             lowest = max(values[-1], lowest) + 0.07 * top  # the labels must not lie upon each other
         axes.set(xlabel="optimizer steps made", ylabel="largest difference between\nranks, in any one weight",
@@ -56,8 +56,8 @@ def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float], u
     with canvas(title, width=6.6, height=2.9) as (figure, axes):
         for name, formula, measured, colour in (("everyone to rank 0", through_one, naive, COLOURS["wrong"]),
                                                 ("ring", around, ring, COLOURS["right"])):
-            axes.plot(ranks, formula, color=colour, linestyle="--", linewidth=1.2)
-            axes.plot(list(measured), list(measured.values()), "o", color=colour, markersize=7)
+            axes.plot(ranks, formula, color=colour, linestyle="--", linewidth=1.2, label=f"{name}, by formula")
+            axes.plot(list(measured), list(measured.values()), "o", color=colour, markersize=7, label=name)
             end_label(axes, up_to, formula[-1], name, colour)
         axes.annotate("measured", (most, naive[most]), xytext=(-10, 14), textcoords="offset points", ha="center",
                       color=COLOURS["neutral"], fontsize=9)
@@ -96,11 +96,12 @@ def over_link(ways: Mapping[str, OverLink]) -> Figure:
     title = f"Over a slow link {slower} as long\nas {best} (medians of {tries} tries)"
     with canvas(title, height=2.9) as (figure, axes):
         for row, way in enumerate(ways.values()):
-            axes.barh(row, 1e3 * way.backward, height=0.36, color=COLOURS["backward"])
+            axes.barh(row, 1e3 * way.backward, height=0.36, color=COLOURS["backward"], label="backward alone")
             axes.text(0, row, "  backward alone", va="center", color="white", fontsize=8.5)
-            axes.plot([1e3 * way.on_paper] * 2, [row - 0.3, row + 0.3], "--", color="black", linewidth=1.2)
+            axes.plot([1e3 * way.on_paper] * 2, [row - 0.3, row + 0.3], "--", color="black", linewidth=1.2,
+                      label="computed")
             axes.plot([1e3 * seconds for seconds in way.steps], [row] * tries, "o", markersize=5, alpha=0.6,
-                      color=COLOURS["communication"])
+                      color=COLOURS["communication"], label="every try")
         last = list(ways.values())[-1]
         axes.annotate("computed", (1e3 * last.on_paper, row + 0.3), xytext=(0, -2), textcoords="offset points",
                       ha="center", va="top", fontsize=8.5)
@@ -132,11 +133,11 @@ def seconds_against_bytes(seconds: Mapping[int, Sequence[float]], small: int, la
     with canvas(title, width=6.6, height=3.0) as (figure, axes):
         for size, tries in seconds.items():
             axes.plot([size] * len(tries), [1e3 * one for one in tries], "o", markersize=2.5, alpha=0.3,
-                      color=COLOURS["communication"])
-        axes.plot(list(medians), list(medians.values()), color=COLOURS["communication"])
+                      color=COLOURS["communication"], label="every try")
+        axes.plot(list(medians), list(medians.values()), color=COLOURS["communication"], label="median")
         end_label(axes, max(medians), medians[max(medians)], "medians", COLOURS["communication"])
         axes.plot(list(seconds), [1e3 * (2 * latency + size / rate) for size in seconds], "--", color="black",
-                  linewidth=1.2)
+                  linewidth=1.2, label="formula")
         axes.annotate("formula", (large, 1e3 * (2 * latency + large / rate)), xytext=(8, -10),
                       textcoords="offset points", fontsize=9)
         axes.set(xscale="log", yscale="log", xlabel="bytes of the tensor (logarithmic)",
@@ -146,13 +147,14 @@ def seconds_against_bytes(seconds: Mapping[int, Sequence[float]], small: int, la
 
 def _one_backward(axes: Axes, way: Sending) -> None:
     """Backward and waiting in one row, and the buckets in rows of their own."""
-    axes.barh(0, way.backward, height=1.6, color=COLOURS["backward"])
+    axes.barh(0, way.backward, height=1.6, color=COLOURS["backward"], label="backward")
     axes.text(way.backward / 2, 0, "backward", ha="center", va="center", color="white", fontsize=9)
     axes.barh(0, way.end - way.backward, left=way.backward, height=1.6, color=COLOURS["idle"],
-              edgecolor=COLOURS["neutral"], linewidth=0.6, hatch="///")
+              edgecolor=COLOURS["neutral"], linewidth=0.6, hatch="///", label="waiting")
     axes.text(way.end, 0, f" waits {way.end - way.backward:.0f} ms", va="center", color=COLOURS["neutral"], fontsize=9)
     for row, (begin, end) in enumerate(way.sent):
-        axes.barh(1.5 + 0.6 * row, end - begin, left=begin, height=0.5, color=COLOURS["communication"])
+        axes.barh(1.5 + 0.6 * row, end - begin, left=begin, height=0.5, color=COLOURS["communication"],
+                  label=f"all-reduce of bucket {row}")
         axes.text(end, 1.5 + 0.6 * row, f" {row}", va="center", color=COLOURS["neutral"], fontsize=7)
     axes.axvline(way.backward, color="black", linewidth=0.9, linestyle=":")
     # To the left of the last bar, where the others have not begun either.

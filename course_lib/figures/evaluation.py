@@ -24,11 +24,11 @@ def metric_by_ranks(ranks: Sequence[int], right: Mapping[str, tuple[float, float
                   + [(values[-1], name, colour) for (name, values), colour in broken])
     room = 0.075 * max(value for values in wrong.values() for value in values)
     with canvas(title, width=7.6, height=3.6) as (figure, axes):
-        for (_, (value, error)), colour in flat:
+        for (name, (value, error)), colour in flat:
             axes.axhspan(value - error, value + error, color=colour, alpha=0.25, linewidth=0)
-            axes.axhline(value, color=colour, linewidth=3)
-        for (_, values), colour in broken:
-            axes.plot(ranks, values, "o-", color=colour)
+            axes.axhline(value, color=colour, linewidth=3, label=name)
+        for (name, values), colour in broken:
+            axes.plot(ranks, values, "o-", color=colour, label=name)
         shown = -room
         for value, name, colour in ends:
             shown = max(value, shown + room)  # labels of lines that end close together step aside

@@ -23,11 +23,12 @@ def worked(copies: Mapping[str, Sequence[int]]) -> Figure:
                 ncols=len(copies), sharex=True) as (figure, axes):
         for side, (name, of) in zip(axes, copies.items(), strict=True):
             for rank, number in enumerate(of):
-                side.barh(rank, number, color=COLOURS["forward"], height=0.6)
-                side.barh(rank, max(of) - number, left=number, color=COLOURS["idle"], height=0.6)
+                side.barh(rank, number, color=COLOURS["forward"], height=0.6, label="copies")
+                side.barh(rank, max(of) - number, left=number, color=COLOURS["idle"], height=0.6, label="waiting")
                 side.text(max(of), rank, f" {number}", va="center", fontsize=9, clip_on=False)
             side.set_title(name, fontsize=10)
-            side.set_yticks(range(len(of)), [f"rank {rank}" if side is axes[0] else "" for rank in range(len(of))])
+            side.set_yticks(range(len(of)), [f"rank {rank}" for rank in range(len(of))])
+            side.tick_params(labelleft=side is axes[0])
             side.invert_yaxis()
             side.margins(x=0.26)
             side.grid(axis="y", visible=False)
@@ -47,7 +48,7 @@ def imbalance(curves: Mapping[str, Sequence[float]]) -> Figure:
                 height=3.2) as (figure, axes):
         labels = _apart([curve[-1] for curve in curves.values()], 0.075 * max(map(max, curves.values())))
         for (name, curve), at, colour in zip(curves.items(), labels, SERIES, strict=False):
-            axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6)
+            axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6, label=name)
             end_label(axes, len(curve), at, name, colour)
         axes.axhline(1, color=COLOURS["neutral"], linewidth=1, linestyle="--")
         axes.set(xlabel="step", ylabel="busiest expert, over a fair share\n(dashed line: even)")

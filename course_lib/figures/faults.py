@@ -43,9 +43,9 @@ def _one_rank(axes: Axes, state: ReportedRank, is_guilty: bool) -> None:
     last = state.sequence or 0
     over = last if state.ended or not last else last - 1
     axes.plot([0, last], [state.rank] * 2, color=colour, linewidth=1.2)
-    axes.plot(range(1, over + 1), [state.rank] * over, "o", color=colour)
+    axes.plot(range(1, over + 1), [state.rank] * over, "o", color=colour, label="ended")
     if over < last:
-        axes.plot(last, state.rank, "o", markerfacecolor="white", markeredgecolor=colour, markersize=8)
+        axes.plot(last, state.rank, "o", markerfacecolor="white", markeredgecolor=colour, markersize=8, label="waits")
     where = f" at {state.file.rsplit('/', 1)[-1]}:{state.line}" if state.file else ""
     gone = "" if state.alive else ", gone"
     axes.annotate(f"{state.collective or 'none yet'}{where}{gone}{mark}", (last, state.rank), xytext=(10, 0),
@@ -64,9 +64,10 @@ def who_spoke(trials: Mapping[str, Trial], world_size: int) -> Figure:
                 height=0.9 + 0.3 * len(trials)) as (figure, axes):
         for row, (name, trial) in enumerate(trials.items()):
             for rank in SCENARIOS[name].culprits:
-                axes.plot(rank, row, "s", color=GUILTY, markersize=15, alpha=0.35, markeredgewidth=0)
+                axes.plot(rank, row, "s", color=GUILTY, markersize=15, alpha=0.35, markeredgewidth=0, label="at fault")
             for place, rank in enumerate(trial.broken.reporters, start=1):
                 axes.text(rank, row, str(place), ha="center", va="center", fontweight="bold")
+                axes.plot(rank, row, linestyle="None", label=f"error {place}")  # unseen: for the figure's table
             if not trial.broken.reporters:
                 axes.text(world_size - 0.45, row, "no rank raised anything", va="center", fontsize=8,
                           color=COLOURS["neutral"])
@@ -93,8 +94,8 @@ def step_times(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]]) -> F
                 ncols=len(runs), sharey=True, sharex=True) as (figure, panels):
         for axes, (name, ranks) in zip(panels, medians.items(), strict=True):
             for rank, (computing, waiting) in enumerate(ranks):
-                axes.barh(rank, computing, color=COLOURS["forward"])
-                axes.barh(rank, waiting, left=computing, color=COLOURS["idle"])
+                axes.barh(rank, computing, color=COLOURS["forward"], label="computing")
+                axes.barh(rank, waiting, left=computing, color=COLOURS["idle"], label="waiting")
             axes.set_title(f"{name}: {steps[name]:.0f} ms", fontsize=10, fontweight="normal")
             axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
             axes.grid(axis="y", visible=False)

@@ -30,8 +30,8 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
                 sharey=True) as (figure, panels):
         for axes, (name, run) in zip(panels, runs.items(), strict=True):
             _teeth(axes, run)
-            axes.axhline(predicted[name] / MB, color="black", linestyle="--", linewidth=1)
-            axes.axhline(whole / MB, color=COLOURS["neutral"], linestyle=":", linewidth=1)
+            axes.axhline(predicted[name] / MB, color="black", linestyle="--", linewidth=1, label="predicted peak")
+            axes.axhline(whole / MB, color=COLOURS["neutral"], linestyle=":", linewidth=1, label="the whole model")
             axes.set_title(name, fontsize=10, fontweight="normal")
             axes.set_ylim(0, top)
         panels[0].set_ylabel("MB of parameters on rank 0")
@@ -54,7 +54,7 @@ def _teeth(axes: Axes, run: WatchedSharding) -> None:
     places = list(range(len(heights)))
     axes.fill_between(places, heights, step="post", color=COLOURS["forward"], linewidth=0)
     axes.fill_between(places, run.steady / MB, color=COLOURS["parameters"], linewidth=0)
-    axes.step(places, heights, where="post", color=COLOURS["parameters"], linewidth=1.2)
+    axes.step(places, heights, where="post", color=COLOURS["parameters"], linewidth=1.2, label="MB of parameters")
     turn = [phase for phase, _ in run.trace].index("backward") + 0.5
     axes.axvline(turn, color=COLOURS["neutral"], linewidth=0.8)
     for middle, name in ((turn / 2, "forward"), ((turn + places[-1]) / 2, "backward")):
@@ -69,9 +69,9 @@ def waiting(runs: Mapping[str, Waits]) -> Figure:
     lost = " and ".join(f"{1e3 * run.waited:.0f} ms {name}" for name, run in runs.items())
     with canvas(f"Waited for the slow link: {lost}", height=2.0) as (figure, axes):
         for row, run in enumerate(runs.values()):
-            axes.barh(row, 1e3 * run.step, height=0.6, color=COLOURS["idle"])
+            axes.barh(row, 1e3 * run.step, height=0.6, color=COLOURS["idle"], label="the step")
             axes.broken_barh([(1e3 * start, 1e3 * (end - start)) for start, end in run.spans], (row - 0.3, 0.6),
-                             color=COLOURS["communication"])
+                             color=COLOURS["communication"], label="waiting")
             axes.text(1e3 * run.step, row, f" {len(run.spans)} waits", va="center", fontsize=9,
                       color=COLOURS["communication"])
         axes.set_yticks(range(len(runs)), list(runs))
@@ -95,8 +95,10 @@ def overlap(measured: Sequence[Overlap]) -> Figure:
         for prefetch, name, colour in ((False, "without prefetch", COLOURS["communication"]),
                                        (True, "with prefetch", COLOURS["forward"])):
             for one in measured:
-                axes.plot([one.rows] * len(one.steps[prefetch]), one.steps[prefetch], "o", color=colour, markersize=5)
-            axes.plot(rows, [one.predicted[prefetch] for one in measured], "--", color=colour, linewidth=1.3)
+                axes.plot([one.rows] * len(one.steps[prefetch]), one.steps[prefetch], "o", color=colour, markersize=5,
+                          label=f"{name}, every try")
+            axes.plot(rows, [one.predicted[prefetch] for one in measured], "--", color=colour, linewidth=1.3,
+                      label=f"{name}, predicted")
             axes.annotate(name, (rows[-1], measured[-1].medians[prefetch]), xytext=(9, -7 if prefetch else 7),
                           textcoords="offset points", color=colour, va="center", fontweight="bold")
         axes.set_xscale("log", base=2)
@@ -121,9 +123,10 @@ def trace(events: Sequence[TraceEvent]) -> Figure:
                 height=2.2) as (figure, axes):
         for row, (lane, colour) in enumerate(lanes.items()):
             spans = [event for event in events if event.lane == lane]
-            axes.broken_barh([(event.begin, event.end - event.begin) for event in spans], (row - 0.35, 0.7),
-                             facecolors=colour, edgecolors="white", linewidth=0.6)
             for event in spans:
+                axes.broken_barh([(event.begin, event.end - event.begin)], (row - 0.35, 0.7), facecolors=colour,
+                                 edgecolors="white", linewidth=0.6,
+                                 label="outside of blocks" if event.block is None else f"block #{event.block}")
                 if event.block is not None and event.end - event.begin > 0.02 * events[-1].end:
                     axes.text((event.begin + event.end) / 2, row, str(event.block), ha="center", va="center",
                               fontsize=8)
@@ -148,8 +151,10 @@ def stays_and_passes(ranks: Sequence[int], stays: Sequence[float], passes: float
     with canvas(title, height=2.8) as (figure, axes):
         places = range(len(ranks))
         gigabytes = [size / 1e9 for size in stays]
-        axes.bar(places, gigabytes, width=0.55, edgecolor=COLOURS["optimizer states"], **PREDICTED)
-        axes.bar(places, passes / 1e9, width=0.55, bottom=gigabytes, edgecolor=COLOURS["parameters"], **PREDICTED)
+        axes.bar(places, gigabytes, width=0.55, edgecolor=COLOURS["optimizer states"], **PREDICTED,
+                 label="model states")
+        axes.bar(places, passes / 1e9, width=0.55, bottom=gigabytes, edgecolor=COLOURS["parameters"], **PREDICTED,
+                 label="whole weights in flight")
         for place, size in zip(places, gigabytes, strict=True):
             axes.text(place, size + passes / 1e9, f"{size + passes / 1e9:.2f}", ha="center", va="bottom")
         axes.set_xticks(places, [str(n) for n in ranks])

@@ -25,7 +25,7 @@ def curves(losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[f
                                                   ("-", "--"), strict=True):
                 steps = range(1, len(values) + 1)
                 axes.plot(steps, values, style, color=colour, linewidth=4 if style == "-" else 1.8,
-                          alpha=0.5 if style == "-" else 1)
+                          alpha=0.5 if style == "-" else 1, label=run)
                 if by_run is norms:
                     end_label(axes, len(values), values[-1], run, colour)
             axes.set_xlabel("step")
@@ -46,11 +46,11 @@ def by_setting(apart: Mapping[str, float], seen: float) -> Figure:
     with canvas(f"{shown} of {len(apart)} settings show a wrong gradient in the loss", height=2.7) as (figure, axes):
         for row, value in enumerate(apart.values()):
             colour = COLOURS["wrong" if value > seen else "neutral"]
-            axes.plot(value, row, "o", color=colour, markersize=9)
+            axes.plot(value, row, "o", color=colour, markersize=9, label="difference")
             side, ha = (1, "left") if value > seen else (-1, "right")  # away from the broken line
             axes.annotate(f"{value:.1g}", (value, row), xytext=(9 * side, 0), textcoords="offset points", va="center",
                           ha=ha, color=colour)
-        axes.axvline(seen, color="black", linestyle="--", linewidth=1.2)
+        axes.axvline(seen, color="black", linestyle="--", linewidth=1.2, label="what a curve shows")
         axes.set_xscale("log")
         axes.set_yticks(range(len(apart)), list(apart))
         axes.invert_yaxis()

@@ -1,7 +1,8 @@
 """A figure's numbers as tables, for readers who cannot see it: read from what has been drawn."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,12 +12,13 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FixedFormatter, FuncFormatter
 
 Table: TypeAlias = dict[str, Any]
 MOST_ROWS, MOST_COLUMNS = 32, 12
 """Of a table; of longer lines every n-th point is taken, and the caption says so."""
 MOST_SPANS = 16
-"""Of one kind in one lane of a time line."""
+"""Of one kind in one lane of a time line, or points in one place."""
 
 
 def tables(figure: Figure) -> list[Table]:
@@ -36,45 +38,110 @@ def _caption(axes: Axes, more: str = "") -> str:
 def _table(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     step = -(-len(rows) // MOST_ROWS)
     more = f"one row of {step}" if step > 1 else ""
-    return {"caption": _caption(axes, more), "columns": [" ".join(name.split()) for name in columns],
+    return {"caption": _caption(axes, more), "columns": [" ".join(_plain(name).split()) for name in columns],
             "rows": ["\t".join(map(_short, row)) for row in rows[::step or 1]]}
 
 
 def _short(value: Any) -> str:
     """A number in four digits; words as they are."""
-    return " ".join(value.split()) if isinstance(value, str) else f"{float(value):.4g}"
+    return " ".join(_plain(value).split()) if isinstance(value, str) else _digits(float(value), 4)
 
 
-def _ticks(axes: Axes, axis: str) -> dict[float, str]:
-    """Words at places of an axis, where they say anything else than the place's number."""
-    place = axes.xaxis if axis == "x" else axes.yaxis
-    labels = [label.get_text() for label in place.get_ticklabels()]
-    words = dict(zip(map(float, place.get_ticklocs()), labels, strict=False))
-    return words if any(text and text.replace("−", "-") not in {f"{at:g}", f"{at:.1f}", f"{at:.2f}"}
-                        for at, text in words.items()) else {}
+def _digits(value: float, digits: int) -> str:
+    rounded = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in rounded and abs(value) < 1e7 else rounded
 
 
-def _named(words: Mapping[float, str], at: float) -> Any:
-    return next((text for place, text in words.items() if abs(place - at) < 0.5 and text), at)
+class _Words(NamedTuple):
+    """What an axis writes at its places in place of numbers; on a linear one, what is near a place is of it."""
+
+    names: dict[float, str]
+    reach: float
+
+    @property
+    def rows(self) -> bool:
+        """Whether the places are rows or columns of named things."""
+        return bool(self.names) and self.reach > 0
+
+    def at(self, at: float) -> Any:
+        """The name of the place, or the number itself."""
+        return next((text for place, text in self.names.items()
+                     if text and (np.isclose(place, at, rtol=1e-6, atol=0) or abs(place - at) < self.reach)), at)
+
+
+def _words(axes: Axes, which: str) -> _Words:
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):
+        return _Words({}, 0)
+    places = axis.get_ticklocs()  # of axes that share this one's too, whose own words are not drawn
+    names = dict(zip(map(float, places), map(_plain, axis.get_major_formatter().format_ticks(places)), strict=True))
+    return _Words(names, 0.5 if axis.get_scale() == "linear" else 0)
+
+
+def _plain(text: str) -> str:
+    """Text without the marks of its mathematics."""
+    return re.sub(r"\\mathdefault|[${}]", "", text) if "$" in text else text
+
+
+def _said(label: object) -> str:
+    """A label, unless matplotlib gave it."""
+    return "" if str(label).startswith("_") else str(label)
 
 
 def _lines(axes: Axes) -> Iterator[Table]:
-    """Lines over the same places are columns of one table; those of two points that mark a place are left out."""
-    words, groups = _ticks(axes, "x"), dict[bytes, list[Line2D]]()
+    """Lines over the same places are columns of one table; those in one place are rows of another, as single points.
+
+    Lines without a label guide the eye, and are left out.
+    """
+    words = {axis: _words(axes, axis) for axis in "xy"}
+    curves, marks = dict[bytes, list[Line2D]](), dict[str, list[tuple[Any, str, str]]]()
     for line in axes.get_lines():
-        x = np.asarray(line.get_xdata(), float)
-        if len(x) > 2 or (len(x) == 2 and not str(line.get_label()).startswith("_")):
-            groups.setdefault(x.tobytes(), []).append(line)
-    for lines in groups.values():
-        lines = lines[:MOST_COLUMNS]
-        names = [str(line.get_label()) for line in lines]
-        many = [f"line {at}" for at in range(1, len(lines) + 1)]
-        unnamed = many if len(lines) > 1 else [axes.get_ylabel() or "value"]
-        columns = [axes.get_xlabel() or "at", *(other if name.startswith("_") else name
-                                                for name, other in zip(names, unnamed, strict=True))]
-        places = [_named(words, x) for x in np.asarray(lines[0].get_xdata(), float)]
-        heights = [np.asarray(line.get_ydata(), float) for line in lines]
-        yield _table(axes, columns, list(zip(places, *heights, strict=True)))
+        if not (name := _said(line.get_label())):
+            continue
+        if found := _mark(axes, line, words):
+            unit, place, values = found
+            marks.setdefault(unit or "value", []).append((place, name, values))
+        else:
+            curves.setdefault(np.asarray(line.get_xdata(), float).tobytes(), []).append(line)
+    yield from (_curves(axes, lines[:MOST_COLUMNS], words) for lines in curves.values())
+    for unit, rows in marks.items():
+        yield _without_empty(axes, ["at", "of", unit], rows)
+
+
+def _mark(axes: Axes, line: Line2D, words: Mapping[str, _Words]) -> tuple[str, Any, str] | None:
+    """Unit, place and values of a line that lies in one place: a row, a column, or from edge to edge."""
+    x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
+    if line.get_transform() is not axes.transData:  # from edge to edge
+        return ((axes.get_ylabel(), "everywhere", _short(y[0])) if np.ptp(y) == 0 else
+                (axes.get_xlabel(), "everywhere", _short(x[0])))
+    if words["y"].rows and np.ptp(y) < 1:
+        return axes.get_xlabel(), words["y"].at(float(y.mean())), _joined(map(words["x"].at, _once(x)))
+    if np.ptp(x) < 1 if words["x"].rows else np.ptp(x) == 0:
+        return axes.get_ylabel(), words["x"].at(float(x.mean())), _joined(_once(y))
+    return (axes.get_xlabel(), "", _joined(_once(x))) if np.ptp(y) == 0 and line.get_linestyle() == "None" else None
+
+
+def _curves(axes: Axes, lines: Sequence[Line2D], words: Mapping[str, _Words]) -> Table:
+    columns = [axes.get_xlabel() or "at", *(str(line.get_label()) for line in lines)]
+    places = [words["x"].at(x) for x in np.asarray(lines[0].get_xdata(), float)]
+    heights = [[words["y"].at(y) for y in np.asarray(line.get_ydata(), float)] for line in lines]
+    return _table(axes, columns, list(zip(places, *heights, strict=True)))
+
+
+def _once(values: np.ndarray) -> Sequence[float]:
+    return values[:1].tolist() if np.ptp(values) == 0 else values.tolist()
+
+
+def _joined(values: Iterable[Any]) -> str:
+    texts = list(map(_short, values))
+    return ", ".join(texts[:MOST_SPANS]) + ", …" * (len(texts) > MOST_SPANS)
+
+
+def _without_empty(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table without the columns that say nothing: no word and no number but 0."""
+    keep = [any(row[at] for row in rows) or at == len(columns) - 1 for at in range(len(columns))]
+    return _table(axes, [name for name, kept in zip(columns, keep, strict=True) if kept],
+                  [[value for value, kept in zip(row, keep, strict=True) if kept] for row in rows])
 
 
 def _colour(patch: Patch) -> str:
@@ -90,58 +157,69 @@ def _legend(axes: Axes) -> dict[str, str]:
 
 def _meaning(bar: Rectangle, label: str, legend: Mapping[str, str]) -> str:
     """What a bar is of: its label's words, or the legend's for its colour; hollow ones are predicted."""
-    said = legend.get(_colour(bar), "") if label.startswith("_") else label
+    said = _said(label) or legend.get(_colour(bar), "")
     return said if bar.get_fill() or "predicted" in said else f"{said} predicted".strip()
 
 
 def _bars(axes: Axes) -> Iterator[Table]:
-    """All bars of some axes as one table: which, from where to where; as broken bars have them too.
+    """All bars of some axes as one table: which, of what, from where to where.
 
-    Of a time line's many, one row has all of one kind in one lane.
+    Of a time line's many, one row has all of one kind in one lane. A label's ``#n`` is what a span carries,
+    as the number of its micro-batch.
     """
-    rows: list[tuple[Any, ...]] = []
-    lies, words, legend = False, {axis: _ticks(axes, axis) for axis in "xy"}, _legend(axes)
+    lies, words, legend = False, {axis: _words(axes, axis) for axis in "xy"}, _legend(axes)
+    rows = list[tuple[Any, str, float, float]]()
     for container in axes.containers:
         if isinstance(container, BarContainer):
             lies = container.orientation == "horizontal"
-            name = str(container.get_label())
-            for bar in container.patches:
-                at, start, size = ((bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()) if lies else
-                                   (bar.get_x() + bar.get_width() / 2, bar.get_y(), bar.get_height()))
-                which = _named(words["y" if lies else "x"], at)
-                rows.append((which, _meaning(bar, name, legend), start, start + size))
+            rows += [_bar(bar, lies, words, _meaning(bar, str(container.get_label()), legend))
+                     for bar in container.patches]
+    lone = [patch for patch in axes.patches if isinstance(patch, Rectangle) and _said(patch.get_label())]
+    rows += [_bar(block, True, words, str(block.get_label())) for block in lone]
     for collection in axes.collections:
         if isinstance(collection, PolyCollection) and not isinstance(collection, PathCollection):
             paths = collection.get_paths()
             if all(np.shape(path.vertices) == (5, 2) for path in paths):  # broken bars
-                lies, boxes = True, [path.get_extents() for path in paths]
-                rows += [(_named(words["y"], (box.y0 + box.y1) / 2), "", box.x0, box.x1) for box in boxes]
+                boxes, of = [path.get_extents() for path in paths], _said(collection.get_label())
+                rows += [(words["y"].at((box.y0 + box.y1) / 2), of, box.x0, box.x1) for box in boxes]
+                lies = True
+    lies = lies or bool(lone)
+    unit = axes.get_xlabel() if lies else axes.get_ylabel()
     if len(rows) > MOST_ROWS:
-        spans: dict[tuple[Any, Any], list[str]] = {}
-        for which, of, start, end in rows:
-            spans.setdefault((which, of), []).append(f"{start:.3g}–{end:.3g}")
-        yield _table(axes, ["bar", "of", f"from–to {axes.get_xlabel() if lies else axes.get_ylabel()}".strip()],
-                     [(*key, ", ".join(parts[:MOST_SPANS]) + ", …" * (len(parts) > MOST_SPANS))
-                      for key, parts in spans.items()])
+        yield _without_empty(axes, ["bar", "of", f"from–to {unit}".strip()], _by_lane(rows))
     elif rows:
-        unit = axes.get_xlabel() if lies else axes.get_ylabel()
-        columns, keep = ["bar", "of", "from", f"to ({unit})" if unit else "to"], [True] * 4
-        keep[1] = any(row[1] for row in rows)
-        keep[2] = any(row[2] for row in rows)
-        yield _table(axes, [name for name, kept in zip(columns, keep, strict=True) if kept],
-                     [[value for value, kept in zip(row, keep, strict=True) if kept] for row in rows])
+        yield _without_empty(axes, ["bar", "of", "from", f"to ({unit})" if unit else "to"], rows)
+
+
+def _bar(bar: Rectangle, lies: bool, words: Mapping[str, _Words], of: str) -> tuple[Any, str, float, float]:
+    middle, start, size = ((bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()) if lies else
+                           (bar.get_x() + bar.get_width() / 2, bar.get_y(), bar.get_height()))
+    return words["y" if lies else "x"].at(middle), of, start, start + size
+
+
+def _by_lane(rows: Iterable[tuple[Any, str, float, float]]) -> list[tuple[Any, str, str]]:
+    spans = dict[tuple[Any, str], list[str]]()
+    for which, of, start, end in rows:
+        kind, _, number = of.partition(" #")
+        span = f"{_digits(start, 3)}–{_digits(end, 3)}"
+        spans.setdefault((which, kind), []).append(f"{number}: {span}" if number else span)
+    return [(*key, ", ".join(parts[:MOST_SPANS]) + ", …" * (len(parts) > MOST_SPANS)) for key, parts in spans.items()]
 
 
 def _points(axes: Axes) -> Iterator[Table]:
-    for collection in axes.collections:
-        if isinstance(collection, PathCollection) and len(places := np.asarray(collection.get_offsets())):
-            yield _table(axes, [axes.get_xlabel() or "at", axes.get_ylabel() or "value"], places.tolist())
+    """Points of all collections, but of a drawing without axes."""
+    words = {axis: _words(axes, axis) for axis in "xy"}
+    rows = [(_said(collection.get_label()), words["x"].at(x), words["y"].at(y)) for collection in axes.collections
+            if isinstance(collection, PathCollection) and axes.axison
+            for x, y in np.asarray(collection.get_offsets()).tolist()]
+    if rows:
+        yield _without_empty(axes, ["of", axes.get_xlabel() or "at", axes.get_ylabel() or "value"], rows)
 
 
 def _images(axes: Axes) -> Iterator[Table]:
     for image in axes.get_images():
         cells: np.ndarray = np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
         if cells.ndim == 2 and cells.shape[1] <= 2 * MOST_COLUMNS:
-            columns = [str(_named(_ticks(axes, "x"), at)) for at in range(cells.shape[1])]
+            columns = [str(_words(axes, "x").at(at)) for at in range(cells.shape[1])]
             yield _table(axes, [axes.get_ylabel() or "row", *columns],
-                         [[_named(_ticks(axes, "y"), at), *row] for at, row in enumerate(cells)])
+                         [[_words(axes, "y").at(at), *row] for at, row in enumerate(cells)])

@@ -95,17 +95,16 @@ def every_try(predicted: Mapping[str, float], measured: Mapping[str, Sequence[fl
         for row, (name, shares) in enumerate(measured.items()):
             percent = [100 * share for share in shares]
             axes.plot([min(percent), max(percent)], [row, row], color=SERIES[0], linewidth=1)
-            axes.plot(percent, [row] * len(percent), "o", color=SERIES[0], alpha=0.6, markersize=5,
-                      label="a try" if row == 0 else None)
-            axes.plot(median(percent), row, "|", color="black", markersize=14, markeredgewidth=2,
-                      label="median" if row == 0 else None)
+            axes.plot(percent, [row] * len(percent), "o", color=SERIES[0], alpha=0.6, markersize=5, label="a try")
+            axes.plot(median(percent), row, "|", color="black", markersize=14, markeredgewidth=2, label="median")
             axes.plot(100 * predicted[name], row, "D", markerfacecolor="none", markeredgecolor=COLOURS["neutral"],
-                      markersize=9, label="predicted" if row == 0 else None)
+                      markersize=9, label="predicted")
         axes.set_yticks(range(len(measured)), list(measured), fontsize=9)
         axes.set(xlabel="idle (% of all ranks' time)", xlim=(0, None), ylim=(len(measured) - 0.5, -0.5))
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x")
-        figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+        first = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")][:3]
+        figure.legend(handles=first, loc="outside lower center", ncols=3, fontsize=9)
     return figure
 
 
@@ -161,7 +160,7 @@ def _panel(axes: Axes, panel: _Panel, end: float) -> None:
                 if float(span.end - span.start) * inch > NUMBERED * len(str(span.action.microbatch)) + 0.015}
     last = max(float(span.end) for row in rows for span in row)
     for rank, row in enumerate(rows):
-        axes.barh(rank, last, height=LANE, color=COLOURS["idle"], linewidth=0)
+        axes.add_patch(Rectangle((0, rank - LANE / 2), last, LANE, facecolor=COLOURS["idle"], linewidth=0))
         laps = {stage: lap for lap, stage in enumerate(schedule.stages_of(rank))}
         for before, span, after in zip((None, *row), row, (*row[1:], None), strict=False):
             shared = span.action in schedule.overlapped and after is not None and after.start < span.end
@@ -189,7 +188,8 @@ def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched:
     colour = COLOURS[KINDS[kind]]
     wide = width * inch > 0.03
     block = Rectangle((start, top), width, height, facecolor=_tint(colour) if hatched else colour,
-                      edgecolor="black" if wide else "none", linewidth=0.6 if wide else 0.0)
+                      edgecolor="black" if wide else "none", linewidth=0.6 if wide else 0.0,
+                      label=f"{KINDS[kind]} #{span.action.microbatch}")
     if hatched and wide and not label:
         block.set(hatch="////", hatchcolor=colour, hatch_linewidth=0.7)
     axes.add_patch(block)
@@ -226,7 +226,7 @@ def bubble_beside_memory(timelines: Mapping[str, Timeline], title: str, limit: F
                               fontsize=9, color="black" if fits else "#777777",
                               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})
         if limit is not None:
-            held_axes.axvline(float(limit), color=COLOURS["wrong"], linewidth=1.4)
+            held_axes.axvline(float(limit), color=COLOURS["wrong"], linewidth=1.4, label="limit")
             held_axes.text(float(limit), -0.7, "limit", ha="center", va="bottom", color=COLOURS["wrong"],
                            fontweight="bold", fontsize=9)
         idle_axes.set_yticks(range(len(timelines)), list(timelines), fontsize=9)
@@ -253,7 +253,7 @@ def step_times(candidates: Sequence[ScheduleCandidate]) -> Figure:
     with canvas(title, height=3.0) as (figure, axes):
         lost = [step * share for step, share in zip(steps, idle, strict=True)]
         for values, name, colour in ((steps, "step", SERIES[0]), (lost, "idle part of it", COLOURS["neutral"])):
-            axes.plot(counts, values, "o--", color=colour, markerfacecolor="white")
+            axes.plot(counts, values, "o--", color=colour, markerfacecolor="white", label=name)
             end_label(axes, counts[-1], values[-1], name, colour)
         axes.annotate("shortest", (counts[best], steps[best]), xytext=(0, -16), textcoords="offset points", ha="center",
                       fontsize=9, color=SERIES[0])

@@ -59,7 +59,7 @@ def _place(axes: Axes, x: int, y: int, place: Place) -> None:
     family, *others = (strategy.family(candidate.plan) for candidate in place.equals)
     offloaded = OFFLOAD in place.families[0]
     axes.bar(x, 0.9, width=0.94, bottom=y - 0.45, color=FAMILY_COLOURS[family],
-             edgecolor=COLOURS["gradients"], linewidth=2.5 if offloaded else 0)
+             edgecolor=COLOURS["gradients"], linewidth=2.5 if offloaded else 0, label=" = ".join([family, *others]))
     dark = family in ("FSDP", "ZeRO-3")
     text = " =\n".join([family, *others])
     axes.text(x, y, text, ha="center", va="center", fontsize=8 if len(others) < 2 else 7,
@@ -79,8 +79,9 @@ def memory(predicted: Mapping[str, float], measured: Mapping[str, float], title:
     with canvas(title, height=0.55 * len(predicted) + 1.2) as (figure, axes):
         for place, kind in enumerate(predicted):
             colour = KIND_COLOURS.get(kind, COLOURS["neutral"])
-            axes.barh(place - 0.19, predicted[kind] / 2**30, height=0.36, **PREDICTED, edgecolor=colour)
-            axes.barh(place + 0.19, measured[kind] / 2**30, height=0.36, color=colour)
+            axes.barh(place - 0.19, predicted[kind] / 2**30, height=0.36, **PREDICTED, edgecolor=colour,
+                      label="predicted")
+            axes.barh(place + 0.19, measured[kind] / 2**30, height=0.36, color=colour, label=name)
             axes.annotate(f"{measured[kind] / 2**30:.2f}", (measured[kind] / 2**30, place + 0.19), xytext=(4, 0),
                           textcoords="offset points", va="center", fontsize=9)
         axes.set_yticks(range(len(predicted)), list(predicted))
@@ -107,7 +108,7 @@ def rank(held: Memory, chip: Accelerator, title: str) -> Figure:
         left, room = 0.0, 1.42 * max(total, whole)
         for row, (kind, size) in enumerate(kinds.items()):
             axes.barh(row, size / gib, left=left, height=0.72, **PREDICTED,
-                      edgecolor=KIND_COLOURS.get(kind, COLOURS["neutral"]))
+                      edgecolor=KIND_COLOURS.get(kind, COLOURS["neutral"]), label=kind)
             left += size / gib
             axes.text(left + 0.008 * room, row, f"{kind} {size / gib:.1f}", va="center", fontsize=9, zorder=4,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})

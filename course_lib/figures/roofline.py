@@ -27,17 +27,18 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
     longest = max(row.seconds for row in operators.values())
     with canvas(title, width=8, height=4.4) as (figure, axes):
         intensity = np.geomspace(0.03, 400, 200)
-        axes.plot(intensity, np.minimum(peak, peaks.memory * intensity) / 1e9, color=COLOURS["neutral"])
-        axes.axvline(peaks.ridge, color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
+        axes.plot(intensity, np.minimum(peak, peaks.memory * intensity) / 1e9, color=COLOURS["neutral"],
+                  label="the machine's peaks")
+        axes.axvline(peaks.ridge, color=COLOURS["neutral"], linewidth=0.8, linestyle=":", label="ridge")
         axes.annotate(f"ridge: {peaks.ridge:.0f} FLOPs per byte", (peaks.ridge, 0.45), xytext=(4, 0),
                       textcoords="offset points", fontsize=9, color=COLOURS["neutral"])
         axes.annotate(f"memory, {peaks.memory / 1e9:.0f} GB/s", (0.04, 0.04 * peaks.memory / 1e9), xytext=(-2, 12),
                       textcoords="offset points", fontsize=9, rotation=37, color=COLOURS["neutral"])
         axes.annotate(f"matrix products, {peak / 1e9:.0f} GFLOP/s", (400, peak / 1e9), xytext=(0, 5),
                       textcoords="offset points", ha="right", fontsize=9, color=COLOURS["neutral"])
-        for row in operators.values():
+        for name, row in operators.items():
             axes.scatter(row.intensity, row.rate / 1e9, s=30 + 400 * row.seconds / longest, color=_colour(row),
-                         alpha=0.75, edgecolor="white")
+                         alpha=0.75, edgecolor="white", label=name)
         by_rate = sorted(operators, key=lambda label: operators[label].rate)
         by_memory = [label for label in by_rate if operators[label].intensity < peaks.ridge]
         _callouts(axes, operators, by_memory, 0.5, "left")
@@ -75,7 +76,7 @@ def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         for row, parts in enumerate(by_kind.values()):
             left = 0.0
             for kind, share in parts.items():
-                axes.barh(row, 100 * share, left=100 * left, height=0.62, color=KINDS[kind])
+                axes.barh(row, 100 * share, left=100 * left, height=0.62, color=KINDS[kind], label=kind)
                 if share > 0.06:
                     dark = kind in ("matmul", "optimizer")
                     axes.annotate(f"{kind}\n{share:.0%}", (100 * (left + share / 2), row), ha="center", va="center",
@@ -99,13 +100,13 @@ def ladder(seconds: Mapping[str, Sequence[float]], held: Mapping[str, int | None
     with canvas(title, width=9, height=0.9 + 0.36 * len(seconds), ncols=2, sharey=True,
                 gridspec_kw={"width_ratios": (3, 2)}) as (figure, (left, right)):
         for row, (way, tries) in enumerate(seconds.items()):
-            left.barh(row, 1000 * min(tries), height=0.6, color=COLOURS["backward"], alpha=0.85)
+            left.barh(row, 1000 * min(tries), height=0.6, color=COLOURS["backward"], alpha=0.85, label="fastest")
             left.plot([1000 * value for value in tries], [row] * len(tries), "|", color="black", markersize=7,
-                      markeredgewidth=1)
+                      markeredgewidth=1, label="every try")
             left.annotate(f"{1000 * min(tries):.0f}", (3, row), va="center", color="white", fontsize=9,
                           fontweight="bold")
             if (size := held[way]) is not None:
-                right.barh(row, size / 2**20, height=0.6, color=COLOURS["activations"])
+                right.barh(row, size / 2**20, height=0.6, color=COLOURS["activations"], label="held")
                 right.annotate(f"{size / 2**20:.0f}", (size / 2**20, row), xytext=(4, 0), va="center",
                                textcoords="offset points", fontsize=9)
         left.set_yticks(range(len(seconds)), list(seconds))
@@ -128,8 +129,8 @@ def by_tokens(panels: Mapping[str, Mapping[str, Mapping[int, float]]], title: st
     """
     with canvas(title, width=9, height=3.3, ncols=len(panels)) as (figure, axes_):
         for axes, (measure, ways) in zip(axes_, panels.items(), strict=True):
-            for colour, points in zip(SERIES, ways.values(), strict=False):
-                axes.plot(list(points), list(points.values()), marker="o", markersize=4, color=colour)
+            for colour, (way, points) in zip(SERIES, ways.items(), strict=False):
+                axes.plot(list(points), list(points.values()), marker="o", markersize=4, color=colour, label=way)
             tokens = sorted({at for points in ways.values() for at in points})
             axes.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel=measure)
             axes.set_xticks(tokens, [str(at) for at in tokens])
@@ -148,15 +149,15 @@ def eight_bits(errors: Mapping[str, Mapping[float, float]], losses: Mapping[str,
         title: the finding.
     """
     with canvas(title, width=9.5, height=3.5, ncols=2) as (figure, (left, right)):
-        for colour, points in zip(SERIES, errors.values(), strict=False):
-            left.plot(list(points), list(points.values()), marker="o", markersize=3, color=colour)
+        for colour, (way, points) in zip(SERIES, errors.items(), strict=False):
+            left.plot(list(points), list(points.values()), marker="o", markersize=3, color=colour, label=way)
         left.set(xscale="log", yscale="log", xlabel="outlier, times as large as the rest",
                  ylabel="relative error of the rest")
         _label_ends(left, {way: list(points.values())[-1] for way, points in errors.items()},
                     max(map(max, errors.values())))
-        for colour, values in zip(SERIES, losses.values(), strict=False):
+        for colour, (way, values) in zip(SERIES, losses.items(), strict=False):
             smooth = np.convolve(values, np.ones(8) / 8, "valid")
-            right.plot(np.arange(len(smooth)) + 8, smooth, color=colour)
+            right.plot(np.arange(len(smooth)) + 8, smooth, color=colour, label=way)
         right.set(xlabel="optimizer step", ylabel="loss, mean of 8 steps", ylim=(None, 4.0))
         _label_ends(right, {way: float(np.mean(values[-8:])) for way, values in losses.items()},
                     len(next(iter(losses.values()))))
@@ -196,10 +197,12 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
         for rank in ranks:
             for cat, lane in lanes_.items():
                 inside = [e for e in spans if (e["pid"], e["cat"]) == (rank, cat) and begin <= e["ts"] < end]
-                colours = [PHASES.get(e["name"], COLOURS["communication"]) if cat != "host" else COLOURS["neutral"]
-                           for e in inside]
-                axes.broken_barh([((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in inside],
-                                 (4 * rank + lane, 0.85), facecolors=colours)
+                kinds = {"": inside} if cat == "host" else {
+                    name: [e for e in inside if e["name"] == name] for name in dict.fromkeys(e["name"] for e in inside)}
+                for name, of_kind in kinds.items():
+                    axes.broken_barh([((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in of_kind],
+                                     (4 * rank + lane, 0.85), label=name, facecolors=COLOURS["neutral"] if
+                                     cat == "host" else PHASES.get(name, COLOURS["communication"]))
                 for e in inside:
                     if cat == "phase" and e["dur"] > 0.06 * (end - begin):
                         axes.annotate(e["name"], ((e["ts"] - begin + e["dur"] / 2) / 1e3, 4 * rank + 0.45), ha="center",

@@ -78,9 +78,9 @@ def compare_groups(metrics: pd.DataFrame, name: str, groups: Mapping[str, str]) 
     colours = {group: SERIES[number % len(SERIES)] for number, group in enumerate(names)}
     with canvas(title, width=6.6, height=3.2) as (figure, axes):
         for run in curves:
-            axes.plot(curves.index, curves[run], color=colours[groups[run]], linewidth=0.9, alpha=0.6)
+            axes.plot(curves.index, curves[run], color=colours[groups[run]], linewidth=0.9, alpha=0.6, label=run)
         for group, mean in means.items():
-            axes.plot(mean.index, mean, color=colours[group])
+            axes.plot(mean.index, mean, color=colours[group], label=f"mean of {group}")
         axes.set(xlabel="optimizer step", ylabel=name)
         room = 0.07 * float(np.ptp(axes.get_ylim()))  # between two names
         height = -float("inf")
@@ -103,10 +103,11 @@ def compare_seeds(losses: pd.DataFrame, constant: float, name: str) -> Figure:
     title = (f"Settings are {np.ptp(means):.2g} nats apart; seeds spread by {spread.min():.2g} to {spread.max():.2g}, "
              f"and {'all runs beat' if better else 'not all beat'} a constant")
     with canvas(title, width=6.6, height=3.2) as (figure, axes):
-        axes.axhline(constant, color=COLOURS["wrong"], linestyle="--", linewidth=1.4)
+        axes.axhline(constant, color=COLOURS["wrong"], linestyle="--", linewidth=1.4, label="a constant")
         for place, (setting, colour) in enumerate(zip(losses, SERIES, strict=False)):
-            axes.plot([place] * len(losses), losses[setting], "o", color=colour, alpha=0.7, markersize=7)
-            axes.plot([place - 0.18, place + 0.18], [means[setting]] * 2, color=colour)
+            axes.plot([place] * len(losses), losses[setting], "o", color=colour, alpha=0.7, markersize=7,
+                      label="every seed")
+            axes.plot([place - 0.18, place + 0.18], [means[setting]] * 2, color=colour, label="mean")
             axes.annotate(f"mean {means[setting]:.3f}", (place + 0.18, means[setting]), xytext=(5, 0),
                           textcoords="offset points", va="center")
         end_label(axes, len(means) - 0.4, constant, "a constant", COLOURS["wrong"])

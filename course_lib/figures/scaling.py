@@ -18,8 +18,8 @@ def scaling(points: pd.DataFrame) -> Figure:
              f"{last['efficiency']:.0%} efficient")
     with canvas(title, width=7.6, height=3.2, ncols=2) as (figure, (rate, time)):
         rate.plot(counts, first["samples_per_second"] * counts / first["processes"], "--", color=COLOURS["neutral"],
-                  linewidth=1.2)
-        rate.plot(counts, points["samples_per_second"], "o-", color=COLOURS["right"])
+                  linewidth=1.2, label="perfect")
+        rate.plot(counts, points["samples_per_second"], "o-", color=COLOURS["right"], label="measured")
         for _, point in points.iterrows():
             rate.annotate(f"{point['efficiency']:.0%}", (point["processes"], point["samples_per_second"]),
                           xytext=(0, -13), textcoords="offset points", ha="center", color=COLOURS["right"])
@@ -27,7 +27,7 @@ def scaling(points: pd.DataFrame) -> Figure:
                                   / first["processes"]), xytext=(-4, 0), textcoords="offset points", ha="right",
                       color=COLOURS["neutral"])
         rate.set(ylabel="samples per second", ylim=(0, None))
-        time.plot(counts, points["step_ms"], "o-", color=COLOURS["right"])
+        time.plot(counts, points["step_ms"], "o-", color=COLOURS["right"], label="measured")
         time.set(ylabel="ms per step", ylim=(0, None))
         for panel in (rate, time):
             panel.set_xscale("log", base=2)

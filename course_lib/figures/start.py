@@ -115,9 +115,10 @@ def _pair(axes: Axes, place: float, predicted: float | None, measured: Sequence[
     if predicted is not None:
         bars.append((place - apart, predicted, predicted, "predicted", {**PREDICTED, "edgecolor": colour}))
     for x, height, top, name, look in bars:
-        axes.bar(x, height, 0.36, **look)
+        axes.bar(x, height, 0.36, label=name, **look)
         axes.annotate(f"{name}\n{number.format(height)}", (x, top), xytext=(0, 5), textcoords="offset points",
                       ha="center", fontsize=8.5)
     if len(measured) > 1:
-        axes.plot([place + apart] * len(measured), measured, "o", color="black", markersize=3, alpha=0.7)
+        axes.plot([place + apart] * len(measured), measured, "o", color="black", markersize=3, alpha=0.7,
+                  label="every try")
     axes.margins(y=0.2)

@@ -41,6 +41,7 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
         base = np.zeros(len(moments))
         for kind, height in zip(KINDS, held, strict=True):
             _name_area(axes, seconds, base, height, total, kind)
+            axes.plot(seconds, height, linestyle="None", label=kind)  # unseen: for the figure's table
             base += height
         for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
             axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
@@ -50,7 +51,7 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
                       color=COLOURS["neutral"], rotation=90 if narrow else 0)
         for peak in peaks:
             axes.plot(seconds[peak], total[peak], "o", color="black", markersize=6, markeredgecolor="white", zorder=5,
-                      clip_on=False)
+                      clip_on=False, label="peak")
             low = moments[peak].phase == "optimizer"  # above it, the gradients' name may be
             axes.annotate(f"{total[peak]:.0f} MB", (seconds[peak], total[peak]), xytext=(-7, -3 if low else 3),
                           ha="right", va="top" if low else "bottom", textcoords="offset points", fontweight="bold",
@@ -86,10 +87,11 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
     title = f"{longest.capitalize()} takes {measured[longest] / sum(measured.values()):.0%} of a step"
     with canvas(title, width=6.4, height=2.8) as (figure, axes):
         for row, (phase, ms) in enumerate(measured.items()):
-            axes.barh(row, ms, height=0.42, color=COLOURS[phase])
+            axes.barh(row, ms, height=0.42, color=COLOURS[phase], label="measured")
             axes.text(ms, row, f" {_milliseconds(ms)}", va="center")
             if phase in predicted:
-                axes.barh(row + 0.4, predicted[phase], height=0.22, edgecolor=COLOURS[phase], **PREDICTED)
+                axes.barh(row + 0.4, predicted[phase], height=0.22, edgecolor=COLOURS[phase], label="predicted",
+                          **PREDICTED)
                 axes.text(predicted[phase], row + 0.42, f"   predicted {_milliseconds(predicted[phase])}", va="center",
                           color=COLOURS["neutral"], fontsize=9)
         axes.set_yticks(range(len(measured)), list(measured))
@@ -155,9 +157,12 @@ def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: 
     title = (f"The resumed run repeats all {len(resumed)} losses to the bit" if apart == 0
              else f"The resumed run differs by up to {apart:.1e}")
     with canvas(title, width=6.4, height=2.6) as (figure, axes):
-        axes.plot(range(1, len(whole) + 1), whole, color=COLOURS["idle"], linewidth=7, solid_capstyle="round")
-        axes.plot(list(wrong), list(wrong.values()), "o--", color=COLOURS["wrong"], markersize=4, linewidth=1.2)
-        axes.plot(list(resumed), list(resumed.values()), "o-", color=COLOURS["right"], markersize=4, linewidth=1.2)
+        axes.plot(range(1, len(whole) + 1), whole, color=COLOURS["idle"], linewidth=7, solid_capstyle="round",
+                  label="the whole run")
+        axes.plot(list(wrong), list(wrong.values()), "o--", color=COLOURS["wrong"], markersize=4, linewidth=1.2,
+                  label=wrong_name)
+        axes.plot(list(resumed), list(resumed.values()), "o-", color=COLOURS["right"], markersize=4, linewidth=1.2,
+                  label="resumed")
         axes.axvline(min(resumed) - 0.5, color=COLOURS["neutral"], linestyle=":", linewidth=1)
         axes.text(min(resumed) - 0.6, min(whole), "stopped here ", ha="right", va="bottom", color=COLOURS["neutral"])
         axes.annotate("the whole run", (1, max(whole[:4])), xytext=(0, 8), textcoords="offset points", va="bottom",

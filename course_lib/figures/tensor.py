@@ -36,10 +36,10 @@ def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: M
         for row, name in enumerate(held):
             for axes, value, colour in ((left, sent[name] / KB, COLOURS["communication"]),
                                         (right, held[name] / MB, COLOURS["activations"])):
-                axes.barh(row, value, height=0.55, color=colour)
+                axes.barh(row, value, height=0.55, color=colour, label="measured")
                 axes.annotate(f"{value:.3g}", (value, row), xytext=(5, 0), textcoords="offset points", va="center")
             if name in predicted:
-                right.barh(row, predicted[name] / MB, height=0.74, **OUTLINE)
+                right.barh(row, predicted[name] / MB, height=0.74, **OUTLINE, label="predicted")
         left.set_yticks(range(len(held)), list(held))
         left.invert_yaxis()
         left.set_xlabel("kB sent by a rank in a step")
@@ -66,8 +66,8 @@ def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[st
         _links(left, grid, sent)
         for row, axis in enumerate(AXES):
             value = sent[axis] / KB
-            right.barh(row, value, height=0.5, color=AXIS_COLOURS[axis])
-            right.barh(row, predicted[axis] / KB, height=0.7, **OUTLINE)
+            right.barh(row, value, height=0.5, color=AXIS_COLOURS[axis], label="measured")
+            right.barh(row, predicted[axis] / KB, height=0.7, **OUTLINE, label="predicted")
             right.annotate(f"{value:.0f}", (value, row), xytext=(6, 0), textcoords="offset points", va="center")
         right.set_yticks(range(len(AXES)), AXES, fontweight="bold")
         right.invert_yaxis()
@@ -121,7 +121,8 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
         for row, parts in enumerate(rows.values()):
             left = 0.0
             for part, colour in PARTS.items():
-                axes.barh(row, parts[part], left=left, height=0.66, facecolor=colour, edgecolor="white", linewidth=0.5)
+                axes.barh(row, parts[part], left=left, height=0.66, facecolor=colour, edgecolor="white", linewidth=0.5,
+                          label=part)
                 left += parts[part]
             axes.annotate(f"{left:.1f} s", (left, row), xytext=(5, 0), textcoords="offset points", va="center")
         _name_parts(axes, rows.values())

@@ -49,7 +49,7 @@ def _stack(axes: Axes, place: float, kinds: Mapping[str, float], elements: int, 
     for kind in KINDS:
         height = kinds[kind] / elements
         look = {"color": COLOURS[kind]} if solid else PREDICTED | {"edgecolor": COLOURS[kind]}
-        axes.bar(place, height, width=0.36, bottom=bottom, **look)
+        axes.bar(place, height, width=0.36, bottom=bottom, label=kind, **look)
         bottom += height
 
 
@@ -64,8 +64,9 @@ def volume(measured: Mapping[str, float], predicted: Mapping[str, float], title:
     names = list(measured)
     with canvas(title, height=1.1 + 0.45 * len(names)) as (figure, axes):
         for place, name in enumerate(names):
-            axes.barh(place + 0.2, predicted[name], height=0.36, **PREDICTED, edgecolor=COLOURS["communication"])
-            axes.barh(place - 0.2, measured[name], height=0.36, color=COLOURS["communication"])
+            axes.barh(place + 0.2, predicted[name], height=0.36, **PREDICTED, edgecolor=COLOURS["communication"],
+                      label="predicted")
+            axes.barh(place - 0.2, measured[name], height=0.36, color=COLOURS["communication"], label="measured")
             axes.annotate(f"{measured[name]:.2f}", (measured[name], place - 0.2), xytext=(4, 0), va="center",
                           textcoords="offset points", fontsize=9)
         axes.set_yticks(range(len(names)), names)
@@ -94,11 +95,13 @@ def large(formula: Mapping[int, Mapping[str, float]], published: Mapping[int, fl
         for place, stage in enumerate(stages):
             bottom = 0.0
             for kind in KINDS:
-                axes.bar(place, formula[stage][kind], width=0.36, bottom=bottom, **PREDICTED, edgecolor=COLOURS[kind])
+                axes.bar(place, formula[stage][kind], width=0.36, bottom=bottom, **PREDICTED, edgecolor=COLOURS[kind],
+                         label=kind)
                 bottom += formula[stage][kind]
             axes.annotate(f"{bottom:.4g} GB", (place, bottom), xytext=(0, 3), textcoords="offset points", ha="center")
-            axes.plot([place - 0.24, place + 0.24], [published[stage]] * 2, color=COLOURS["neutral"], linewidth=3)
-        axes.axhline(capacity, color=COLOURS["wrong"], linewidth=1.2, linestyle="--")
+            axes.plot([place - 0.24, place + 0.24], [published[stage]] * 2, color=COLOURS["neutral"], linewidth=3,
+                      label="as the paper printed it")
+        axes.axhline(capacity, color=COLOURS["wrong"], linewidth=1.2, linestyle="--", label=f"{capacity:.0f} GB GPU")
         axes.annotate(f"{capacity:.0f} GB GPU", (len(stages) - 0.52, capacity), xytext=(0, 3), ha="right",
                       textcoords="offset points", color=COLOURS["wrong"])
         axes.annotate("black line: as the paper printed it", (len(stages) - 0.52, 70), ha="right",

@@ -70,3 +70,28 @@ def test_a_time_line_has_a_row_for_each_kind_in_each_lane():
     (table,) = shown(figure)[1]["image/png"]["numbers"]
     assert table["columns"] == ["bar", "of", "from–to ms"] and len(table["rows"]) == 2
     assert table["rows"][1].startswith("rank 1\tforward\t0–1, 2–3, ") and table["rows"][1].endswith("30–31, …")
+
+
+def test_lines_in_one_place_are_rows_and_panels_that_share_an_axis_share_its_words():
+    with canvas("Every try", ncols=2, sharey=True) as (figure, (tries, held)):
+        for row, values in enumerate([[1234.5, 1236], [2, 3]]):
+            tries.plot(values, [row, row], "o", label="a try")
+            held.barh(row, 7, label="held")
+        tries.axvline(5, label="limit")
+        tries.plot([0, 9], [0, 1])  # a guide for the eye
+        tries.set_yticks([0, 1], ["first", "second"])
+        tries.set_xlabel("ms")
+    of_tries, of_held = shown(figure)[1]["image/png"]["numbers"]
+    assert of_tries["columns"] == ["at", "of", "ms"]
+    assert of_tries["rows"] == ["first\ta try\t1234, 1236", "second\ta try\t2, 3", "everywhere\tlimit\t5"]
+    assert of_held["rows"] == ["first\theld\t7", "second\theld\t7"]
+
+
+def test_numbers_on_a_logarithmic_axis_have_no_neighbours_name():
+    with canvas("Equal or not") as (figure, axes):
+        axes.plot([1, 2, 4], [1e-9, 0.2, 0.7], label="apart")
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks([1, 2, 4], ["1 rank", "2", "4"])
+        axes.set_yticks([1e-9, 1], ["equal", "$10^{0}$"])
+    (table,) = shown(figure)[1]["image/png"]["numbers"]
+    assert table["rows"] == ["1 rank\tequal", "2\t0.2", "4\t0.7"]
