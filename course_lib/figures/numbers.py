@@ -57,6 +57,7 @@ class _Words(NamedTuple):
 
     names: dict[float, str]
     reach: float
+    numbered: bool = True
 
     @property
     def rows(self) -> bool:
@@ -64,17 +65,19 @@ class _Words(NamedTuple):
         return bool(self.names) and self.reach > 0
 
     def at(self, at: float) -> Any:
-        """The name of the place, or the number itself."""
+        """The name of the place, or the number itself; nothing on an axis without ticks."""
         return next((text for place, text in self.names.items()
-                     if text and (np.isclose(place, at, rtol=1e-6, atol=0) or abs(place - at) < self.reach)), at)
+                     if text and (np.isclose(place, at, rtol=1e-6, atol=0) or abs(place - at) < self.reach)),
+                    at if self.numbered else "")
 
 
 def _words(axes: Axes, which: str) -> _Words:
     axis = axes.xaxis if which == "x" else axes.yaxis
     if not isinstance(axis.get_major_formatter(), FixedFormatter | FuncFormatter):
-        return _Words({}, 0)
-    places = axis.get_ticklocs()  # of axes that share this one's too, whose own words are not drawn
-    names = dict(zip(map(float, places), map(_plain, axis.get_major_formatter().format_ticks(places)), strict=True))
+        return _Words({}, 0, len(axis.get_ticklocs()) > 0)
+    # The formatter has the words of panels that share this axis too, whose own are not drawn.
+    places = [float(at) for at in axis.get_ticklocs()]
+    names = dict(zip(places, map(_plain, axis.get_major_formatter().format_ticks(places)), strict=True))
     return _Words(names, 0.5 if axis.get_scale() == "linear" else 0)
 
 
@@ -96,7 +99,7 @@ def _lines(axes: Axes) -> Iterator[Table]:
     words = {axis: _words(axes, axis) for axis in "xy"}
     curves, marks = dict[bytes, list[Line2D]](), dict[str, list[tuple[Any, str, str]]]()
     for line in axes.get_lines():
-        if not (name := _said(line.get_label())):
+        if not (name := _said(line.get_label())) or not len(np.asarray(line.get_xdata())):
             continue
         if found := _mark(axes, line, words):
             unit, place, values = found
@@ -123,7 +126,7 @@ def _mark(axes: Axes, line: Line2D, words: Mapping[str, _Words]) -> tuple[str, A
 
 def _curves(axes: Axes, lines: Sequence[Line2D], words: Mapping[str, _Words]) -> Table:
     columns = [axes.get_xlabel() or "at", *(str(line.get_label()) for line in lines)]
-    places = [words["x"].at(x) for x in np.asarray(lines[0].get_xdata(), float)]
+    places = [words["x"].at(x) or x for x in np.asarray(lines[0].get_xdata(), float)]
     heights = [[words["y"].at(y) for y in np.asarray(line.get_ydata(), float)] for line in lines]
     return _table(axes, columns, list(zip(places, *heights, strict=True)))
 
@@ -188,7 +191,8 @@ def _bars(axes: Axes) -> Iterator[Table]:
     if len(rows) > MOST_ROWS:
         yield _without_empty(axes, ["bar", "of", f"from–to {unit}".strip()], _by_lane(rows))
     elif rows:
-        yield _without_empty(axes, ["bar", "of", "from", f"to ({unit})" if unit else "to"], rows)
+        end = f"to ({unit})" if any(start for _, _, start, _ in rows) else unit
+        yield _without_empty(axes, ["bar", "of", "from", end if unit else "to"], rows)
 
 
 def _bar(bar: Rectangle, lies: bool, words: Mapping[str, _Words], of: str) -> tuple[Any, str, float, float]:

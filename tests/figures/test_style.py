@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from IPython.core.formatters import DisplayFormatter
 from IPython.core.pylabtools import select_figure_formats
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
 
 from course_lib.figures import explorer
 from course_lib.figures.style import COLOURS, PREDICTED, alternative, canvas
@@ -42,7 +43,7 @@ def test_a_figures_numbers_stand_beside_it_as_tables():
         lines.axhline(7)
         lines.set(xlabel="step", title="Losses")
     of_bars, of_lines = shown(figure)[1]["image/png"]["numbers"]
-    assert of_bars == {"caption": "GB", "columns": ["bar", "of", "to (GB)"], "rows": [
+    assert of_bars == {"caption": "GB", "columns": ["bar", "of", "GB"], "rows": [
         "plain\tparameters\t3", "stage 1\tparameters\t4",
         "plain\tgradients predicted\t3", "stage 1\tgradients predicted\t4"]}
     assert of_lines["columns"] == ["step", "loss", "loss of the other"] and len(of_lines["rows"]) == 25
@@ -79,6 +80,7 @@ def test_lines_in_one_place_are_rows_and_panels_that_share_an_axis_share_its_wor
             held.barh(row, 7, label="held")
         tries.axvline(5, label="limit")
         tries.plot([0, 9], [0, 1])  # a guide for the eye
+        tries.plot([], [], label="nothing")
         tries.set_yticks([0, 1], ["first", "second"])
         tries.set_xlabel("ms")
     of_tries, of_held = shown(figure)[1]["image/png"]["numbers"]
@@ -95,3 +97,14 @@ def test_numbers_on_a_logarithmic_axis_have_no_neighbours_name():
         axes.set_yticks([1e-9, 1], ["equal", "$10^{0}$"])
     (table,) = shown(figure)[1]["image/png"]["numbers"]
     assert table["rows"] == ["1 rank\tequal", "2\t0.2", "4\t0.7"]
+
+
+def test_places_without_ticks_are_numbers_in_a_curve_and_nothing_beside_a_bar():
+    with canvas("Held", ncols=2) as (figure, (curve, bars)):
+        curve.plot([0, 1, 2], [3, 5, 3], label="MB")
+        curve.xaxis.set_major_locator(NullLocator())
+        bars.barh(1.5, 2, left=1, label="waiting")
+        bars.set_yticks([])
+    of_curve, of_bars = shown(figure)[1]["image/png"]["numbers"]
+    assert of_curve["rows"] == ["0\t3", "1\t5", "2\t3"]
+    assert of_bars["columns"] == ["of", "from", "to"] and of_bars["rows"] == ["waiting\t1\t3"]
