@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedFormatter, FuncFormatter
 
 Table: TypeAlias = dict[str, Any]
 MOST_ROWS, MOST_COLUMNS = 32, 12
-"""Of a table; of longer lines every n-th point is taken, and the caption says so."""
+"""Of a table of lines; of longer ones every n-th point is taken, and the caption says so."""
 MOST_SPANS = 16
 """Of one kind in one lane of a time line, or points in one place."""
 
@@ -35,8 +35,8 @@ def _caption(axes: Axes, more: str = "") -> str:
     return ", ".join(filter(None, [" ".join(title.split()), more]))
 
 
-def _table(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    step = -(-len(rows) // MOST_ROWS)
+def _table(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]], most: int = MOST_ROWS) -> Table:
+    step = -(-len(rows) // most)
     more = f"one row of {step}" if step > 1 else ""
     return {"caption": _caption(axes, more), "columns": [" ".join(_plain(name).split()) for name in columns],
             "rows": ["\t".join(map(_short, row)) for row in rows[::step or 1]]}
@@ -144,7 +144,7 @@ def _without_empty(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[A
     """A table without the columns that say nothing: no word and no number but 0."""
     keep = [any(row[at] for row in rows) or at == len(columns) - 1 for at in range(len(columns))]
     return _table(axes, [name for name, kept in zip(columns, keep, strict=True) if kept],
-                  [[value for value, kept in zip(row, keep, strict=True) if kept] for row in rows])
+                  [[value for value, kept in zip(row, keep, strict=True) if kept] for row in rows], most=len(rows))
 
 
 def _colour(patch: Patch) -> str:
