@@ -41,7 +41,7 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
         base = np.zeros(len(moments))
         for kind, height in zip(KINDS, held, strict=True):
             _name_area(axes, seconds, base, height, total, kind)
-            axes.plot(seconds, height, linestyle="None", label=kind)  # unseen: for the figure's table
+            axes.plot(seconds, height, linewidth=0, label=kind)  # unseen: for the figure's table
             base += height
         for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
             axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
