@@ -28,7 +28,7 @@ from course_lib.lessons import listing  # noqa: E402
 from tools import claims  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
-LIMIT_BYTES = 400_000
+LIMIT_BYTES = 360_000
 LARGE_BYTES = 48_000
 
 

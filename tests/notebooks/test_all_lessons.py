@@ -84,7 +84,7 @@ def test_committed_with_outputs(lesson):
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     assert all(cell.execution_count for cell in code), "run `make notebooks`"
     assert not [o for cell in code for o in cell.outputs if o.output_type == "error"]
-    assert path.stat().st_size < 400_000
+    assert path.stat().st_size < 360_000
     assert sum("image/png" in o.get("data", {}) or "image/svg+xml" in o.get("data", {})
                for cell in code for o in cell.outputs) >= 1, "a lesson has a figure"
     text = path.read_text(encoding="utf-8")
