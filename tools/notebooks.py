@@ -91,7 +91,7 @@ def clean(path: Path) -> str:
     for cell in notebook.cells:
         cell.metadata.pop("papermill", None)
         cell.metadata.pop("execution", None)
-        if cell.cell_type == "code" and (not cell.metadata.get("tags")):
+        if not cell.metadata.get("tags"):
             cell.metadata.pop("tags", None)
         for output in cell.get("outputs", []):
             if png := output.get("data", {}).get("image/png"):

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from course_lib.errors import ConfigError
 from course_lib.figures.pipeline import gantt
-from course_lib.figures.style import alternative
+from course_lib.figures.style import picture_metadata
 from course_lib.lessons import widget_display
 from course_lib.parallel.pipeline.fitted.search import build, stage_costs, stages_for
 from course_lib.parallel.pipeline.schedules import KINDS
@@ -70,7 +70,7 @@ class Explorer(widgets.VBox):
         for control in controls.values():
             control.observe(self.refresh, names="value")
         self.refresh()
-        self.fallback, self.fallback_text, self.fallback_title = bytes(self.picture.value), self.text, self.title
+        self.fallback, self.fallback_text, self.fallback_said = bytes(self.picture.value), self.text, self.shown
         columns = widgets.GridBox(list(controls.values()), layout={
             "grid_template_columns": "repeat(2, max-content)", "grid_gap": "0 1.5em"})
         super().__init__([self.picture, columns, self.said])
@@ -80,15 +80,15 @@ class Explorer(widgets.VBox):
         try:
             self.text, figure = self.view(**{key: control.value for key, control in self.controls.items()})
         except ConfigError as error:
-            self.text, self.title, self.picture.layout.display = str(error), "", "none"
+            self.text, self.shown, self.picture.layout.display = str(error), {}, "none"
         else:
             self.picture.value, self.picture.layout.display = widget_display.png(figure), ""
-            self.title = alternative(figure)
+            self.shown = picture_metadata(figure)
         self.said.value = f"<pre style='margin:0;overflow-x:auto'>{html.escape(self.text)}</pre>" if self.text else ""
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return (widget_display.bundle(self, self.fallback, self.fallback_text),
-                {"image/png": {"alt": self.fallback_title}})
+                {"image/png": self.fallback_said})
 
 
 def explorer(**start: Any) -> Explorer:

@@ -1,4 +1,4 @@
-"""A figure's numbers as tables, for readers who cannot see it: read from what has been drawn."""
+"""A figure's numbers as tables, for readers who cannot see it: read from what has been drawn, or told beside it."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,11 +22,19 @@ MOST_SPANS = 16
 
 
 def tables(figure: Figure) -> list[Table]:
-    """The tables of all axes that hold data, each with ``caption``, ``columns`` and ``rows`` of short texts.
+    """What was told, and the tables of all axes that hold data.
 
-    A row is one text with tabs, which a notebook's file has in one line.
+    Each has ``caption``, ``columns`` and ``rows`` of short texts. A row is one text with tabs, which a notebook's
+    file has in one line.
     """
-    return [table for axes in figure.axes for table in (*_lines(axes), *_bars(axes), *_points(axes), *_images(axes))]
+    drawn = [table for axes in figure.axes for table in (*_lines(axes), *_bars(axes), *_points(axes), *_images(axes))]
+    return [*getattr(figure, "told", ()), *drawn]
+
+
+def tell(figure: Figure, caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Give a figure of words or of cells a table that cannot be read from what is drawn."""
+    told = {"caption": caption, "columns": list(columns), "rows": ["\t".join(map(_short, row)) for row in rows]}
+    figure.told = [*getattr(figure, "told", ()), told]  # type: ignore[attr-defined]
 
 
 def _caption(axes: Axes, more: str = "") -> str:
@@ -86,6 +94,14 @@ def _plain(text: str) -> str:
     return re.sub(r"\\mathdefault|[${}]", "", text) if "$" in text else text
 
 
+def _unit(axes: Axes, which: str) -> str:
+    """The label of an axis, which panels that share it often write only once."""
+    grouper = axes.get_shared_x_axes() if which == "x" else axes.get_shared_y_axes()
+    labels = (panel.get_xlabel() if which == "x" else panel.get_ylabel()
+              for panel in (axes, *grouper.get_siblings(axes)))
+    return next(filter(None, labels), "")
+
+
 def _said(label: object) -> str:
     """A label, unless matplotlib gave it."""
     return "" if str(label).startswith("_") else str(label)
@@ -115,17 +131,17 @@ def _mark(axes: Axes, line: Line2D, words: Mapping[str, _Words]) -> tuple[str, A
     """Unit, place and values of a line that lies in one place: a row, a column, or from edge to edge."""
     x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
     if line.get_transform() is not axes.transData:  # from edge to edge
-        return ((axes.get_ylabel(), "everywhere", _short(y[0])) if np.ptp(y) == 0 else
-                (axes.get_xlabel(), "everywhere", _short(x[0])))
+        return ((_unit(axes, "y"), "everywhere", _short(y[0])) if np.ptp(y) == 0 else
+                (_unit(axes, "x"), "everywhere", _short(x[0])))
     if words["y"].rows and np.ptp(y) < 1:
-        return axes.get_xlabel(), words["y"].at(float(y.mean())), _joined(map(words["x"].at, _once(x)))
+        return _unit(axes, "x"), words["y"].at(float(y.mean())), _joined(map(words["x"].at, _once(x)))
     if np.ptp(x) < 1 if words["x"].rows else np.ptp(x) == 0:
-        return axes.get_ylabel(), words["x"].at(float(x.mean())), _joined(_once(y))
-    return (axes.get_xlabel(), "", _joined(_once(x))) if np.ptp(y) == 0 and line.get_linestyle() == "None" else None
+        return _unit(axes, "y"), words["x"].at(float(x.mean())), _joined(_once(y))
+    return (_unit(axes, "x"), "", _joined(_once(x))) if np.ptp(y) == 0 and line.get_linestyle() == "None" else None
 
 
 def _curves(axes: Axes, lines: Sequence[Line2D], words: Mapping[str, _Words]) -> Table:
-    columns = [axes.get_xlabel() or "at", *(str(line.get_label()) for line in lines)]
+    columns = [_unit(axes, "x") or "at", *(str(line.get_label()) for line in lines)]
     places = [words["x"].at(x) or x for x in np.asarray(lines[0].get_xdata(), float)]
     heights = [[words["y"].at(y) for y in np.asarray(line.get_ydata(), float)] for line in lines]
     return _table(axes, columns, list(zip(places, *heights, strict=True)))
@@ -187,7 +203,7 @@ def _bars(axes: Axes) -> Iterator[Table]:
                 rows += [(words["y"].at((box.y0 + box.y1) / 2), of, box.x0, box.x1) for box in boxes]
                 lies = True
     lies = lies or bool(lone)
-    unit = axes.get_xlabel() if lies else axes.get_ylabel()
+    unit = _unit(axes, "x" if lies else "y")
     if len(rows) > MOST_ROWS:
         yield _without_empty(axes, ["bar", "of", f"from–to {unit}".strip()], _by_lane(rows))
     elif rows:
@@ -217,7 +233,7 @@ def _points(axes: Axes) -> Iterator[Table]:
             if isinstance(collection, PathCollection) and axes.axison
             for x, y in np.asarray(collection.get_offsets()).tolist()]
     if rows:
-        yield _without_empty(axes, ["of", axes.get_xlabel() or "at", axes.get_ylabel() or "value"], rows)
+        yield _without_empty(axes, ["of", _unit(axes, "x") or "at", _unit(axes, "y") or "value"], rows)
 
 
 def _images(axes: Axes) -> Iterator[Table]:
@@ -225,5 +241,5 @@ def _images(axes: Axes) -> Iterator[Table]:
         cells: np.ndarray = np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
         if cells.ndim == 2 and cells.shape[1] <= 2 * MOST_COLUMNS:
             columns = [str(_words(axes, "x").at(at)) for at in range(cells.shape[1])]
-            yield _table(axes, [axes.get_ylabel() or "row", *columns],
+            yield _table(axes, [_unit(axes, "y") or "row", *columns],
                          [[_words(axes, "y").at(at), *row] for at, row in enumerate(cells)])

@@ -63,12 +63,12 @@ def predicted_and_measured(predicted: Timeline, measured: Rows, title: str, unit
     return _draw(title, _pair("", predicted, measured, how), unit)
 
 
-def schedule_after_schedule(runs: Mapping[str, tuple[Timeline, Rows]], title: str, unit: str = "",
+def schedule_after_schedule(runs: Mapping[str, tuple[Timeline, Rows | None]], title: str, unit: str = "",
                             how: str = "measured") -> Figure:
     """Several of :func:`predicted_and_measured` under one another, all on one time axis, by the name of the schedule.
 
     Args:
-        runs: what the simulator says, and for each rank what ran from when to when.
+        runs: what the simulator says, and for each rank what ran from when to when, or None for the prediction alone.
         title: the finding.
         unit: of the times, for the axis.
         how: what each lower panel says of itself.
@@ -76,11 +76,13 @@ def schedule_after_schedule(runs: Mapping[str, tuple[Timeline, Rows]], title: st
     return _draw(title, [panel for name, run in runs.items() for panel in _pair(f"{name}, ", *run, how)], unit)
 
 
-def _pair(name: str, predicted: Timeline, measured: Rows, how: str) -> list[_Panel]:
+def _pair(name: str, predicted: Timeline, measured: Rows | None, how: str) -> list[_Panel]:
     """Either both panels have an action's number or none: what a block happened to take does not decide it."""
     schedule, sizes = predicted.schedule, predicted.rows
-    return [_Panel(f"{name}predicted: {float(predicted.bubble):.1%} idle", schedule, sizes, True, sizes),
-            _Panel(f"{name}{how}: {idle_share(measured):.1%} idle", schedule, measured, False, sizes)]
+    panels = [_Panel(f"{name}predicted: {float(predicted.bubble):.1%} idle", schedule, sizes, True, sizes)]
+    if measured is not None:
+        panels.append(_Panel(f"{name}{how}: {idle_share(measured):.1%} idle", schedule, measured, False, sizes))
+    return panels
 
 
 def every_try(predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]], title: str) -> Figure:

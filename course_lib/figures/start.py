@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_lib.figures import numbers
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
 
 STATES: dict[str, dict[str, Any]] = {
@@ -54,6 +55,8 @@ def capabilities(findings: Mapping[str, tuple[str, str, str]]) -> Figure:
                 _item(axes, 0.8, top + height / 2, name, state)
                 axes.text(2.35, top + height / 2, remarks[name], va="center", fontsize=7.5, linespacing=1.25)
                 top += height
+    numbers.tell(figure, "What this machine can run", ["check", "state", "found", "what to do"],
+                 [(name, *finding) for name, finding in findings.items()])
     return figure
 
 

@@ -8,6 +8,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from course_lib.figures import numbers
 from course_lib.figures.style import COLOURS, PREDICTED, canvas, end_label
 from course_lib.lessons.step_profile import Moment, padding_share
 
@@ -130,6 +131,9 @@ def padding_grids(lengths: np.ndarray, orders: Mapping[str, Sequence[np.ndarray]
         *_, last = orders.values()
         _write_into_widest(panels[0], lengths, next(iter(orders.values())), "padding", COLOURS["neutral"], right=True)
         _write_into_widest(panels[-1], lengths, last, "tokens", "white", right=False)
+    numbers.tell(figure, "Batches, as they are padded", ["order", "batch", "rows", "longest row", "padding"],
+                 [(name, str(i), len(rows), lengths[rows].max(), f"{padding_share(lengths, [rows]):.0%}")
+                  for name, batches in orders.items() for i, rows in enumerate(batches)])
     return figure
 
 

@@ -49,7 +49,12 @@ class Titled(Figure):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """No picture of its own, which Jupyter draws, but what is said beside it in the notebook."""
-        return {}, {"image/png": {"alt": alternative(self), "numbers": numbers.tables(self)}}
+        return {}, {"image/png": picture_metadata(self)}
+
+
+def picture_metadata(figure: Figure) -> dict[str, Any]:
+    """A figure's alternative text and its numbers as tables: the metadata of its picture in a notebook."""
+    return {"alt": alternative(figure), "numbers": numbers.tables(figure)}
 
 
 def alternative(figure: Figure) -> str:

@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 from IPython.core.formatters import DisplayFormatter
 from IPython.core.pylabtools import select_figure_formats
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from course_lib.figures import explorer
+from course_lib.figures import explorer, start, steps
 from course_lib.figures.style import COLOURS, PREDICTED, alternative, canvas
 
 
@@ -26,9 +27,13 @@ def test_the_title_is_the_alternative_text_of_the_picture_in_the_notebook():
     assert metadata["image/png"]["alt"] == alternative(figure) == "Two ranks are faster"
 
 
-def test_a_drawing_with_sliders_has_its_title_too():
-    data, metadata = explorer.explorer(name="zb_h1")._repr_mimebundle_()
+def test_a_drawing_with_sliders_has_the_title_and_numbers_of_its_still_picture():
+    live = explorer.explorer(name="zb_h1")
+    live.controls["ranks"].value = 2
+    data, metadata = live._repr_mimebundle_()
     assert "image/png" in data and metadata["image/png"]["alt"] == "zb_h1 on 4 ranks, 8 micro-batches: 11.1% idle"
+    table, = metadata["image/png"]["numbers"]
+    assert {row.split("\t")[0] for row in table["rows"]} == {f"rank {rank}" for rank in range(4)}
 
 
 def test_a_figures_numbers_stand_beside_it_as_tables():
@@ -108,3 +113,26 @@ def test_places_without_ticks_are_numbers_in_a_curve_and_nothing_beside_a_bar():
     of_curve, of_bars = shown(figure)[1]["image/png"]["numbers"]
     assert of_curve["rows"] == ["0\t3", "1\t5", "2\t3"]
     assert of_bars["columns"] == ["of", "from", "to"] and of_bars["rows"] == ["waiting\t1\t3"]
+
+
+def test_panels_that_share_an_axis_share_its_unit():
+    with canvas("Two runs", ncols=2, sharey=True) as (figure, (left, right)):
+        left.bar(0, 3, label="computing")
+        left.set_ylabel("ms per step")
+        right.plot([1], [4], "o", label="limit")
+        right.axhline(2, label="floor")
+    of_bar, of_point = shown(figure)[1]["image/png"]["numbers"]
+    assert of_bar["columns"][-1] == of_point["columns"][-1] == "ms per step"
+    assert of_point["rows"] == ["1\tlimit\t4", "everywhere\tfloor\t2"]
+
+
+def test_figures_of_words_and_of_cells_tell_their_tables():
+    checks = {"fork": ("ok", "4 ranks in 0.1 s", ""), "GPU": ("cannot", "no device", "rent one")}
+    table, = shown(start.capabilities(checks))[1]["image/png"]["numbers"]
+    assert table["columns"] == ["check", "state", "found", "what to do"]
+    assert table["rows"] == ["fork\tok\t4 ranks in 0.1 s\t", "GPU\tcannot\tno device\trent one"]
+    grids = steps.padding_grids(np.array([4, 1, 30]), {"in order": [np.array([0, 1]), np.array([2])],
+                                                       "by length": [np.array([1]), np.array([0, 2])]})
+    table, = shown(grids)[1]["image/png"]["numbers"]
+    assert table["rows"] == ["in order\t0\t2\t4\t38%", "in order\t1\t1\t30\t0%",
+                             "by length\t0\t1\t1\t0%", "by length\t1\t2\t30\t43%"]
