@@ -96,7 +96,7 @@ def in_the_pages_colours(text: str) -> str:
 
     text = BOX.sub(lambda m: f"<div class='box box-{BOXES.get(m['colour'], 'kept')}'>", text)
     text = text.replace(" border=\"1\" class=\"dataframe\"", " class=\"dataframe\"")
-    return re.sub(r"<style scoped>.*?</style>", "", LISTING.sub(listing, text), flags=re.DOTALL)
+    return LISTING.sub(listing, text)
 
 
 def numbers(output: nbformat.NotebookNode) -> str:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import papermill
 from PIL import Image
 
@@ -29,7 +30,8 @@ from tools import claims  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 LIMIT_BYTES = 360_000
-LARGE_BYTES = 48_000
+COLOURS = 48
+"""Of a figure; edges of letters and lines have many."""
 
 
 def refresh(path: Path) -> None:
@@ -100,6 +102,9 @@ def clean(path: Path) -> str:
             # What Code(...) shows for LaTeX is a second copy of the highlighted source, for a converter nobody runs.
             if "text/html" in output.get("data", {}):
                 output.data.pop("text/latex", None)
+                # A table's own style says what every page that shows it says already.
+                output.data["text/html"] = re.sub(r"<style scoped>.*?</style>\n", "", output.data["text/html"],
+                                                  flags=re.DOTALL)
     text = nbformat.writes(notebook) + "\n"
     return text.replace(str(ROOT), "<course>").replace(str(Path.home()), "~")
 
@@ -119,12 +124,16 @@ def without_widgets(output: nbformat.NotebookNode, name: str) -> None:
 
 
 def smaller(png: bytes) -> bytes:
-    """The same figure in 96 colours, a large one in 48, chosen so that the few pixels of a rare one keep theirs."""
+    """The same figure in few colours; of those that become one, it is the most frequent, so that areas keep theirs."""
     squeezed = io.BytesIO()
     figure = Image.open(io.BytesIO(png)).convert("RGB")
-    colours = 96 if len(png) < LARGE_BYTES else 48
-    figure = figure.quantize(colours, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    figure.save(squeezed, "PNG", optimize=True)
+    few = figure.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    drawn, at, counts = np.unique(np.asarray(figure).reshape(-1, 3), axis=0, return_index=True, return_counts=True)
+    rarest_first = counts.argsort()
+    palette = np.zeros((COLOURS, 3), np.uint8)
+    palette[np.asarray(few).ravel()[at[rarest_first]]] = drawn[rarest_first]
+    few.putpalette(palette.tobytes())
+    few.save(squeezed, "PNG", optimize=True)
     return min(png, squeezed.getvalue(), key=len)
 
 

@@ -59,10 +59,10 @@ def _phases(axes: Any, description: Mapping[str, Any]) -> None:
                   color=PHASES[phase["Status"]], label=phase["Status"])
     interruption = [(start - starts[0]).total_seconds() for phase, start in zip(phases, starts, strict=True)
                     if phase["Status"] == "Interrupted"]
-    axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)
+    cross, = axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)
     axes.set(yticks=[], xlabel="seconds since the job started")
     axes.grid(False)
     seen = {phase["Status"] for phase in phases}
     known = {name: colour for name, colour in PHASES.items() if name in seen}
-    axes.legend([Patch(color=colour) for colour in known.values()], list(known), ncols=4, fontsize=8.5,
-                loc="lower left", bbox_to_anchor=(0, 1))
+    handles = [cross if name == "Interrupted" else Patch(color=colour) for name, colour in known.items()]
+    axes.legend(handles, list(known), ncols=4, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1))

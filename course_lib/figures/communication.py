@@ -29,7 +29,7 @@ def bill(compute: float, waits: Mapping[str, float]) -> Figure:
         axes.margins(x=0.1)
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x")
-        axes.set_xlabel("milliseconds per step: computing (blue), all-reduce (orange)")
+        axes.set_xlabel("milliseconds per step (blue: computing, orange: all-reduce)")
     return figure
 
 
@@ -55,7 +55,7 @@ def loss_over_seconds(curves: Mapping[str, Mapping[str, Sequence[tuple[float, fl
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.set_xlabel("seconds, logarithmic")
+            axes.set_xlabel("seconds (logarithmic)")
         panels[0].set_ylabel("validation loss, nats per byte")
         last = {way: points[-1][1] for way, points in next(iter(curves.values())).items()}
         for way, place in apart(last, 0.075, panels[-1].get_ylim()).items():

@@ -29,7 +29,7 @@ def world_sizes(curves: Mapping[int, Sequence[float]], predicted: Sequence[float
         other_name: what to call that run, in a word or two.
     """
     apart = worst_difference(curves)
-    title = f"{_listed(list(curves))} ranks on the same global batches: losses within {apart:.0e} nats"
+    title = f"{_listed(list(curves))} ranks on the same global batches: losses within {apart:.2g} nats"
     with canvas(title, ncols=2, width_ratios=(1.35, 1)) as (figure, (losses, gaps)):
         _draw_losses(losses, curves, other, other_name)
         _draw_differences(gaps, curves, predicted, other, other_name)

@@ -96,8 +96,8 @@ def over_link(ways: Mapping[str, OverLink]) -> Figure:
     title = f"Over a slow link {slower} as long\nas {best} (medians of {tries} tries)"
     with canvas(title, height=2.9) as (figure, axes):
         for row, way in enumerate(ways.values()):
-            axes.barh(row, 1e3 * way.backward, height=0.36, color=COLOURS["backward"], label="backward alone")
-            axes.text(0, row, "  backward alone", va="center", color="white", fontsize=8.5)
+            axes.barh(row, 1e3 * way.backward, height=0.36, color=COLOURS["backward"], label="backward, no link")
+            axes.text(0, row, "  backward, no link", va="center", color="white", fontsize=8.5)
             axes.plot([1e3 * way.on_paper] * 2, [row - 0.3, row + 0.3], "--", color="black", linewidth=1.2,
                       label="computed")
             axes.plot([1e3 * seconds for seconds in way.steps], [row] * tries, "o", markersize=5, alpha=0.6,
@@ -136,6 +136,8 @@ def seconds_against_bytes(seconds: Mapping[int, Sequence[float]], small: int, la
                       color=COLOURS["communication"], label="every try")
         axes.plot(list(medians), list(medians.values()), color=COLOURS["communication"], label="median")
         end_label(axes, max(medians), medians[max(medians)], "medians", COLOURS["communication"])
+        axes.annotate("dots: every try", (min(medians), 1e3 * max(seconds[min(medians)])), xytext=(8, 0),
+                      textcoords="offset points", va="center", fontsize=8.5, color=COLOURS["communication"])
         axes.plot(list(seconds), [1e3 * (2 * latency + size / rate) for size in seconds], "--", color="black",
                   linewidth=1.2, label="formula")
         axes.annotate("formula", (large, 1e3 * (2 * latency + large / rate)), xytext=(8, -10),

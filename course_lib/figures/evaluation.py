@@ -26,14 +26,14 @@ def metric_by_ranks(ranks: Sequence[int], right: Mapping[str, tuple[float, float
     with canvas(title, width=7.6, height=3.6) as (figure, axes):
         for (name, (value, error)), colour in flat:
             axes.axhspan(value - error, value + error, color=colour, alpha=0.25, linewidth=0)
-            axes.axhline(value, color=colour, linewidth=3, label=name)
+            axes.axhline(value, color=colour, linewidth=3, label=f"{name} (standard error {error:.2g})")
         for (name, values), colour in broken:
             axes.plot(ranks, values, "o-", color=colour, label=name)
         shown = -room
         for value, name, colour in ends:
             shown = max(value, shown + room)  # labels of lines that end close together step aside
             end_label(axes, ranks[-1] + 0.1, shown, name, colour)  # where the axes end
-        axes.set(xlabel="ranks; the band is one standard error to each side", ylabel=metric, xticks=list(ranks))
+        axes.set(xlabel="ranks\n(band: one standard error to each side)", ylabel=metric, xticks=list(ranks))
         axes.set_xlim(ranks[0] - 0.2, ranks[-1] + 0.1)
         axes.set_ylim(0, 1.12 * max(value for value, *_ in ends))
         return figure

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
 
 LAST = 10
-"""Steps at the end of a training whose mean is meant by the end."""
+"""Steps at the end of a training whose mean its title tells."""
 
 
 def worked(copies: Mapping[str, Sequence[int]]) -> Figure:
@@ -25,7 +25,7 @@ def worked(copies: Mapping[str, Sequence[int]]) -> Figure:
             for rank, number in enumerate(of):
                 side.barh(rank, number, color=COLOURS["forward"], height=0.6, label="copies")
                 side.barh(rank, max(of) - number, left=number, color=COLOURS["idle"], height=0.6, label="waiting")
-                side.text(max(of), rank, f" {number}", va="center", fontsize=9, clip_on=False)
+                side.text(number, rank, f" {number}", va="center", fontsize=9)
             side.set_title(name, fontsize=10)
             side.set_yticks(range(len(of)), [f"rank {rank}" for rank in range(len(of))])
             side.tick_params(labelleft=side is axes[0])
@@ -44,8 +44,8 @@ def imbalance(curves: Mapping[str, Sequence[float]]) -> Figure:
     """
     ends = {name: float(np.mean(curve[-LAST:])) for name, curve in curves.items()}
     first, best = next(iter(ends)), min(ends, key=ends.__getitem__)
-    with canvas(f"The busiest expert ends at {ends[first]:.1f} times its share, at {ends[best]:.1f} with the {best}",
-                height=3.2) as (figure, axes):
+    with canvas(f"In the last {LAST} steps the busiest expert has {ends[first]:.1f} times its share, "
+                f"{ends[best]:.1f} with the {best}", height=3.2) as (figure, axes):
         labels = _apart([curve[-1] for curve in curves.values()], 0.075 * max(map(max, curves.values())))
         for (name, curve), at, colour in zip(curves.items(), labels, SERIES, strict=False):
             axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6, label=name)

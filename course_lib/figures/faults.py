@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from course_lib.figures import numbers
 from course_lib.figures.style import COLOURS, canvas
 from course_lib.hangs.watchdog import ReportedRank
 from course_lib.lessons.faults.lab import SCENARIOS, Trial
@@ -35,6 +36,10 @@ def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mappin
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panels[-1, 0].set_xlabel("sequence number of the collective (filled: over; hollow: issued, waits)")
         panels[-1, 0].set_xticks(range(1, furthest + 1))
+    numbers.tell(figure, "Last collective of each rank", ["hang", "rank", "its number", "it", "last call", "at fault"],
+                 [(name, str(state.rank), str(state.sequence or 0), "is over" if state.ended else "waits",
+                   _last_call(state), "yes" if state.rank in guilty[name] else "no")
+                  for name, states in hangs.items() for state in states])
     return figure
 
 
@@ -43,13 +48,16 @@ def _one_rank(axes: Axes, state: ReportedRank, is_guilty: bool) -> None:
     last = state.sequence or 0
     over = last if state.ended or not last else last - 1
     axes.plot([0, last], [state.rank] * 2, color=colour, linewidth=1.2)
-    axes.plot(range(1, over + 1), [state.rank] * over, "o", color=colour, label="ended")
+    axes.plot(range(1, over + 1), [state.rank] * over, "o", color=colour)
     if over < last:
-        axes.plot(last, state.rank, "o", markerfacecolor="white", markeredgecolor=colour, markersize=8, label="waits")
+        axes.plot(last, state.rank, "o", markerfacecolor="white", markeredgecolor=colour, markersize=8)
+    axes.annotate(f"{_last_call(state)}{mark}", (last, state.rank), xytext=(10, 0), textcoords="offset points",
+                  va="center", fontsize=9, color=colour, annotation_clip=False)
+
+
+def _last_call(state: ReportedRank) -> str:
     where = f" at {state.file.rsplit('/', 1)[-1]}:{state.line}" if state.file else ""
-    gone = "" if state.alive else ", gone"
-    axes.annotate(f"{state.collective or 'none yet'}{where}{gone}{mark}", (last, state.rank), xytext=(10, 0),
-                  textcoords="offset points", va="center", fontsize=9, color=colour, annotation_clip=False)
+    return f"{state.collective or 'none yet'}{where}{'' if state.alive else ', gone'}"
 
 
 def who_spoke(trials: Mapping[str, Trial], world_size: int) -> Figure:

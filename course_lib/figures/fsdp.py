@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from course_lib.figures import numbers
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
 from course_lib.lessons.fsdp_lab import WatchedSharding
 from course_lib.lessons.overlap_lab import Overlap, TraceEvent
@@ -30,8 +31,8 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
                 sharey=True) as (figure, panels):
         for axes, (name, run) in zip(panels, runs.items(), strict=True):
             _teeth(axes, run)
-            axes.axhline(predicted[name] / MB, color="black", linestyle="--", linewidth=1, label="predicted peak")
-            axes.axhline(whole / MB, color=COLOURS["neutral"], linestyle=":", linewidth=1, label="the whole model")
+            axes.axhline(predicted[name] / MB, color="black", linestyle="--", linewidth=1)
+            axes.axhline(whole / MB, color=COLOURS["neutral"], linestyle=":", linewidth=1)
             axes.set_title(name, fontsize=10, fontweight="normal")
             axes.set_ylim(0, top)
         panels[0].set_ylabel("MB of parameters on rank 0")
@@ -40,7 +41,16 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
         panels[0].text(0.5, steady / MB / 2, "this rank's pieces", ha="center", va="center", color="white", fontsize=8,
                        transform=panels[0].get_yaxis_transform())
         figure.supxlabel("one step, gather by gather and free by free", fontsize=9)
+    numbers.tell(figure, f"MB of parameters on rank 0, of {_short(whole)} in all",
+                 ["run", "at rest", "forward, at most", "backward, at most", "predicted peak"],
+                 [(name, _short(run.steady), *(_short(max(size for phase, size in run.trace if phase == which))
+                                               for which in ("forward", "backward")), _short(predicted[name]))
+                  for name, run in runs.items()])
     return figure
+
+
+def _short(size: float) -> str:
+    return f"{size / MB:.2f}"
 
 
 def _above(axes: Axes, height: float, text: str, colour: str) -> None:
@@ -54,7 +64,7 @@ def _teeth(axes: Axes, run: WatchedSharding) -> None:
     places = list(range(len(heights)))
     axes.fill_between(places, heights, step="post", color=COLOURS["forward"], linewidth=0)
     axes.fill_between(places, run.steady / MB, color=COLOURS["parameters"], linewidth=0)
-    axes.step(places, heights, where="post", color=COLOURS["parameters"], linewidth=1.2, label="MB of parameters")
+    axes.step(places, heights, where="post", color=COLOURS["parameters"], linewidth=1.2)
     turn = [phase for phase, _ in run.trace].index("backward") + 0.5
     axes.axvline(turn, color=COLOURS["neutral"], linewidth=0.8)
     for middle, name in ((turn / 2, "forward"), ((turn + places[-1]) / 2, "backward")):

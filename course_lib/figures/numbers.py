@@ -16,9 +16,11 @@ from matplotlib.ticker import FixedFormatter, FuncFormatter
 
 Table: TypeAlias = dict[str, Any]
 MOST_ROWS, MOST_COLUMNS = 32, 12
-"""Of a table of lines; of longer ones every n-th point is taken, and the caption says so."""
+"""Of a table of lines; of longer ones every n-th point and the last are taken, and the caption says so."""
 MOST_SPANS = 16
 """Of one kind in one lane of a time line, or points in one place."""
+KEY = re.compile(r"\s*\((?:[^()]*:[^()]*|logarithmic)\)")
+"""What a label says of colours, marks and scale, as in "copies (grey: waiting)"."""
 
 
 def tables(figure: Figure) -> list[Table]:
@@ -37,17 +39,20 @@ def tell(figure: Figure, caption: str, columns: Sequence[str], rows: Iterable[Se
     figure.told = [*getattr(figure, "told", ()), told]  # type: ignore[attr-defined]
 
 
-def _caption(axes: Axes, more: str = "") -> str:
+def _title(axes: Axes) -> str:
     said = [axes.get_title(loc=place) for place in ("left", "center", "right")]  # type: ignore[arg-type]
-    title = next((text for text in said if text), "") or axes.get_ylabel() or axes.get_xlabel()
-    return ", ".join(filter(None, [" ".join(title.split()), more]))
+    return " ".join(next((text for text in said if text), "").split())
 
 
-def _table(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]], most: int = MOST_ROWS) -> Table:
-    step = -(-len(rows) // most)
-    more = f"one row of {step}" if step > 1 else ""
-    return {"caption": _caption(axes, more), "columns": [" ".join(_plain(name).split()) for name in columns],
-            "rows": ["\t".join(map(_short, row)) for row in rows[::step or 1]]}
+def _table(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]], most: int = MOST_ROWS,
+           caption: str = "") -> Table:
+    step = -(-len(rows) // most) or 1
+    kept = [*rows[::step], *rows[-1:]] if len(rows) % step != 1 and step > 1 else rows[::step]
+    thinned = f"one of every {step} rows, and the last" if step > 1 else ""
+    caption = caption or _title(axes) or _unit(axes, "y") or _unit(axes, "x")
+    return {"caption": ", ".join(filter(None, [caption, thinned])),
+            "columns": [" ".join(_plain(name).split()) for name in columns],
+            "rows": ["\t".join(map(_short, row)) for row in kept]}
 
 
 def _short(value: Any) -> str:
@@ -57,7 +62,7 @@ def _short(value: Any) -> str:
 
 def _digits(value: float, digits: int) -> str:
     rounded = f"{value:.{digits}g}"
-    return f"{value:.0f}" if "e+" in rounded and abs(value) < 1e7 else rounded
+    return f"{value:.0f}" if "e+" in rounded and abs(value) < 1e8 else rounded
 
 
 class _Words(NamedTuple):
@@ -95,11 +100,16 @@ def _plain(text: str) -> str:
 
 
 def _unit(axes: Axes, which: str) -> str:
-    """The label of an axis, which panels that share it often write only once."""
-    grouper = axes.get_shared_x_axes() if which == "x" else axes.get_shared_y_axes()
-    labels = (panel.get_xlabel() if which == "x" else panel.get_ylabel()
-              for panel in (axes, *grouper.get_siblings(axes)))
-    return next(filter(None, labels), "")
+    """The label of an axis, which panels that share it often write only once, without its key to what is drawn."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    if which == "x":
+        panels = axes.get_shared_x_axes().get_siblings(axes)
+        labels = [*(panel.get_xlabel() for panel in (axes, *panels)), figure.get_supxlabel()]
+    else:
+        panels = axes.get_shared_y_axes().get_siblings(axes)
+        labels = [*(panel.get_ylabel() for panel in (axes, *panels)), figure.get_supylabel()]
+    return " ".join(KEY.sub("", next(filter(None, labels), "")).split())
 
 
 def _said(label: object) -> str:
@@ -108,43 +118,61 @@ def _said(label: object) -> str:
 
 
 def _lines(axes: Axes) -> Iterator[Table]:
-    """Lines over the same places are columns of one table; those in one place are rows of another, as single points.
+    """Lines over the same places, or some of them, are columns of one table; those in one place are rows of another.
 
     Lines without a label guide the eye, and are left out.
     """
     words = {axis: _words(axes, axis) for axis in "xy"}
-    curves, marks = dict[bytes, list[Line2D]](), dict[str, list[tuple[Any, str, str]]]()
+    curves, marks = list[list[Line2D]](), dict[tuple[str, str], list[tuple[Any, str, str]]]()
     for line in axes.get_lines():
         if not (name := _said(line.get_label())) or not len(np.asarray(line.get_xdata())):
             continue
         if found := _mark(axes, line, words):
-            unit, place, values = found
-            marks.setdefault(unit or "value", []).append((place, name, values))
+            *units, place, values = found
+            marks.setdefault((units[0] or "at", units[1] or "value"), []).append((place, name, values))
+        elif beside := next((lines for lines in curves if _within(line, lines[0])), None):
+            beside.append(line)
         else:
-            curves.setdefault(np.asarray(line.get_xdata(), float).tobytes(), []).append(line)
-    yield from (_curves(axes, lines[:MOST_COLUMNS], words) for lines in curves.values())
-    for unit, rows in marks.items():
-        yield _without_empty(axes, ["at", "of", unit], rows)
+            curves.append([line])
+    yield from (_curves(axes, lines[:MOST_COLUMNS], words) for lines in curves)
+    for (where, unit), rows in marks.items():
+        yield _without_empty(axes, [where, "of", unit], rows)
 
 
-def _mark(axes: Axes, line: Line2D, words: Mapping[str, _Words]) -> tuple[str, Any, str] | None:
-    """Unit, place and values of a line that lies in one place: a row, a column, or from edge to edge."""
+def _mark(axes: Axes, line: Line2D, words: Mapping[str, _Words]) -> tuple[str, str, Any, str] | None:
+    """Units of place and values, both, of a line that lies in one place: a row, a column, or from edge to edge."""
     x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
     if line.get_transform() is not axes.transData:  # from edge to edge
-        return ((_unit(axes, "y"), "everywhere", _short(y[0])) if np.ptp(y) == 0 else
-                (_unit(axes, "x"), "everywhere", _short(x[0])))
+        return (("", _unit(axes, "y"), "everywhere", _short(y[0])) if np.ptp(y) == 0 else
+                ("", _unit(axes, "x"), "everywhere", _short(x[0])))
     if words["y"].rows and np.ptp(y) < 1:
-        return _unit(axes, "x"), words["y"].at(float(y.mean())), _joined(map(words["x"].at, _once(x)))
+        return _unit(axes, "y"), _unit(axes, "x"), words["y"].at(float(y.mean())), _joined(map(words["x"].at, _once(x)))
     if np.ptp(x) < 1 if words["x"].rows else np.ptp(x) == 0:
-        return _unit(axes, "y"), words["x"].at(float(x.mean())), _joined(_once(y))
-    return (_unit(axes, "x"), "", _joined(_once(x))) if np.ptp(y) == 0 and line.get_linestyle() == "None" else None
+        return _unit(axes, "x"), _unit(axes, "y"), words["x"].at(float(x.mean())), _joined(_once(y))
+    lone = np.ptp(y) == 0 and line.get_linestyle() == "None"
+    return ("", _unit(axes, "x"), "", _joined(_once(x))) if lone else None
+
+
+def _places(line: Line2D) -> list[float]:
+    return np.asarray(line.get_xdata(), float).tolist()
+
+
+def _within(line: Line2D, other: Line2D) -> bool:
+    """Whether a line is over the same places as another, or over some of them."""
+    own, others = _places(line), _places(other)
+    return own == others or len(set(own)) == len(own) and len(set(others)) == len(others) and set(own) <= set(others)
 
 
 def _curves(axes: Axes, lines: Sequence[Line2D], words: Mapping[str, _Words]) -> Table:
     columns = [_unit(axes, "x") or "at", *(str(line.get_label()) for line in lines)]
-    places = [words["x"].at(x) or x for x in np.asarray(lines[0].get_xdata(), float)]
-    heights = [[words["y"].at(y) for y in np.asarray(line.get_ydata(), float)] for line in lines]
-    return _table(axes, columns, list(zip(places, *heights, strict=True)))
+    places, heights = _places(lines[0]), list[list[Any]]()
+    for line in lines:
+        column = [words["y"].at(y) for y in np.asarray(line.get_ydata(), float)]
+        at = dict(zip(_places(line), column, strict=True))
+        heights.append(column if len(column) == len(places) else [at.get(x, "") for x in places])
+    caption = ": ".join(filter(None, dict.fromkeys([_title(axes), _unit(axes, "y")])))
+    return _table(axes, columns, list(zip((words["x"].at(x) or x for x in places), *heights, strict=True)),
+                  caption=caption)
 
 
 def _once(values: np.ndarray) -> Sequence[float]:
@@ -153,7 +181,7 @@ def _once(values: np.ndarray) -> Sequence[float]:
 
 def _joined(values: Iterable[Any]) -> str:
     texts = list(map(_short, values))
-    return ", ".join(texts[:MOST_SPANS]) + ", …" * (len(texts) > MOST_SPANS)
+    return ", ".join(texts[:MOST_SPANS]) + f", … ({len(texts)} in all)" * (len(texts) > MOST_SPANS)
 
 
 def _without_empty(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
@@ -203,12 +231,12 @@ def _bars(axes: Axes) -> Iterator[Table]:
                 rows += [(words["y"].at((box.y0 + box.y1) / 2), of, box.x0, box.x1) for box in boxes]
                 lies = True
     lies = lies or bool(lone)
-    unit = _unit(axes, "x" if lies else "y")
+    which, unit = _unit(axes, "y" if lies else "x") or "bar", _unit(axes, "x" if lies else "y")
     if len(rows) > MOST_ROWS:
-        yield _without_empty(axes, ["bar", "of", f"from–to {unit}".strip()], _by_lane(rows))
+        yield _without_empty(axes, [which, "of", f"from–to {unit}".strip()], _by_lane(rows))
     elif rows:
         end = f"to ({unit})" if any(start for _, _, start, _ in rows) else unit
-        yield _without_empty(axes, ["bar", "of", "from", end if unit else "to"], rows)
+        yield _without_empty(axes, [which, "of", "from", end if unit else "to"], rows)
 
 
 def _bar(bar: Rectangle, lies: bool, words: Mapping[str, _Words], of: str) -> tuple[Any, str, float, float]:
@@ -241,5 +269,10 @@ def _images(axes: Axes) -> Iterator[Table]:
         cells: np.ndarray = np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
         if cells.ndim == 2 and cells.shape[1] <= 2 * MOST_COLUMNS:
             columns = [str(_words(axes, "x").at(at)) for at in range(cells.shape[1])]
-            yield _table(axes, [_unit(axes, "y") or "row", *columns],
-                         [[_words(axes, "y").at(at), *row] for at, row in enumerate(cells)])
+            written = {(round(text.get_position()[1]), round(text.get_position()[0])): text.get_text()
+                       for text in axes.texts}
+            rows = [[_words(axes, "y").at(at), *(written.get((at, place), cell) for place, cell in enumerate(row))]
+                    for at, row in enumerate(cells)]
+            both = _unit(axes, "y"), _unit(axes, "x")
+            caption = _title(axes) or (f"{both[0]} (rows) by {both[1]} (columns)" if all(both) else "")
+            yield _table(axes, [both[0] or "row", *columns], rows, caption=caption)

@@ -191,7 +191,7 @@ def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched:
     wide = width * inch > 0.03
     block = Rectangle((start, top), width, height, facecolor=_tint(colour) if hatched else colour,
                       edgecolor="black" if wide else "none", linewidth=0.6 if wide else 0.0,
-                      label=f"{KINDS[kind]} #{span.action.microbatch}")
+                      label=f"{KINDS[kind]}{f', stage {lap + 1} of the rank' if lap else ''} #{span.action.microbatch}")
     if hatched and wide and not label:
         block.set(hatch="////", hatchcolor=colour, hatch_linewidth=0.7)
     axes.add_patch(block)

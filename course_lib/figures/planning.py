@@ -116,8 +116,8 @@ def rank(held: Memory, chip: Accelerator, title: str) -> Figure:
             left += size / gib
             axes.text(left + 0.008 * room, row, f"{kind} {size / gib:.1f}", va="center", fontsize=9, zorder=4,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})
-        for limit, style in ((usable, "--"), (whole, "-")):
-            axes.axvline(limit, color=COLOURS["wrong"], linewidth=1.6, linestyle=style, zorder=3)
+        for limit, style, name in ((usable, "--", "usable"), (whole, "-", chip.name)):
+            axes.axvline(limit, color=COLOURS["wrong"], linewidth=1.6, linestyle=style, zorder=3, label=name)
         axes.text(usable - 0.008 * room, -0.85, f"usable {usable:.1f}", ha="right", va="center", fontsize=9,
                   color=COLOURS["wrong"])
         axes.text(whole + 0.008 * room, -0.85, f"{chip.name} {whole:.1f}", va="center", fontsize=9,

@@ -14,6 +14,7 @@ from course_lib.lessons.step_profile import Moment, padding_share
 
 KINDS = ("parameters", "optimizer states", "gradients", "activations")
 MB = 1e6
+PHASE_NAMES = {"optimizer": "update"}
 
 
 def memory_over_steps(moments: Sequence[Moment]) -> Figure:
@@ -42,21 +43,25 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
         base = np.zeros(len(moments))
         for kind, height in zip(KINDS, held, strict=True):
             _name_area(axes, seconds, base, height, total, kind)
-            axes.plot(seconds, height, linewidth=0, label=kind)  # unseen: for the figure's table
             base += height
         for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
             axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
             narrow = seconds[end] - seconds[begin] < 0.09 * seconds[-1]
-            name = "update" if moments[begin].phase == "optimizer" else moments[begin].phase
+            name = PHASE_NAMES.get(moments[begin].phase, moments[begin].phase)
             axes.text((seconds[begin] + seconds[end]) / 2, top, name, ha="center", va="top", fontsize=8,
                       color=COLOURS["neutral"], rotation=90 if narrow else 0)
         for peak in peaks:
             axes.plot(seconds[peak], total[peak], "o", color="black", markersize=6, markeredgecolor="white", zorder=5,
-                      clip_on=False, label="peak")
-            low = moments[peak].phase == "optimizer"  # above it, the gradients' name may be
-            axes.annotate(f"{total[peak]:.0f} MB", (seconds[peak], total[peak]), xytext=(-7, -3 if low else 3),
-                          ha="right", va="top" if low else "bottom", textcoords="offset points", fontweight="bold",
-                          fontsize=9)
+                      clip_on=False)
+            beside = moments[peak].phase == "optimizer"  # to its left the gradients' name may be
+            axes.annotate(f"{total[peak]:.0f} MB", (seconds[peak], total[peak]), xytext=(4 if beside else -7, 4),
+                          ha="left" if beside else "right", va="bottom", textcoords="offset points",
+                          fontweight="bold", fontsize=9)
+    highest = [begin + int(total[begin:end].argmax())
+               for begin, end in zip(begins, [*begins[1:], len(moments)], strict=True)]
+    numbers.tell(figure, "MB held when each phase holds the most", ["phase", "seconds", *KINDS, "all"],
+                 [(PHASE_NAMES.get(moments[at].phase, moments[at].phase), seconds[at], *(of[at] for of in held),
+                   total[at]) for at in highest])
     return figure
 
 
@@ -131,7 +136,7 @@ def padding_grids(lengths: np.ndarray, orders: Mapping[str, Sequence[np.ndarray]
         *_, last = orders.values()
         _write_into_widest(panels[0], lengths, next(iter(orders.values())), "padding", COLOURS["neutral"], right=True)
         _write_into_widest(panels[-1], lengths, last, "tokens", "white", right=False)
-    numbers.tell(figure, "Batches, as they are padded", ["order", "batch", "rows", "longest row", "padding"],
+    numbers.tell(figure, "Batches, as they are padded", ["order", "batch", "rows", "longest row (tokens)", "padding"],
                  [(name, str(i), len(rows), lengths[rows].max(), f"{padding_share(lengths, [rows]):.0%}")
                   for name, batches in orders.items() for i, rows in enumerate(batches)])
     return figure

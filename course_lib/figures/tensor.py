@@ -1,11 +1,13 @@
 """Figures of tensor parallelism: what it sends and holds, what each axis of the grid sends, what their order costs."""
 
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from course_lib.figures import numbers
 from course_lib.figures.style import COLOURS, PREDICTED, canvas
 from course_lib.parallel.topology import AXES, RankGrid
 
@@ -16,8 +18,8 @@ PARTS = {"compute": COLOURS["forward"], **AXIS_COLOURS, "idle": COLOURS["idle"]}
 OUTLINE = {**PREDICTED, "hatch": None, "edgecolor": "black", "linestyle": "--"}
 """A prediction over a solid bar: hatching on a colour is hard to look at."""
 KB, MB = 1e3, 1e6
-VISIBLE = 0.015
-"""Share of the longest bar from which on a part of one can be seen."""
+VISIBLE = 0.002
+"""Share of the longest bar, about a pixel, from which on a part of one can be seen."""
 
 
 def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: Mapping[str, float]) -> Figure:
@@ -75,6 +77,9 @@ def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[st
         right.grid(axis="y", visible=False)
         right.grid(axis="x")
         right.set_xlabel("kB sent by rank 0 in a step\n(broken line: predicted)")
+    links = {axis: [f"{a}–{b}" for line in grid.lines(axis) for a, b in pairwise(line)] for axis in AXES}
+    numbers.tell(figure, "Links between ranks", ["axis: what it carries", "ranks"],
+                 [(CARRIES[axis], ", ".join(links[axis])) for axis in AXES])
     return figure
 
 
@@ -86,7 +91,7 @@ def _links(axes: Axes, grid: RankGrid, sent: Mapping[str, int]) -> None:
     width = {axis: 2 + 9 * sent[axis] / max(sent.values()) for axis in AXES}
     for axis in ("dp", "pp", "tp"):
         for line in grid.lines(axis):
-            for here, there in zip(line, line[1:], strict=False):
+            for here, there in pairwise(line):
                 (x, y), (to_x, to_y) = places[here], places[there]
                 bend = 0.18 if grid.coordinates(here).tp else -0.18
                 arc = f"arc3,rad={bend}" if axis == "dp" else "arc3"

@@ -73,7 +73,8 @@ def volume(measured: Mapping[str, float], predicted: Mapping[str, float], title:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set(xlabel="elements sent by a rank in a step, in units of Ψ (N − 1)/N", xlim=(0, 4.4))
-        axes.annotate("hatched: formula\nsolid: measured", (4.35, 0), ha="right", va="center", fontsize=9,
+        shortest = min(range(len(names)), key=lambda place: max(measured[names[place]], predicted[names[place]]))
+        axes.annotate("hatched: formula\nsolid: measured", (4.35, shortest), ha="right", va="center", fontsize=9,
                       color=COLOURS["neutral"])
     return figure
 
@@ -99,7 +100,7 @@ def large(formula: Mapping[int, Mapping[str, float]], published: Mapping[int, fl
                          label=kind)
                 bottom += formula[stage][kind]
             axes.annotate(f"{bottom:.4g} GB", (place, bottom), xytext=(0, 3), textcoords="offset points", ha="center")
-            axes.plot([place - 0.24, place + 0.24], [published[stage]] * 2, color=COLOURS["neutral"], linewidth=3,
+            axes.plot([place - 0.24, place + 0.24], [published[stage]] * 2, color=COLOURS["neutral"], linewidth=1.5,
                       label="as the paper printed it")
         axes.axhline(capacity, color=COLOURS["wrong"], linewidth=1.2, linestyle="--", label=f"{capacity:.0f} GB GPU")
         axes.annotate(f"{capacity:.0f} GB GPU", (len(stages) - 0.52, capacity), xytext=(0, 3), ha="right",

@@ -56,6 +56,13 @@ def test_measured_is_solid_and_below_predicted():
         "forward", "backward", "pale: predicted", "idle"]
 
 
+def test_a_schedule_that_was_not_run_has_its_prediction_alone():
+    one, zbv = (simulate(make(name, 4, 8)) for name in ("1f1b", "zbv"))
+    figure = pipeline.schedule_after_schedule({"1f1b": (one, None), "zbv": (zbv, zbv.rows)}, "three panels")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "1f1b, predicted: 27.3% idle", "zbv, predicted: 5.9% idle", "zbv, measured: 5.9% idle"]
+
+
 def test_both_panels_number_the_same_blocks_however_long_each_took():
     """A stretched block in the measured panel has no number where its prediction is too narrow for one."""
     predicted = simulate(make("zbv", 4, 8), Costs(18, 18, 18))

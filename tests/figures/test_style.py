@@ -8,7 +8,7 @@ from IPython.core.pylabtools import select_figure_formats
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from course_lib.figures import explorer, start, steps
+from course_lib.figures import explorer, runs, start, steps
 from course_lib.figures.style import COLOURS, PREDICTED, alternative, canvas
 
 
@@ -51,8 +51,9 @@ def test_a_figures_numbers_stand_beside_it_as_tables():
     assert of_bars == {"caption": "GB", "columns": ["bar", "of", "GB"], "rows": [
         "plain\tparameters\t3", "stage 1\tparameters\t4",
         "plain\tgradients predicted\t3", "stage 1\tgradients predicted\t4"]}
-    assert of_lines["columns"] == ["step", "loss", "loss of the other"] and len(of_lines["rows"]) == 25
-    assert of_lines["caption"] == "Losses, one row of 4" and of_lines["rows"][1] == "4\t4\t5"
+    assert of_lines["columns"] == ["step", "loss", "loss of the other"] and len(of_lines["rows"]) == 26
+    assert of_lines["caption"] == "Losses, one of every 4 rows, and the last"
+    assert (of_lines["rows"][1], of_lines["rows"][-1]) == ("4\t4\t5", "99\t99\t100")
 
 
 def test_bars_that_lie_points_and_cells_are_tables_too():
@@ -136,3 +137,21 @@ def test_figures_of_words_and_of_cells_tell_their_tables():
     table, = shown(grids)[1]["image/png"]["numbers"]
     assert table["rows"] == ["in order\t0\t2\t4\t38%", "in order\t1\t1\t30\t0%",
                              "by length\t0\t1\t1\t0%", "by length\t1\t2\t30\t43%"]
+
+
+def test_a_line_over_some_of_anothers_places_is_a_column_of_its_table():
+    with canvas("Losses") as (figure, axes):
+        axes.plot([1, 2, 3], [9, 8, 7], label="whole")
+        axes.plot([2, 3], [8, 6], label="resumed")
+        axes.plot([1, 4], [5, 5], label="elsewhere")
+        axes.set(title="a job", xlabel="step (dots: every try)", ylabel="nats\n(logarithmic)")
+    both, other = shown(figure)[1]["image/png"]["numbers"]
+    assert both == {"caption": "a job: nats", "columns": ["step", "whole", "resumed"],
+                    "rows": ["1\t9\t", "2\t8\t8", "3\t7\t6"]}
+    assert other["columns"] == ["step", "elsewhere"]
+
+
+def test_cells_say_what_is_written_in_them():
+    table, = shown(runs.confusion(["no", "yes"], [[3, 1], [2, 2]]))[1]["image/png"]["numbers"]
+    assert table == {"caption": "actual (rows) by predicted (columns)", "columns": ["actual", "no", "yes"],
+                     "rows": ["no\t3\t1", "yes\t2\t2"]}

@@ -27,7 +27,7 @@ def who_waits(name: str = "1f1b", ranks: int = 3, microbatches: int = 4) -> Diag
         raise ConfigError(f"a diagram of {microbatches} micro-batches", "take at most 6")
     timeline = simulate(make(name, ranks, microbatches, 1))
     diagram = Diagram(
-        f"{name}: {float(timeline.bubble):.0%} of the ranks' time is spent waiting for a neighbour's message",
+        f"{name}: the ranks are idle for {float(timeline.bubble):.0%} of the time",
         f"{ranks} lanes over time, one per rank, with the forwards F and backwards of {microbatches} micro-batches in "
         "the order of the schedule's table. Arrows are the messages of micro-batch 0: activations down to the next "
         "rank, gradients up again. Grey is idle.")

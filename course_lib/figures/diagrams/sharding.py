@@ -201,9 +201,10 @@ def prefetch(blocks: int = 3, gather: float = 0.8) -> Diagram:
         f"Prefetch moves a gather to where the block before it computes: {without:.1f} units of waiting become "
         f"{with_it:.1f}",
         f"Two time lines of one step with {blocks} blocks, each with a lane for the link and one for the processor. "
-        "Above, each all-gather begins when its block is needed, and the processor waits for it. Below, the all-gather "
-        "of the next block runs while a block computes; only the first of the forward and of the backward is waited "
-        "for. Reduce-scatters run while the next block's backward computes.")
+        "Above, each all-gather begins when its block is needed, and the processor waits for it, and for each "
+        "reduce-scatter. Below, the all-gather of the next block runs while a block computes, and reduce-scatters "
+        "while the next block's backward does: only the first gather of the forward, that of the backward and the last "
+        "reduce-scatter are waited for.")
     left, top = 84.0, diagram.head + 16
     scale = (WIDTH - MARGIN - left) / longest
     fills = {"gather": tint(SENT, 0.9), "reduce": COLOURS["gradients"], "forward": COLOURS["forward"],
