@@ -13,7 +13,7 @@ ByMethod = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def memory(held: ByMethod, planned: ByMethod, title: str) -> Figure:
-    """Bytes of a rank by kind, a panel per strategy and a bar per method; what was planned stands hollow beside.
+    """Bytes of a rank by kind, a panel per strategy and a bar per method; what was planned stands hatched beside.
 
     Args:
         held: by strategy, method and kind, counted.
@@ -34,7 +34,7 @@ def memory(held: ByMethod, planned: ByMethod, title: str) -> Figure:
                               textcoords="offset points")
             axes.set_xticks(range(len(methods)), list(methods))
             axes.set_title(way, fontsize=10)
-        panels[0].set_ylabel("MB per rank: counted, planned (hollow)")
+        panels[0].set_ylabel("MB per rank\n(solid: counted, hatched: planned)")
         figure.legend(handles=[Patch(color=COLOURS[kind], label=kind)
                                for kind in next(iter(next(iter(held.values())).values()))], loc="outside lower center",
                       ncols=4, fontsize=8)
@@ -51,15 +51,16 @@ def losses(by_trained: Mapping[str, tuple[float, float]], before: float, title: 
     """
     with canvas(title, width=7, height=3) as (figure, axes):
         axes.axhline(before, color=COLOURS["neutral"], linewidth=1, linestyle=":", label="before")
-        axes.annotate("before", (1.0, before), va="bottom", ha="right", fontsize=9, color=COLOURS["neutral"])
-        axes.plot(*zip(*by_trained.values(), strict=True), color=COLOURS["parameters"])
-        for way, point in by_trained.items():
+        axes.annotate("before", (100, before), va="bottom", ha="right", fontsize=9, color=COLOURS["neutral"])
+        points = {way: (100 * share, loss) for way, (share, loss) in by_trained.items()}
+        axes.plot(*zip(*points.values(), strict=True), color=COLOURS["parameters"])
+        for way, point in points.items():
             axes.plot(*point, "o", color=COLOURS["parameters"], label=way)
             axes.annotate(way, point, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9,
                           fontweight="bold", color=COLOURS["parameters"])
-        axes.set(xscale="log", xlabel="share of the parameters that are trained",
+        axes.set(xscale="log", xlabel="share of the parameters that are trained, %",
                  ylabel="validation loss, nats per byte")
-        axes.set_xticks([0.01, 0.1, 1], ["1 %", "10 %", "100 %"])
+        axes.set_xticks([1, 10, 100], ["1", "10", "100"])
         axes.minorticks_off()
         axes.margins(y=0.2)
     return figure

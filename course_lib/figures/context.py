@@ -57,8 +57,9 @@ def balance(work: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
                 axes.annotate(f"rank {rank}", (at[0], steps[0][rank]), xytext=(0, 3), textcoords="offset points",
                               ha="center", fontsize=8, color=SERIES[rank])
             for place, step in enumerate(steps):
-                axes.hlines(max(step), place - 0.45, place + 0.45, color="black", linestyle="--", linewidth=1.2)
-            axes.set_title(f"{layout}: {lasts[layout]:,} in all", fontsize=10)
+                axes.plot([place - 0.45, place + 0.45], [max(step)] * 2, color="black", linestyle="--", linewidth=1.2,
+                          label="the step lasts")
+            axes.set_title(f"{layout}: the steps last {lasts[layout]:,}", fontsize=10)
             axes.set_xticks(range(len(steps)), [f"step {number}" for number in range(len(steps))])
             axes.margins(y=0.14)
         both[0].set_ylabel("pairs of query and key\n(broken line: the step lasts)")

@@ -38,13 +38,13 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
                       textcoords="offset points", ha="right", fontsize=9, color=COLOURS["neutral"])
         for name, row in operators.items():
             axes.scatter(row.intensity, row.rate / 1e9, s=30 + 400 * row.seconds / longest, color=_colour(row),
-                         alpha=0.75, edgecolor="white", label=name)
+                         alpha=0.75, edgecolor="white", label=f"{name}, {1e3 * row.seconds:.3g} ms")
         by_rate = sorted(operators, key=lambda label: operators[label].rate)
         by_memory = [label for label in by_rate if operators[label].intensity < peaks.ridge]
         _callouts(axes, operators, by_memory, 0.5, "left")
         _callouts(axes, operators, [label for label in reversed(by_rate) if label not in by_memory], 32, "right")
         axes.set(xscale="log", yscale="log", xlim=(0.03, 450), ylim=(0.3, 2 * peak / 1e9),
-                 xlabel="FLOPs per byte", ylabel="GFLOP/s; larger points take longer")
+                 xlabel="FLOPs per byte", ylabel="GFLOP/s (larger points: they take longer)")
         axes.grid(axis="x")
     return figure
 
@@ -85,7 +85,9 @@ def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         axes.set_yticks(range(len(by_kind)), list(by_kind))
         axes.invert_yaxis()
         axes.grid(visible=False)
-        axes.set(xlim=(0, 100), xlabel="share of one training step, %")
+        small = {kind: share for parts in by_kind.values() for kind, share in parts.items() if 0.005 < share <= 0.06}
+        key = "\n(grey: move, which only copies)" if "move" in small else ""
+        axes.set(xlim=(0, 100), xlabel=f"share of one training step, %{key}")
     return figure
 
 
@@ -109,6 +111,9 @@ def ladder(seconds: Mapping[str, Sequence[float]], held: Mapping[str, int | None
                 right.barh(row, size / 2**20, height=0.6, color=COLOURS["activations"], label="held")
                 right.annotate(f"{size / 2**20:.0f}", (size / 2**20, row), xytext=(4, 0), va="center",
                                textcoords="offset points", fontsize=9)
+            else:
+                right.annotate("not counted", (0, row), xytext=(4, 0), va="center", textcoords="offset points",
+                               fontsize=9, color=COLOURS["neutral"])
         left.set_yticks(range(len(seconds)), list(seconds))
         left.invert_yaxis()
         left.set_xlabel("ms per step: the fastest; a stroke for each try")
@@ -197,12 +202,13 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
         for rank in ranks:
             for cat, lane in lanes_.items():
                 inside = [e for e in spans if (e["pid"], e["cat"]) == (rank, cat) and begin <= e["ts"] < end]
-                kinds = {"": inside} if cat == "host" else {
-                    name: [e for e in inside if e["name"] == name] for name in dict.fromkeys(e["name"] for e in inside)}
-                for name, of_kind in kinds.items():
-                    axes.broken_barh([((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in of_kind],
-                                     (4 * rank + lane, 0.85), label=name, facecolors=COLOURS["neutral"] if
-                                     cat == "host" else PHASES.get(name, COLOURS["communication"]))
+                names = dict.fromkeys("an operator" if cat == "host" else e["name"] for e in inside)
+                for name in names:
+                    of_kind = [((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in inside
+                               if cat == "host" or e["name"] == name]
+                    axes.broken_barh(_merged(of_kind) if cat == "host" else of_kind, (4 * rank + lane, 0.85),
+                                     label=name, facecolors=COLOURS["neutral"] if cat == "host" else
+                                     PHASES.get(name, COLOURS["communication"]))
                 for e in inside:
                     if cat == "phase" and e["dur"] > 0.06 * (end - begin):
                         axes.annotate(e["name"], ((e["ts"] - begin + e["dur"] / 2) / 1e3, 4 * rank + 0.45), ha="center",
@@ -211,5 +217,18 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
                         [f"{name}, rank {rank}" for rank in ranks for name in ("phases", "operators", "collectives")])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set(xlim=(0, (end - begin) / 1e3), xlabel="ms from the begin of the step, all ranks on one clock")
+        axes.set(xlim=(0, (end - begin) / 1e3), xlabel="ms from the begin of one of the recorded steps, all ranks on "
+                 "one clock\n(grey phase: data, dark grey: operators, orange: collectives)")
     return figure
+
+
+def _merged(spans: Sequence[tuple[float, float]], gap: float = 0.5) -> list[tuple[float, float]]:
+    """Spans in ms, as (start, duration), those joined between which there is no more than the gap."""
+    joined = list[tuple[float, float]]()
+    for start, duration in sorted(spans):
+        if joined and start - sum(joined[-1]) <= gap:
+            first = joined[-1][0]
+            joined[-1] = first, max(sum(joined[-1]), start + duration) - first
+        else:
+            joined.append((start, duration))
+    return joined

@@ -239,7 +239,7 @@ def explain(result: Search) -> list[str]:
     best, spent = result.best, result.best.cost
     shares = sorted(((getattr(spent, name) / spent.step, name) for name in WAITING), reverse=True)
     rest = ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
-    free = result.cluster.accelerator.memory - RUNTIME - best.memory.total
+    free = result.cluster.accelerator.memory - needed(best.memory)
     likely = [candidate for candidate in result.candidates if candidate.chance >= LIKELY]
     here = [candidate for candidate in likely if to_launchers.runs_here(candidate.plan, result.model)]
     among = (f"{len(likely)} of them with a chance of {LIKELY:.0%} or more" if likely

@@ -23,9 +23,9 @@ def keys_on_the_ring(ranks: int = 3) -> Diagram:
     diagram = Diagram(
         f"The keys go round, the queries stay; in {idle} of {ranks * ranks} boxes a rank has nothing to compute",
         f"One row for each of {ranks} ranks, one column for each of {ranks} steps. A box says whose keys and values "
-        "the rank has. Step 0: its own. After every step each rank hands its block to the next rank. A strong colour "
-        "means that all of the block's keys are seen, a pale one half of them, because they are the rank's own, and "
-        "grey none, because they come later in the sequence.")
+        "the rank has. Step 0: its own. After every step but the last each rank hands its block to the next. A "
+        "strong colour means that all of the block's keys are seen, a pale one half of them, because they are the "
+        "rank's own, and grey none, because they come later in the sequence.")
     left, top, high = 82.0, diagram.head + 38, 40.0
     pitch = (WIDTH - MARGIN - left) / ranks
     wide = pitch - 62
