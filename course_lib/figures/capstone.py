@@ -55,7 +55,7 @@ def comparison(runs: Sequence[Tracked], planned: Mapping[str, Here], title: str)
                 if arm in plan:
                     axes.bar(place - 0.2, plan[arm], width=0.4, **PREDICTED, edgecolor=colour, label="predicted")
                 axes.bar(place + 0.2 * bool(plan), rows.loc[arm, column], width=0.4, color=colour, label="measured")
-            axes.set(xlabel=f"{name}\n(hatched: predicted, solid: measured)" if plan else name)
+            axes.set(xlabel=f"{name}\n(hatched: predicted)" if plan else name)
         for place, (arm, colour) in enumerate(ARMS.items()):
             points = [run.loss for run in runs if run.arm == arm]
             losses.plot([place] * len(points), points, "o", color=colour, alpha=0.7, label="every run")

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_lib.figures import numbers
 from course_lib.figures.style import COLOURS, SERIES, canvas
 from course_lib.metering.roofline import Operator, Peaks
 
@@ -27,9 +28,8 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
     longest = max(row.seconds for row in operators.values())
     with canvas(title, width=8, height=4.4) as (figure, axes):
         intensity = np.geomspace(0.03, 400, 200)
-        axes.plot(intensity, np.minimum(peak, peaks.memory * intensity) / 1e9, color=COLOURS["neutral"],
-                  label="the machine's peaks")
-        axes.axvline(peaks.ridge, color=COLOURS["neutral"], linewidth=0.8, linestyle=":", label="ridge")
+        axes.plot(intensity, np.minimum(peak, peaks.memory * intensity) / 1e9, color=COLOURS["neutral"])
+        axes.axvline(peaks.ridge, color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
         axes.annotate(f"ridge: {peaks.ridge:.0f} FLOPs per byte", (peaks.ridge, 0.45), xytext=(4, 0),
                       textcoords="offset points", fontsize=9, color=COLOURS["neutral"])
         axes.annotate(f"memory, {peaks.memory / 1e9:.0f} GB/s", (0.04, 0.04 * peaks.memory / 1e9), xytext=(-2, 12),
@@ -46,6 +46,8 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
         axes.set(xscale="log", yscale="log", xlim=(0.03, 450), ylim=(0.3, 2 * peak / 1e9),
                  xlabel="FLOPs per byte", ylabel="GFLOP/s (larger points: they take longer)")
         axes.grid(axis="x")
+    numbers.tell(figure, "The machine", ["memory, GB/s", "matrix products, GFLOP/s", "ridge, FLOPs per byte"],
+                 [(peaks.memory / 1e9, peak / 1e9, peaks.ridge)])
     return figure
 
 
