@@ -136,8 +136,8 @@ def seconds_against_bytes(seconds: Mapping[int, Sequence[float]], small: int, la
                       color=COLOURS["communication"], label="every try")
         axes.plot(list(medians), list(medians.values()), color=COLOURS["communication"], label="median")
         end_label(axes, max(medians), medians[max(medians)], "medians", COLOURS["communication"])
-        axes.annotate("dots: every try", (min(medians), 1e3 * max(seconds[min(medians)])), xytext=(8, 0),
-                      textcoords="offset points", va="center", fontsize=8.5, color=COLOURS["communication"])
+        axes.text(0.02, 0.95, "dots: every try", transform=axes.transAxes, va="top", fontsize=8.5,
+                  color=COLOURS["communication"])
         axes.plot(list(seconds), [1e3 * (2 * latency + size / rate) for size in seconds], "--", color="black",
                   linewidth=1.2, label="formula")
         axes.annotate("formula", (large, 1e3 * (2 * latency + large / rate)), xytext=(8, -10),
