@@ -31,7 +31,8 @@ FOLD = {"imports": ("Imports", "Hide the imports"), "shows": ("Code of this outp
 def parts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """A code cell as the page has it: what is read, and folded to its result what only puts it on the page.
 
-    Imports and listings are one part, and what is folded already. The outputs stand below the last.
+    Imports are folded, at a cell's beginning too; listings are one part, and what is folded already. The outputs
+    stand below the last.
     """
     if "hide-input" in cell.metadata.get("tags", []):
         return [cell]
@@ -39,9 +40,13 @@ def parts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
         statements = ast.parse(cell.source).body
     except SyntaxError:  # a magic of Jupyter
         return [cell]
-    imports = sum(isinstance(statement, (ast.Import, ast.ImportFrom)) for statement in statements)
-    if imports > 2 and imports >= MOSTLY * len(statements):
+    imported = [isinstance(statement, (ast.Import, ast.ImportFrom)) for statement in statements]
+    if sum(imported) > 2 and sum(imported) >= MOSTLY * len(statements):
         return [_folded(cell, "imports")]
+    leading = imported.index(False) if False in imported else 0
+    if leading > 2:
+        imports, rest = _split(cell, statements[leading], "imports")
+        return [_folded(imports, "imports"), *parts(rest)]
     if len(statements) == 1 and _called(statements[0]) == "source":
         return [_tagged(cell, "remove-input")]
     called = map(_called, statements)
@@ -54,10 +59,16 @@ def parts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     tail = next((at for at, one in enumerate(shows) if one and all(plain[at:])), None)
     if tail is None:
         return [cell]
-    lines, first = cell.source.splitlines(), statements[tail].lineno - 1
-    read = nbformat.v4.new_code_cell("\n".join(lines[:first]).rstrip(), id=f"{cell.id}-read")
+    read, shown = _split(cell, statements[tail], "read")
+    return [read, _folded(shown, "shows")]
+
+
+def _split(cell: nbformat.NotebookNode, at: ast.stmt, name: str) -> list[nbformat.NotebookNode]:
+    """A cell in two, the second from a statement on, with the outputs; the first takes the name into its id."""
+    lines, first = cell.source.splitlines(), at.lineno - 1 - len(getattr(at, "decorator_list", ()))
+    before = nbformat.v4.new_code_cell("\n".join(lines[:first]).rstrip(), id=f"{cell.id}-{name}")
     cell.source = "\n".join(lines[first:])
-    return [read, _folded(cell, "shows")]
+    return [before, cell]
 
 
 def _called(statement: ast.stmt) -> str:

@@ -42,6 +42,13 @@ def test_the_end_of_a_cell_that_only_shows_is_folded_and_the_result_stays_below(
     assert parts("check('zero.stage1', mine)", outputs=[]) == [("check('zero.stage1', mine)", [], False)]
 
 
+def test_imports_that_stand_before_other_code_are_folded_alone():
+    source = "import functools\nimport os\n\nimport torch\n\nranks = launch(train)\nrecord('ranks', ranks)"
+    assert [(text, folded) for text, folded, _ in parts(source)] == [
+        ("import functools\nimport os\n\nimport torch", ["hide-input"]), ("ranks = launch(train)", []),
+        ("record('ranks', ranks)", ["hide-input"])]
+
+
 def test_no_page_shows_code_that_only_prints_a_takeaway():
     texts, _, _ = assemble.sources()
     alone = 0

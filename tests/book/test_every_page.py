@@ -71,6 +71,13 @@ def test_no_page_loads_anything_from_another_host(pages):
     assert not {(name, load) for name, page in pages.items() for load in page.loads if re.match(r"(https?:)?//", load)}
 
 
+def test_the_textbook_has_drawings_as_they_are_written_and_no_value_without_a_name(site):
+    """Indented lines of a docstring without `::` before them are prose, and flow."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (site / "textbook").glob("*.html")}
+    assert len(texts) > 40
+    assert not [name for name, text in texts.items() if "<blockquote" in text or "&lt;built-in" in text]
+
+
 def test_each_picture_has_an_alternative_text(pages):
     pictures = [(name, picture) for name, page in pages.items() for picture in page.pictures]
     assert len(pictures) > 60

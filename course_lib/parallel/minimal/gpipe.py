@@ -1,7 +1,7 @@
 """A pipeline by GPipe's schedule: all micro-batches forward, then all of them backward.
 
 Rank r of the group holds stage r of p. For p = 3 and 4 micro-batches, with time from left to right, a backward taking
-twice as long as a forward:
+twice as long as a forward::
 
     rank 0   F0 F1 F2 F3                   B0--- B1--- B2--- B3---
     rank 1      F0 F1 F2 F3          B0--- B1--- B2--- B3---

@@ -1,6 +1,6 @@
 """A pipeline by the schedule 1F1B: each rank goes backward as soon as it can, one forward and one backward in turn.
 
-For 3 ranks and 4 micro-batches, with time from left to right, a backward taking twice as long as a forward:
+For 3 ranks and 4 micro-batches, with time from left to right, a backward taking twice as long as a forward::
 
     rank 0   F0 F1 F2             B0--- F3 B1---    B2---    B3---
     rank 1      F0 F1       B0--- F2 B1--- F3 B2---    B3---

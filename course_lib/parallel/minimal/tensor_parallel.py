@@ -1,7 +1,7 @@
 """Tensor parallelism: two linear layers whose matrices the ranks share, for one all-reduce forward and one backward.
 
 The first is split by columns: each rank makes its own part of the hidden activations, and an elementwise function
-between the two needs no word from the others. The second is split by rows: each rank makes a summand of the output.
+between the two needs no word from the others. The second is split by rows: each rank makes a summand of the output::
 
     X (rows, K)    Y_r = X A_r (rows, H / N)    Z_r = Y_r B_r (rows, M)    Z = sum of all Z_r (rows, M)
 
