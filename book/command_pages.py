@@ -23,7 +23,7 @@ def pages() -> dict[str, str]:
 
 
 def _page(parser: argparse.ArgumentParser, said: str) -> str:
-    usage = re.sub(r"^usage: ", "", parser.format_usage()).rstrip()
+    usage = re.sub(r"\n +", "\n    ", re.sub(r"^usage: ", "", parser.format_usage()).rstrip())
     lines = [f"# course {parser.prog.rpartition(' ')[2]}\n", f"{escaped(sentence(said)).rstrip('.')}.\n",
              f"```text\n{usage}\n```\n"]
     for group in parser._action_groups:

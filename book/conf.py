@@ -48,7 +48,7 @@ html_css_files = ["book.css", "questions.css", "player.css"]
 html_js_files = ["book.js", "questions.js", "player.js"]
 html_favicon = str(ROOT / "book" / "static" / "favicon.svg")
 html_context = {"default_mode": "auto"}
-html_copy_source = False
+html_copy_source = html_use_index = html_domain_indices = False
 html_show_sphinx = html_show_copyright = False
 html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "show_toc_level": 2,
                       "navigation_with_keys": False, "secondary_sidebar_items": []}
