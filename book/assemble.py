@@ -5,6 +5,7 @@ They lie as in the repository, so that links between them hold. A link to a file
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def sources() -> tuple[dict[str, str], dict[str, str], set[str]]:
         texts[str(path)] = players.with_players(text, path)
         alternatives |= said
     for path in sorted(PAGES.rglob("*.md")):
-        texts[str(path.relative_to(PAGES))] = path.read_text(encoding="utf-8")
+        texts[str(path.relative_to(PAGES))] = text = path.read_text(encoding="utf-8")
+        links.files |= set(re.findall(r"\(source:([^)#]+)", text))
     texts["index.md"] = front_page.filled(texts["index.md"])
     for pages in (command_pages.pages(), textbook_pages.pages(), live_exercises.pages(), players.page()):
         texts |= pages

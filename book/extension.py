@@ -12,6 +12,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.highlighting import PygmentsBridge
@@ -21,6 +22,8 @@ from book.hanging_lines import HangingLines
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEME = "source:"
+LONGEST_VALUE = 80
+"""Characters of a constant's value that its page still shows."""
 
 
 def about(app: Sphinx) -> dict[str, Any]:
@@ -54,6 +57,18 @@ def add_dark_figures(app: Sphinx, tree: nodes.document) -> None:
         dark["uri"] = posixpath.relpath(twin, Path(app.srcdir) / posixpath.dirname(app.env.docname))
         image["classes"], dark["classes"] = [*image["classes"], "only-light"], [*dark["classes"], "only-dark"]
         image.parent.insert(image.parent.index(image) + 1, dark)
+
+
+def hide_long_values(app: Sphinx, tree: nodes.document) -> None:
+    """Leave out the value of a constant that is a whole table: its file has it, in names that can be read."""
+    for value in list(tree.findall(addnodes.desc_annotation)):
+        if value.astext().startswith(" = ") and len(value.astext()) > LONGEST_VALUE:
+            value.parent.remove(value)
+
+
+def leave_out_aliases(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """A named tuple's fields stand in its signature; their own docstrings say "Alias for field number 0"."""
+    return True if (thing.__doc__ or "").startswith("Alias for field number") else None
 
 
 def mark_part(app: Sphinx, tree: nodes.document) -> None:
@@ -130,6 +145,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("config-inited", add_fetched_files)
     app.connect("autodoc-process-docstring", read_as_meant)
+    app.connect("autodoc-skip-member", leave_out_aliases)
+    app.connect("doctree-read", hide_long_values)
     app.connect("doctree-read", say_what_figures_show, priority=300)
     app.connect("doctree-read", add_dark_figures, priority=400)  # before Sphinx collects the images, at 500
     app.connect("doctree-read", mark_part)

@@ -40,10 +40,7 @@ COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum,
     ReduceOp.BAND: torch.bitwise_and, ReduceOp.BOR: torch.bitwise_or, ReduceOp.BXOR: torch.bitwise_xor,
 }
-"""How two ranks' tensors become one. A sum of booleans is their `or`, as in torch.
-
-:meta hide-value:
-"""
+"""How two ranks' tensors become one. A sum of booleans is their `or`, as in torch."""
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:

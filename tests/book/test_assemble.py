@@ -121,6 +121,12 @@ def test_a_link_in_an_output_leads_to_its_line(tmp_path):
     assert said == "<a href='../code/b.py.html#L-7'>b.py</a> <a href='../a.md'>a</a>"
 
 
+def test_each_file_that_a_page_leads_to_is_shown(sources):
+    texts, _, files = sources
+    named = {path for text in texts.values() for path in re.findall(r"\]\(source:([^)#\s]+)", text)}
+    assert "course_lib/planning/strategy.py" in named and not {path for path in named - files if "*" not in path}
+
+
 def test_a_link_to_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"c.ipynb links to gone.py, which is not there"):
         links(tmp_path).in_markdown("[x](../gone.py)", Path("notebooks/c.ipynb"))
