@@ -8,7 +8,7 @@ document.addEventListener("DOMContentLoaded", () => {
 
 /* What is wider than the page scrolls inside itself, by keyboard too. */
 new ResizeObserver(() => {
-  for (const wide of document.querySelectorAll("article table, article mjx-container[display]")) {
+  for (const wide of document.querySelectorAll("article :is(table, mjx-container[display], .highlight-none pre)")) {
     if (wide.scrollWidth > wide.clientWidth) wide.tabIndex = 0; else wide.removeAttribute("tabindex");
   }
 }).observe(document.documentElement);
