@@ -64,9 +64,10 @@ def served(folder):
 
 
 def resize(browser, size):
-    """Give the page a width and a height."""
+    """Give the page a width and a height, and let it answer to them."""
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
         "width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False})
+    browser.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))")
 
 
 def open_(browser, address):
