@@ -66,7 +66,7 @@ def the_v(ranks: int = 4) -> Diagram:
     diagram = Diagram(
         f"In a V, rank 0 holds the first stage and the last: stages 0 and {2 * ranks - 1}",
         f"{ranks} rows, one per rank, with two stages each. Activations go down the left column from rank 0 to the "
-        "last rank, which passes them to its own second stage, and up the right column to rank 0, that has the loss.")
+        "last rank, which passes them to its own second stage, and up the right column to rank 0, which has the loss.")
     top = diagram.head + 12
     boxes = []
     for stage, rank in enumerate(places):
