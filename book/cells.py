@@ -65,7 +65,8 @@ def parts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 def _split(cell: nbformat.NotebookNode, at: ast.stmt, name: str) -> list[nbformat.NotebookNode]:
     """A cell in two, the second from a statement on, with the outputs; the first takes the name into its id."""
-    lines, first = cell.source.splitlines(), at.lineno - 1 - len(getattr(at, "decorator_list", ()))
+    lines = cell.source.splitlines()
+    first = min(node.lineno for node in (at, *getattr(at, "decorator_list", ()))) - 1
     before = nbformat.v4.new_code_cell("\n".join(lines[:first]).rstrip(), id=f"{cell.id}-{name}")
     cell.source = "\n".join(lines[first:])
     return [before, cell]

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
 
 LAST = 10
-"""Steps at the end of a training whose mean its title tells."""
+"""Steps at the end of a training; a title has their mean."""
 
 
 def worked(copies: Mapping[str, Sequence[int]]) -> Figure:

@@ -41,15 +41,15 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
         panels[0].text(0.5, steady / MB / 2, "this rank's pieces", ha="center", va="center", color="white", fontsize=8,
                        transform=panels[0].get_yaxis_transform())
         figure.supxlabel("one step, gather by gather and free by free", fontsize=9)
-    numbers.tell(figure, f"MB of parameters on rank 0, of {_short(whole)} in all",
+    numbers.tell(figure, f"MB of parameters on rank 0, of {_in_mb(whole)} in all",
                  ["run", "at rest", "forward, at most", "backward, at most", "predicted peak"],
-                 [(name, _short(run.steady), *(_short(max(size for phase, size in run.trace if phase == which))
-                                               for which in ("forward", "backward")), _short(predicted[name]))
+                 [(name, _in_mb(run.steady), *(_in_mb(max(size for phase, size in run.trace if phase == which))
+                                               for which in ("forward", "backward")), _in_mb(predicted[name]))
                   for name, run in runs.items()])
     return figure
 
 
-def _short(size: float) -> str:
+def _in_mb(size: float) -> str:
     return f"{size / MB:.2f}"
 
 

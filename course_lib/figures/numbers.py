@@ -47,7 +47,7 @@ def _title(axes: Axes) -> str:
 def _table(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]], most: int = MOST_ROWS,
            caption: str = "") -> Table:
     step = -(-len(rows) // most) or 1
-    kept = [*rows[::step], *rows[-1:]] if len(rows) % step != 1 and step > 1 else rows[::step]
+    kept = [row for at, row in enumerate(rows) if at % step == 0 or at == len(rows) - 1]
     thinned = f"one of every {step} rows, and the last" if step > 1 else ""
     caption = caption or _title(axes) or _unit(axes, "y") or _unit(axes, "x")
     return {"caption": ", ".join(filter(None, [caption, thinned])),
@@ -101,14 +101,9 @@ def _plain(text: str) -> str:
 
 def _unit(axes: Axes, which: str) -> str:
     """The label of an axis, which panels that share it often write only once, without its key to what is drawn."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    if which == "x":
-        panels = axes.get_shared_x_axes().get_siblings(axes)
-        labels = [*(panel.get_xlabel() for panel in (axes, *panels)), figure.get_supxlabel()]
-    else:
-        panels = axes.get_shared_y_axes().get_siblings(axes)
-        labels = [*(panel.get_ylabel() for panel in (axes, *panels)), figure.get_supylabel()]
+    sharing = getattr(axes, f"get_shared_{which}_axes")().get_siblings(axes)
+    labels = [getattr(panel, f"get_{which}label")() for panel in (axes, *sharing)]
+    labels.append(getattr(axes.get_figure(root=True), f"get_sup{which}label")())
     return " ".join(KEY.sub("", next(filter(None, labels), "")).split())
 
 
@@ -128,8 +123,8 @@ def _lines(axes: Axes) -> Iterator[Table]:
         if not (name := _said(line.get_label())) or not len(np.asarray(line.get_xdata())):
             continue
         if found := _mark(axes, line, words):
-            *units, place, values = found
-            marks.setdefault((units[0] or "at", units[1] or "value"), []).append((place, name, values))
+            (where, unit), place, values = found
+            marks.setdefault((where or "at", unit or "value"), []).append((place, name, values))
         elif beside := next((lines for lines in curves if _within(line, lines[0])), None):
             beside.append(line)
         else:
@@ -139,18 +134,23 @@ def _lines(axes: Axes) -> Iterator[Table]:
         yield _without_empty(axes, [where, "of", unit], rows)
 
 
-def _mark(axes: Axes, line: Line2D, words: Mapping[str, _Words]) -> tuple[str, str, Any, str] | None:
-    """Units of place and values, both, of a line that lies in one place: a row, a column, or from edge to edge."""
+def _mark(axes: Axes, line: Line2D, words: Mapping[str, _Words]) -> tuple[tuple[str, str], Any, str] | None:
+    """Of a line in one place, which is a row, a column or from edge to edge: the units of place and values, and these.
+
+    Returns:
+        None for a curve.
+    """
+    units = _unit(axes, "x"), _unit(axes, "y")
     x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
     if line.get_transform() is not axes.transData:  # from edge to edge
-        return (("", _unit(axes, "y"), "everywhere", _short(y[0])) if np.ptp(y) == 0 else
-                ("", _unit(axes, "x"), "everywhere", _short(x[0])))
+        return ((("", units[1]), "everywhere", _short(y[0])) if np.ptp(y) == 0 else
+                (("", units[0]), "everywhere", _short(x[0])))
     if words["y"].rows and np.ptp(y) < 1:
-        return _unit(axes, "y"), _unit(axes, "x"), words["y"].at(float(y.mean())), _joined(map(words["x"].at, _once(x)))
+        return units[::-1], words["y"].at(float(y.mean())), _joined(map(words["x"].at, _once(x)))
     if np.ptp(x) < 1 if words["x"].rows else np.ptp(x) == 0:
-        return _unit(axes, "x"), _unit(axes, "y"), words["x"].at(float(x.mean())), _joined(_once(y))
+        return units, words["x"].at(float(x.mean())), _joined(_once(y))
     lone = np.ptp(y) == 0 and line.get_linestyle() == "None"
-    return ("", _unit(axes, "x"), "", _joined(_once(x))) if lone else None
+    return (("", units[0]), "", _joined(_once(x))) if lone else None
 
 
 def _places(line: Line2D) -> list[float]:
@@ -160,7 +160,8 @@ def _places(line: Line2D) -> list[float]:
 def _within(line: Line2D, other: Line2D) -> bool:
     """Whether a line is over the same places as another, or over some of them."""
     own, others = _places(line), _places(other)
-    return own == others or len(set(own)) == len(own) and len(set(others)) == len(others) and set(own) <= set(others)
+    distinct = all(len(set(places)) == len(places) for places in (own, others))
+    return own == others or (distinct and set(own) <= set(others))
 
 
 def _curves(axes: Axes, lines: Sequence[Line2D], words: Mapping[str, _Words]) -> Table:

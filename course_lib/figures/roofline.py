@@ -87,7 +87,7 @@ def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         axes.set_yticks(range(len(by_kind)), list(by_kind))
         axes.invert_yaxis()
         axes.grid(visible=False)
-        small = {kind: share for parts in by_kind.values() for kind, share in parts.items() if 0.005 < share <= 0.06}
+        small = {kind for parts in by_kind.values() for kind, share in parts.items() if 0.005 < share <= 0.06}
         key = "\n(grey: move, which only copies)" if "move" in small else ""
         axes.set(xlim=(0, 100), xlabel=f"share of one training step, %{key}")
     return figure
@@ -224,11 +224,11 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
     return figure
 
 
-def _merged(spans: Sequence[tuple[float, float]], gap: float = 0.5) -> list[tuple[float, float]]:
-    """Spans in ms, as (start, duration), those joined between which there is no more than the gap."""
+def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans as (start, duration) in ms, in order; what is at most half a millisecond apart is one."""
     joined = list[tuple[float, float]]()
     for start, duration in sorted(spans):
-        if joined and start - sum(joined[-1]) <= gap:
+        if joined and start - sum(joined[-1]) <= 0.5:
             first = joined[-1][0]
             joined[-1] = first, max(sum(joined[-1]), start + duration) - first
         else:
