@@ -47,7 +47,7 @@ def test_imports_that_stand_before_other_code_are_folded_alone():
     assert [(text, folded) for text, folded, _ in parts(source)] == [
         ("import functools\nimport os\n\nimport torch", ["hide-input"]), ("ranks = launch(train)", []),
         ("record('ranks', ranks)", ["hide-input"])]
-    decorated = "import functools\nimport os\nimport sys\n\n@functools.cache\ndef f():\n    return 1"
+    decorated = "import functools\nimport os\nimport sys\n\n@functools.cache\ndef f():\n    return 1\n\nf()"
     assert [text for text, *_ in parts(decorated)][1].startswith("@functools.cache")
 
 
