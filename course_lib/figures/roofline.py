@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from course_lib.figures import numbers
 from course_lib.figures.style import COLOURS, SERIES, canvas
+from course_lib.metering.intervals import united
 from course_lib.metering.roofline import Operator, Peaks
 
 KINDS = {"matmul": COLOURS["backward"], "attention": COLOURS["forward"], "pointwise": COLOURS["gradients"],
@@ -183,8 +184,12 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], x: float) -> None:
                       textcoords="offset points", color=colour, fontweight="bold", fontsize=9, annotation_clip=False)
 
 
-PHASES = {"data": COLOURS["data"], "forward": COLOURS["forward"], "backward": COLOURS["backward"],
-          "optimizer": COLOURS["optimizer"]}
+OPERATOR = "an operator"
+IN_LANES = {"data": COLOURS["data"], "forward": COLOURS["forward"], "backward": COLOURS["backward"],
+            "optimizer": COLOURS["optimizer"], OPERATOR: COLOURS["neutral"]}
+"""Colours of phases and operators; all else is communication."""
+UNSEEN_MS = 0.5
+"""Gap between two operators that a lane does not show."""
 
 
 def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
@@ -204,13 +209,13 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
         for rank in ranks:
             for cat, lane in lanes_.items():
                 inside = [e for e in spans if (e["pid"], e["cat"]) == (rank, cat) and begin <= e["ts"] < end]
-                names = dict.fromkeys("an operator" if cat == "host" else e["name"] for e in inside)
-                for name in names:
-                    of_kind = [((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in inside
-                               if cat == "host" or e["name"] == name]
-                    axes.broken_barh(_merged(of_kind) if cat == "host" else of_kind, (4 * rank + lane, 0.85),
-                                     label=name, facecolors=COLOURS["neutral"] if cat == "host" else
-                                     PHASES.get(name, COLOURS["communication"]))
+                drawn = [(e["name"], (e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in inside]
+                if cat == "host":
+                    busy = united([(start, start + duration + UNSEEN_MS) for _, start, duration in drawn])
+                    drawn = [(OPERATOR, start, stop - UNSEEN_MS - start) for start, stop in busy]
+                for name in dict.fromkeys(name for name, *_ in drawn):
+                    axes.broken_barh([span for of, *span in drawn if of == name], (4 * rank + lane, 0.85), label=name,
+                                     facecolors=IN_LANES.get(name, COLOURS["communication"]))
                 for e in inside:
                     if cat == "phase" and e["dur"] > 0.06 * (end - begin):
                         axes.annotate(e["name"], ((e["ts"] - begin + e["dur"] / 2) / 1e3, 4 * rank + 0.45), ha="center",
@@ -222,15 +227,3 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
         axes.set(xlim=(0, (end - begin) / 1e3), xlabel="ms from the begin of one of the recorded steps, all ranks on "
                  "one clock\n(grey phase: data, dark grey: operators, orange: collectives)")
     return figure
-
-
-def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans as (start, duration) in ms, in order; what is at most half a millisecond apart is one."""
-    joined = list[tuple[float, float]]()
-    for start, duration in sorted(spans):
-        if joined and start - sum(joined[-1]) <= 0.5:
-            first = joined[-1][0]
-            joined[-1] = first, max(sum(joined[-1]), start + duration) - first
-        else:
-            joined.append((start, duration))
-    return joined
