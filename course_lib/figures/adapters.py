@@ -82,7 +82,8 @@ def four_bits(values: Sequence[float], levels: Mapping[str, Sequence[float]], ti
                       label=name)
             axes.annotate(name, (1.04, height), va="center", color=SERIES[row], fontweight="bold", fontsize=9,
                           annotation_clip=False)
-        axes.set(xlabel="weight, by the largest of its block of 64", ylabel="density", xlim=(-1.03, 1.03))
+        axes.set(xlabel="weight, divided by the largest magnitude of its block of 64", ylabel="density",
+                 xlim=(-1.03, 1.03))
         axes.set_ylim(bottom=-0.25 * len(levels) - 0.2)
         axes.set_yticks([0, 0.5, 1])
         axes.grid(visible=False)

@@ -58,14 +58,15 @@ def _colour(row: Operator) -> str:
 
 def _callouts(axes: Axes, operators: Mapping[str, Operator], labels: Sequence[str], place: float, side: str) -> None:
     """Names in a column beside their points, each at its point's height or next to the name before it."""
-    step, height = (1.45, 0.0) if side == "left" else (1 / 1.45, float("inf"))
+    step, height = (1.6, 0.0) if side == "left" else (1 / 1.6, float("inf"))
     for label in labels:
         row = operators[label]
         rate = row.rate / 1e9
         height = max(rate, step * height) if side == "left" else min(rate, step * height)
         axes.annotate(label, (row.intensity, rate), xytext=(place, height), ha=side, va="center", fontsize=9,
                       color=_colour(row), fontweight="bold",
-                      arrowprops={"arrowstyle": "-", "color": _colour(row), "linewidth": 0.7, "shrinkB": 4})
+                      arrowprops={"arrowstyle": "-", "color": _colour(row), "linewidth": 0.7, "shrinkB": 4,
+                                  "relpos": (0 if side == "left" else 1, 0.5)})
 
 
 def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
@@ -83,7 +84,7 @@ def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
                 if share > 0.06:
                     dark = kind in ("matmul", "optimizer")
                     axes.annotate(f"{kind}\n{share:.0%}", (100 * (left + share / 2), row), ha="center", va="center",
-                                  fontsize=8, color="white" if dark else "black")
+                                  fontsize=7 if share < 0.08 else 8, color="white" if dark else "black")
                 left += share
         axes.set_yticks(range(len(by_kind)), list(by_kind))
         axes.invert_yaxis()
@@ -224,6 +225,6 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
                         [f"{name}, rank {rank}" for rank in ranks for name in ("phases", "operators", "collectives")])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set(xlim=(0, (end - begin) / 1e3), xlabel="ms from the begin of one of the recorded steps, all ranks on "
-                 "one clock\n(grey phase: data, dark grey: operators, orange: collectives)")
+        axes.set(xlim=(0, (end - begin) / 1e3), xlabel="ms from the start of one of the recorded steps, all ranks on "
+                 "one clock\n(grey phase: data, green: optimizer, dark grey: operators, orange: collectives)")
     return figure

@@ -21,7 +21,7 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
     """
     stages, sizes = (sorted({key[i] for key in measured}) for i in (0, 1))
     worst = max(abs(held[kind] / predicted[key][kind] - 1) for key, held in measured.items() for kind in held)
-    title = f"Each stage splits one more kind; each measured within {worst:.2%} of the formula"
+    title = f"Each stage splits one more kind; each measured within {worst:.3%} of the formula"
     with canvas(title, width=7.8, height=3.7, ncols=len(stages), sharey=True,
                 width_ratios=[1.0] * (len(stages) - 1) + [1.8]) as (figure, axes):
         for stage, panel in zip(stages, axes, strict=True):

@@ -198,7 +198,8 @@ class StepTable:
         link = f", link {first.link / 1e9:.2f} GB/s" if first.link else ""
         first_tokens, second_tokens, recorded = self.tokens
         notes = [f"Mean of {len(self.steps)} steps ({self.steps[0]} to {self.steps[-1]}) on {ranks} "
-                 f"rank{'s' * (ranks > 1)}. Roofs as measured on rank 0, {first.threads} threads of {first.device}: "
+                 f"rank{'s' * (ranks > 1)}. Roofs as measured on rank 0, {first.threads} "
+                 f"thread{'s' * (first.threads > 1)} of {first.device}: "
                  f"{dtypes}, memory {first.memory / 1e9:.1f} GB/s, ridge {first.ridge:.1f} FLOP/byte, launch "
                  f"{first.launch * 1e6:.1f} us an operator{link}. What fits into a cache may pass the memory's roof."]
         if under_way:

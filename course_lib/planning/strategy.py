@@ -251,7 +251,8 @@ def explain(result: Search) -> list[str]:
     first = "the fastest that `course train` runs" if passed else "the fastest"
     lines = [f"{best.plan.strategy} is {first} of {len(result.candidates)} layouts that fit, {among}, of "
              f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
-             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free by this count."]
+             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free "
+             "beyond the planner's margin."]
     if elsewhere and passed:
         lines.append(f"Faster by {faster:.0%} with {to_launchers.elsewhere(elsewhere.plan, result.model)}: "
                      f"{elsewhere.plan.strategy}, micro-batch {elsewhere.plan.micro_batch}, with a chance of "

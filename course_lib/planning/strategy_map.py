@@ -92,11 +92,11 @@ def rule_of_thumb(parameters: float, gpus: int) -> str:
 
 def rule_in_words() -> str:
     """``RULE`` as a guide prints it."""
-    sizes = {1e9: "below a billion parameters", 10e9: "up to ten billion", inf: "beyond"}
+    sizes = {1e9: "below a billion parameters", 10e9: "up to ten billion", inf: "beyond that"}
     said: dict[str, list[str]] = {}
     for below, up_to, family in RULE:
         said.setdefault(sizes[below], []).append(family if up_to == inf else f"{family} on up to {up_to} GPUs")
-    return "; ".join(f"{size} {' and '.join(part)}{' on more' * (len(part) > 1)}" for size, part in said.items())
+    return "; ".join(f"{size}, {' and '.join(part)}{' on more' * (len(part) > 1)}" for size, part in said.items())
 
 
 def follows(place: Place, rule: str) -> bool:

@@ -35,7 +35,7 @@ def test_gradients_that_are_not_scaled_are_seen_in_the_gradient_alone(lesson):
     assert lesson["losses_below_by_sgd"] > 0, "even lower"
     assert lesson["times_too_large_in_groups"] == pytest.approx({"1": 1, "2": 2, "4": 4}, rel=1e-5)
     assert lesson["ours_losses_apart"] < 2e-6 and lesson["ours_gradient_off"] < 1e-5
-    assert says(lesson, "Without it, it is 2 times too large on 2 ranks")
+    assert says(lesson, "Without the division it is 2 times too large on 2 ranks")
 
 
 def test_the_busiest_rank_is_computed_for_more_ranks(lesson):

@@ -43,8 +43,8 @@ def test_equals_are_closer_than_a_tie_and_the_simplest_comes_first(places):
 
 def test_the_rule_that_is_printed_is_the_rule_that_is_counted():
     assert strategy_map.rule_in_words() == (
-        "below a billion parameters DDP; up to ten billion DDP on up to 2 GPUs and FSDP on more; "
-        "beyond offload on up to 4 GPUs and ZeRO-3 on more")
+        "below a billion parameters, DDP; up to ten billion, DDP on up to 2 GPUs and FSDP on more; "
+        "beyond that, offload on up to 4 GPUs and ZeRO-3 on more")
     assert [strategy_map.rule_of_thumb(size, gpus) for size, gpus in (
         (124e6, 64), (6.7e9, 2), (6.7e9, 4), (70e9, 4), (70e9, 8))] == ["DDP", "DDP", "FSDP", "offload", "ZeRO-3"]
 
