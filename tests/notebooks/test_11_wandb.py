@@ -135,7 +135,7 @@ def test_two_models_are_paired_row_by_row_and_settings_by_seeds(lesson):
     assert says(lesson, f"Seeds spread the test loss by {low:.3f} nats at 0.0003, and by {high:.3f} at 0.001")
     assert lesson["spread_ratio"] == pytest.approx(high / low)
     assert says(lesson, f"{abs(lesson['gap']):.3f} nats apart, {'more' if more else 'less'} than two paired standard "
-                        f"errors of {lesson['paired_error']:.3f}.")
+                        f"errors, {2 * lesson['paired_error']:.3f}.")
 
 
 def test_the_wrong_rows_are_all_there_and_not_all_of_one_answer(lesson):
