@@ -21,7 +21,7 @@ TOLD = 5  # lines at most that are told
 _PROMPT = re.compile(r"^[ \t]*(?:>>>|\.\.\.+:?|(?:\[\w+\] )?In \[\d+\]:)(?: |$)")
 _FIRST_PROMPT = re.compile(r"[ \t]*(?:>>>(?: |$)|(?:\[\w+\] )?In \[\d+\]: )")
 _CELL_MAGIC = re.compile(r"%%(\w+)(?![\w?])")
-_ESCAPE = re.compile(r"([ \t]*)([%!?,;/])()")  # at the begin of a statement, where Python has none of these
+_ESCAPE = re.compile(r"([ \t]*)([%!?,;/])()")  # at the start of a statement, where Python has none of these
 _ASSIGNMENT = re.compile(r"([ \t]*[A-Za-z_][^=!%(\"'#\n]*=[ \t]*)([%!])(?!=)()")
 _MAGIC = re.compile(r"(\w+)(?:[ \t]+-\S+)*[ \t]+(?=\S)")
 _QUESTION = re.compile(r"[\w*.\]]\?{1,2}$")
